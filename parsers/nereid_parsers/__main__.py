@@ -1,4 +1,4 @@
-"""Command line of nereid_parsers: list formats, parse transcripts, analyse chat templates."""
+"""The command line of nereid_parsers: lists formats, parses texts and analyses chat templates."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _run_parse(options: argparse.Namespace) -> int:
     tools = _read_json(options.tools) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
     text = _read(options.file)
-    classified: list[tuple[str, str]] = []  # pairs: the kind and the text of a piece
+    classified: list[tuple[str, str]] = []  # pairs of a classification and a piece of the text
     numbers = itertools.count()
     parser = StreamParser(
         _format_by_name(options.format),

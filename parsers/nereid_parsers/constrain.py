@@ -5,7 +5,7 @@ output after the prompt. The reasoning is free text up to its closing marker. Co
 JSON follow the reasoning, as the format declares them. Three details are important:
 
 - White space inside JSON is limited to one character. Without this limit, the model could generate
-  white space without end.
+  white space forever.
 - The structural tag contains no end-of-turn tokens. The engine must have the ids of these tokens
   among its stop token ids.
 - xgrammar accepts some schema keywords without enforcing them. Such keywords raise an error if the
@@ -89,10 +89,10 @@ def structural_tag(
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the markers around the reasoning, and whether the output can be inside the reasoning.
+    """Return the markers of the reasoning, and whether the reasoning is open or may still open.
 
-    A server needs these markers to find, or to enforce, the end of the reasoning. Return None if
-    the format has no reasoning, or no marker that closes the reasoning.
+    A server needs the markers to find, or to enforce, the end of the reasoning. Return None if the
+    format has no reasoning, or no marker that closes the reasoning.
 
     Args:
         fmt: The format of the output.
@@ -108,7 +108,7 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
 
 
 def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
-    """Return the two texts that open and close the reasoning, or None if either text is missing.
+    """Return the texts that open and close the reasoning, or None if one of the texts is missing.
 
     Examples: `("<think>", "</think>")`, and `("<|channel|>analysis<|message|>", "<|end|>")` for the
     layout `Messages`.
@@ -126,7 +126,7 @@ def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
 
 
 def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
-    """Return the structural-tag nodes that match the reasoning together with its markers.
+    """Return the structural-tag nodes that match the reasoning and its markers.
 
     Example of matching text: `<think>Let me see.</think>`. If the reasoning is already open, the
     opening marker is omitted. If the model may open the reasoning, the whole reasoning is optional.
@@ -137,42 +137,40 @@ def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -
     """
     if state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return []
-    part = layout.reasoning
     is_open = state is ReasoningState.OPEN
-    if part is None and is_open:
-        raise unclosed_reasoning_error(fmt)
+    part = layout.reasoning
     if part is None:
+        if is_open:
+            raise unclosed_reasoning_error(fmt)
         return []
-    close = part.close.strip()
-    # The content's opening marker may end the reasoning, so reasoning must not contain this marker.
+    # The opening marker of the content can end the reasoning. The text of the reasoning must
+    # therefore not contain this marker.
     content_open = (layout.content.open,) if layout.content is not None else ()
     text = any_text((*part.also_close, *part.interrupted_by, *content_open, *fmt.ends))
     begin = "" if is_open else part.open.strip()
+    close = part.close.strip()
     reasoning: Node = {"type": "tag", "begin": begin, "content": text, "end": close}
     if is_open:
         return [reasoning, WHITESPACE]
-    options = [reasoning]
-    if part.is_opened_by_model:
-        # Some models skip the reasoning and write only the closing marker.
-        options.append(const(close))
-    return [optional(sequence(WHITESPACE, one_of(*options), WHITESPACE))]
+    # Some models skip the reasoning and write only the closing marker.
+    skipped_reasoning = [const(close)] if part.is_opened_by_model else []
+    return [optional(sequence(WHITESPACE, one_of(reasoning, *skipped_reasoning), WHITESPACE))]
 
 
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
     """Return the structural-tag node for the whole text after the reasoning.
 
-    There are four cases, depending on the request:
+    The fields of the request decide what the node matches:
 
-        without tools                               the requested content
-        tool calls are required                     tool calls
-        tool calls are optional, free content       free text with tool calls
-        tool calls are optional, a content schema   tool calls, or the requested content
+        no tools                                              the requested content
+        tool_choice "required"                                tool calls
+        tool_choice "auto", response_format allows any text   free text with tool calls
+        tool_choice "auto", response_format limits the text   tool calls, or the requested content
 
     Raises:
         ConstraintError: The request has tools, but the format has no tool calls.
     """
     content = _content_node(layout, request)
-    allows_content = not request.must_call
     if not request.tools:
         assert content is not None  # Otherwise the request would be unconstrained.
         return content
@@ -181,12 +179,13 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
             "format that defines tool calls, or send a request without tools."
         )
-    if allows_content and content is None:  # The content is free text.
+    if content is None and not request.must_call:
         return _text_with_calls(layout.tools, request)
     calls = section_node(layout.tools, request.tools, is_single=request.is_single)
-    if allows_content and content is not None:
+    if content is not None and not request.must_call:
         return one_of(calls, content)
-    # Templates and models write different white space around tool calls.
+    # Templates and models write different white space around tool calls, so any white space is
+    # allowed there.
     empty_content = _empty_content_nodes(layout.content)
     return sequence(*empty_content, WHITESPACE, without_outer_whitespace(calls), WHITESPACE)
 

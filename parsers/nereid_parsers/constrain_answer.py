@@ -13,10 +13,9 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The node types of xgrammar 0.2.8, in three groups. A node of a type in _LEAF_TYPES contains no
-# other node. A node of a type in _KEY_OF_SINGLE_NODE contains one inner node. A node of a type in
-# _KEY_OF_NODE_LIST contains a list of inner nodes. The last two constants give the key of the
-# inner node or list.
+# The types of structural-tag nodes in xgrammar 0.2.8. Nodes of the first group contain no other
+# node. The two dicts map the types of all other nodes to the key of their inner node, or to the key
+# of their list of inner nodes.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
@@ -98,7 +97,7 @@ def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa
 
 
 def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the structural-tag node for a response format of type json_schema."""
+    """Return the structural-tag node for a `response_format` of type `json_schema`."""
     spec = response_format.get("json_schema", response_format)
     if not isinstance(spec, Mapping):
         raise ConstraintError(
@@ -143,7 +142,7 @@ def _choice_node(choices: object) -> Node:
 
 
 def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the node for a response format of type `structural_tag`.
+    """Return the structural-tag node for a `response_format` of type `structural_tag`.
 
     The older form has the keys `structures` and `triggers`. The current form has the key `format`.
     """
@@ -209,7 +208,7 @@ def _inner_nodes(
 
 
 def _required_list(value: object, path: str) -> list[Any]:
-    """Return `value`. Raise ConstraintError unless `value` is a list of at least one member."""
+    """Return `value`, which must be a list with at least one member. Else raise ConstraintError."""
     if not isinstance(value, list) or not value:
         raise ConstraintError(
             f"{path}: the value must be a list of at least one object, but is {shorten(value)}"
@@ -218,7 +217,7 @@ def _required_list(value: object, path: str) -> list[Any]:
 
 
 def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Convert a structural tag from the older form to a node of the current form.
+    """Convert a structural tag in the older form into a node in the current form.
 
     Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
     gives a node of type `triggered_tags` with one tag.
@@ -239,7 +238,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
-    """Return the tag for one member of `structures`, see `_legacy_tag_node`."""
+    """Convert one member of `structures` into a node of type `tag`, see `_legacy_tag_node`."""
     if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
         raise ConstraintError(
             f"{path}: the value must be an object whose key 'begin' has a string of at least one "

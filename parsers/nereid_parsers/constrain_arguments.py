@@ -28,23 +28,24 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
 )
 
-# The only value of NestedTags.mark for which xgrammar can constrain nested elements.
+# xgrammar can constrain nested elements only if `NestedTags.mark` has this value.
 _NESTED_MARK = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
-# A string whose schema has one of these keywords is not written in single quotes, because the regex
-# for single quotes cannot enforce the keyword.
+# If the schema of a string has one of these keywords, the string must be in double quotes, because
+# the regex for single-quoted strings cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# This limit applies to tools without required arguments. Up to this number of optional arguments,
-# the model must write the arguments in the schema's order, and must not repeat an argument. The
-# size of the node for this rule grows with the square of the number of arguments.
+# If all arguments of a tool are optional, the size of the node that enforces their order grows with
+# the square of their number. Therefore the order is not enforced for more arguments than this.
 _MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the structural-tag node for a pattern. Each field has one of the given `values`.
+    """Return the structural-tag node for a pattern whose fields have the given values.
+
+    `values` maps the name of each field to the list of its possible values.
 
     Example: `pattern_node("<parameter={key}>", {"key": ["city"]})` gives
     `const("<parameter=city>")`.
@@ -70,7 +71,9 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
 
 
 def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the node for all tagged arguments of a tool call, in the schema's order.
+    """Return the node for all tagged arguments of a tool call.
+
+    The arguments are in the order of the schema, but required arguments precede optional arguments.
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
@@ -113,7 +116,7 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def _unquoted_variants(part: TaggedArguments) -> list[TaggedArguments]:
-    """Return the alternative variants in which a tagged string is written without quotes.
+    """Return the variants in `part.also` that write a string without quotes.
 
     Some formats quote a string with CDATA only if the string contains special characters. The text
     before an unquoted value (`<p>`) is then a prefix of the text before a quoted value
@@ -123,9 +126,9 @@ def _unquoted_variants(part: TaggedArguments) -> list[TaggedArguments]:
 
 
 def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` consists of `variant.open` and more text.
+    """Return whether `quoted.open` starts with `variant.open` and continues with more text.
 
-    Example: `<v>"` consists of `<v>` and a quote.
+    Example: `<v>"` starts with `<v>` and continues with a quote.
     """
     return variant.open != quoted.open and quoted.open.startswith(variant.open)
 
@@ -188,7 +191,7 @@ def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArgum
 
 
 def _text_until(opening: Node, close: str) -> Node:
-    r"""Return the node for the constant `opening`, followed by free text and `close`.
+    r"""Return the node that matches the constant `opening`, then free text, and then `close`.
 
     The free text ends before the visible part of `close`, because the parser ends the value there.
     Example: with the closing text `"\n</p>\n"`, the free text ends at `</p>`, and `"\n"` follows
@@ -281,9 +284,9 @@ def _unquoted_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> No
 
 
 def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: str) -> Node:
-    """Return the node for a list with one member for each argument of `tool`.
+    """Return the node for the arguments of `tool`, separated by `separator`.
 
-    Members for optional arguments may be omitted. Example: for the required argument a and the
+    The model may omit optional arguments. Example: for the required argument a and the
     optional arguments b and c, the matching texts are `a`, `a,b`, `a,c` and `a,b,c`. Without a
     required argument, `b,c`, `b`, `c` and the empty text match. If there are many optional
     arguments and no required argument, the arguments may occur in any order.
@@ -295,7 +298,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
     """
 
     def separated(node: Node) -> Node:
-        """Return the node for the separator, followed by `node`."""
+        """Return the node that matches the separator and then `node`."""
         return sequence(const(separator), node)
 
     required = [member_node(key) for key in tool.required_keys]
@@ -308,7 +311,7 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
         return const("")
     if len(omissible) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(omissible, separator))
-    # Any member can be the first member in the list, so each option starts with a different member.
+    # Each argument can be the first one, so there is one option for each first argument.
     options = [
         sequence(first, *(optional(separated(node)) for node in omissible[number:]))
         for number, first in enumerate(omissible, start=1)

@@ -40,12 +40,13 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# The types of a body that contains all tool calls of a message. A body of any other type contains
-# one tool call.
+# A body of one of these types contains all tool calls of a message. A body of any other type
+# contains one tool call.
 ListBody = JsonArray | PythonCalls
 
 # The regular expressions for the fields of a tool call's header.
 _HEAD_FIELDS = {"number": "[0-9]{1,3}", "id": "[a-zA-Z0-9]{9}", "word": "[a-z]{1,12}"}
+_ARGUMENTS_PLACEHOLDER = "\0"  # JSON text never contains this character.
 _ID_PLACEHOLDER = '"{id}"'
 _NAME_PLACEHOLDER = "{name}"
 _QUOTED_ID: Node = {"type": "regex", "pattern": '"[a-zA-Z0-9_.:-]{1,40}"'}
@@ -55,7 +56,7 @@ _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
 def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_single: bool) -> Node:
-    """Return one structural-tag node that matches a section: its markers and its tool calls.
+    """Return the structural-tag node for a tool section: its markers and the tool calls inside it.
 
     Example of matching text: `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`.
 
@@ -73,7 +74,7 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
     else:
         content = _list_or_object(section, call.body, tools, is_single=is_single)
         if has_own_markers:
-            # Some models write a separate list, with these markers, for each tool call.
+            # Some models write one list for each tool call, and put each list between the markers.
             content = repeated([content], separator, is_single=is_single)
     return sequence(const(section.open), content, const(section.close))
 
@@ -123,7 +124,7 @@ def trigger_of(section: ToolSection) -> str:
 
 
 def call_node(call: Call, tool: ToolSchema) -> Node:
-    """Return the node for a call of `tool`: opening marker, header, body and closing marker.
+    """Return the node for one call of `tool`, including the markers and the header of the call.
 
     The body must not be a list, see `list_node`. Example of matching text:
     `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
@@ -135,7 +136,7 @@ def call_node(call: Call, tool: ToolSchema) -> Node:
 def list_node(
     call: Call, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
 ) -> Node:
-    """Return the node for the markers of `call` and the list of all tool calls between them.
+    """Return the node for a list of tool calls between the markers of `call`.
 
     `body` is the body of `call`. If `is_single` is true, the list contains exactly one tool call.
     Example of matching text: `<tool_call>[f(a=1), g()]</tool_call>`.
@@ -159,7 +160,9 @@ def _list_body_node(body: ListBody, tools: tuple[ToolSchema, ...], *, is_single:
 
 
 def _body_node(body: Body, tool: ToolSchema) -> Node:
-    """Return the node for the body of a tool call. The body must not be a list of tool calls.
+    """Return the node for the body of one tool call.
+
+    The body must not be a list of tool calls, see `_list_body_node`.
 
     Example of matching text: `{"name": "f", "arguments": {}}`.
     """
@@ -214,13 +217,11 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
         name = json.dumps(tool.name, ensure_ascii=False)
         return sequence(const("{" + name + ": "), arguments, const("}"))
     before, after = _object_around_arguments(keys, tool.name)
-    # The id is required if `keys.order` contains the id, because `before` or `after` then contains
-    # the id. An id in an inner object is not allowed, because the nodes below describe only the
-    # members of the outer object.
-    has_optional_id = keys.id is not None and "." not in keys.id and "id" not in keys.order
-    if not has_optional_id:
+    has_required_id = "id" in keys.order  # `before` or `after` then contains the id.
+    is_id_in_inner_object = keys.id is not None and "." in keys.id
+    if keys.id is None or has_required_id or is_id_in_inner_object:
         return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
-    # Templates write the id at the start or at the end of the object. Models often omit the id.
+    # Templates write the id at the start or at the end of the object, but models often omit the id.
     id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
     return sequence(
         const("{"),
@@ -233,7 +234,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
 
 
 def _fill_in_id(text: str) -> list[Node]:
-    """Return the nodes for JSON text in which the placeholder `"{id}"` stands for any id.
+    """Convert JSON text to nodes. The placeholder `"{id}"` becomes a node that matches any id.
 
     Example: `{"id": "{id}"}` gives the constant `{"id": `, a regex, and the constant `}`.
     """
@@ -242,12 +243,16 @@ def _fill_in_id(text: str) -> list[Node]:
 
 
 def _with_whitespace(node: Node, whitespace: Node) -> Node:
-    """Return `node` with the node `whitespace` where models usually write white space in an object.
+    """Insert `whitespace` into `node` where models usually write white space in a JSON object.
 
     These places are inside the braces, after a comma and after a colon. Example:
     `const('{"name":')` gives the sequence `{`, whitespace, `"name"`, `:`, whitespace. The constant
     white space of `node` is replaced. Nodes other than constants, such as the schema of the
     arguments, define their own white space and are not changed.
+
+    Args:
+        node: The node for a JSON object, or for a part of it.
+        whitespace: The node that matches the white space.
     """
     if node["type"] == "optional":
         return optional(_with_whitespace(node["content"], whitespace))
@@ -266,17 +271,16 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
 
 
 def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
-    """Return the JSON text of a tool call before the arguments, and the JSON text after them.
+    """Return the JSON text before the arguments of a tool call, and the JSON text after them.
 
     Example: the default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
     `keys.order` gives the order of the members. If `keys.order` contains the id, the result
     contains the placeholder `"{id}"` instead of the id.
     """
-    arguments_placeholder = "\0"  # This character occurs in no JSON text.
     paths = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}
     values = {
         "name": json.dumps(name, ensure_ascii=False),
-        "arguments": arguments_placeholder,
+        "arguments": _ARGUMENTS_PLACEHOLDER,
         "id": _ID_PLACEHOLDER,
     }
     # For the path "function.name", the tree is {"function": {"name": ..}}.
@@ -287,12 +291,12 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
         for key in outer_keys:
             inner = inner.setdefault(key, {})
         inner[last_key] = values[role]
-    before, _, after = _object_text(tree).partition(arguments_placeholder)
+    before, _, after = _object_text(tree).partition(_ARGUMENTS_PLACEHOLDER)
     return before, after
 
 
 def _object_text(tree: dict[str, Any]) -> str:
-    """Return the JSON text of nested dicts. All values other than dicts are already JSON text.
+    """Convert nested dicts to JSON text. Every value that is not a dict is already JSON text.
 
     Example: `{"function": {"name": '"f"'}}` gives `{"function": {"name": "f"}}`.
     """

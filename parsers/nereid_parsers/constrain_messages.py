@@ -22,11 +22,11 @@ from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route that declares the header of the messages of a stage, or None.
+    """Return the route whose header a constrained model writes for messages of the given stage.
 
-    Of the routes with this stage, the first one whose header is an exact text is returned, because
-    the model must write this header. If all headers contain fields, the first route is returned.
-    The result is None if no route has this stage.
+    This is the first route of the stage whose header is an exact text, without fields. If all
+    headers of the stage contain fields, return the first route of the stage. If no route has the
+    stage, return None.
     """
     routes = [route for route in layout.routes if route.stage is stage]
     for route in routes:
@@ -78,8 +78,8 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
             raise unclosed_reasoning_error(fmt)
         return []  # The structural tag then starts with the answer.
     end = layout.ends[0]
-    # The marker `layout.ends[0]` ends the reasoning. Each other end marker would end the whole
-    # output before the answer, so the reasoning must not contain another end marker.
+    # The marker `layout.ends[0]` ends the reasoning. Any other end marker would end the whole
+    # output before the answer, so the reasoning must not contain such a marker.
     text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
     body = {"type": "tag", "begin": "", "content": text, "end": end}
     body_and_next_start = sequence(body, const(layout.start))
@@ -138,7 +138,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
         )
         for tool in request.tools
     ]
-    # If tool calls have a closing marker of their own, this marker also ends the model's turn.
+    # If the format has a separate end marker for tool calls, this marker also ends the model's
+    # turn, so no second tool call can follow.
     allows_second_call = not request.is_single and not layout.call_end
     if not allows_second_call:
         return one_of(*calls)
@@ -148,7 +149,7 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 
 
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
-    """Return the structural-tag node for the headers of a message that calls the function `name`.
+    """Return the structural-tag node for the header of a message that calls the function `name`.
 
     The model may write the header of the first route, and the header of each other route that
     declares the exact text in `Route.written`.

@@ -7,17 +7,17 @@ from typing import Any
 
 Node = dict[str, Any]
 
-# White space has at most two characters here. Without this limit, the model could generate white
-# space without end.
+# Matches at most two characters. Without this limit, the model could generate white space forever.
 WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
-# The keywords of a JSON schema in the first constant only describe a value. The keywords in the
-# second constant contain JSON data, and not schemas.
+# The keywords of a JSON schema that describe a value, but do not restrict it.
 _DESCRIPTIONS = ("title", "description", "$comment")
+# The keywords whose values are JSON data, not schemas.
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
-# If a list has at most this number of different items, its node may contain each item twice.
+# The simple node for a list contains each possible item twice. If a list has more possible items
+# than this number, `repeated` returns a smaller node.
 _MAX_DUPLICATED_ITEMS = 8
 
 
@@ -41,7 +41,7 @@ def json_schema(schema: object, excludes: str = "") -> Node:
     """Return the structural-tag node that matches the JSON text of any value that a schema allows.
 
     At most one character of white space may follow another token of the JSON text. Without this
-    limit, the model could generate white space without end.
+    limit, the model could generate white space forever.
 
     Args:
         schema: The JSON schema.
@@ -119,7 +119,7 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
         return item
     if len(items) > _MAX_DUPLICATED_ITEMS:
         if separator == WHITESPACE:
-            # `WHITESPACE` also matches the empty text, so no text needs to follow the last item.
+            # `WHITESPACE` also matches the empty text, so the last item needs no separator.
             return {"type": "plus", "content": sequence(item, separator)}
         if separator["type"] == "const_string":
             return separated_tags(items, separator["value"])
@@ -128,10 +128,9 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return a smaller node that matches the same texts as the node that `repeated` returns.
+    """Return the node that matches one or more items with the constant `separator` between them.
 
-    The smaller node contains each item once instead of twice. xgrammar accepts only constant text
-    as the separator of such a node.
+    The node is smaller than the usual node of `repeated`, because it contains each item only once.
     """
     return {
         "type": "tags_with_separator",
@@ -161,7 +160,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Return a node that matches the same texts as `node`, but without white space at the ends.
+    r"""Remove white space from the constants at the start and at the end of `node`.
 
     Example: `const("\n<a>\n")` gives `const("<a>")`.
     """

@@ -1,4 +1,4 @@
-"""The state of the reasoning at the position where the constrained output starts."""
+"""Determines whether the reasoning is open where the constrained output starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nereid_parsers.stream.parser import OutputStart
 
 
 class ReasoningState(Enum):
-    """The state of the reasoning at the position where the constrained output starts.
+    """The state of the reasoning at the start of the constrained output.
 
     OPEN      The prompt opens the reasoning, so the constrained text starts inside the reasoning.
     POSSIBLE  The model may open the reasoning.
@@ -25,7 +25,7 @@ class ReasoningState(Enum):
 
 
 def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
-    """Return the state of the reasoning at the position where the constrained output starts.
+    """Return the state of the reasoning at the start of the constrained output.
 
     Args:
         start: The state of the reasoning at the end of the prompt.
@@ -39,7 +39,7 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
 
 
 def unclosed_reasoning_error(fmt: FormatData) -> ConstraintError:
-    """Return an error: the prompt ends inside the reasoning, and the format has no end marker."""
+    """Return the error for a prompt that ends inside reasoning which the format cannot close."""
     return ConstraintError(
         f"The prompt ends inside the reasoning, but the format {fmt.name!r} has no marker that "
         "ends the reasoning. The output after such a prompt cannot be constrained."

@@ -22,7 +22,7 @@ class ToolSchema:
 
     @classmethod
     def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
-        """Convert a member of the OpenAI tools list. Raise ConstraintError if it has no name."""
+        """Convert one tool of the request. Raise ConstraintError if the tool has no name."""
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
@@ -206,8 +206,8 @@ def _object(value: object, place: str) -> Mapping[str, Any]:
     """Return `value`, or raise a ConstraintError if `value` is not a JSON object.
 
     Args:
-        value: the value at `place`.
-        place: the name of the value in the error message, such as "tool_choice".
+        value: A value of the request.
+        place: The name of the value in the error message, such as "tool_choice".
     """
     if not isinstance(value, Mapping):
         raise ConstraintError(f"{place} must be an object, but it is {shorten(value)}")

@@ -120,7 +120,9 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    r"""Content between two markers: `<response>..</response>`. Text outside is content too.
+    r"""The markers around content, as in `<response>..</response>`.
+
+    Text outside the markers is content, too.
 
     One of the two markers may be empty: `Wrapper("[BEGIN FINAL RESPONSE]\n", "")`.
     """
@@ -143,7 +145,7 @@ class Wrapper:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The layout of one text with markers: first the reasoning, then content and tool calls."""
+    """A layout in which markers separate the reasoning, the content and the tool calls."""
 
     reasoning: Reasoning | None = None
     content: Wrapper | None = None
@@ -152,7 +154,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The stage of all messages whose header matches a pattern.
+    """Assigns a stage to all messages whose header matches a pattern.
 
     Attributes:
         stage: The stage of the message's body.
@@ -180,7 +182,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The layout of a sequence of messages.
+    """A layout in which the output is a sequence of messages.
 
     Each message consists of `start`, a header, `header_end` and a body. One of the markers in
     `ends` may close the body. The generation prompt ends with `start` or inside a body. If the

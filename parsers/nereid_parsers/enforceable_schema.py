@@ -1,4 +1,4 @@
-"""Rewrites a JSON schema. Keywords that xgrammar ignores become keywords that xgrammar enforces.
+"""Rewrites JSON schemas, so that xgrammar enforces keywords that it would otherwise ignore.
 
 xgrammar 0.2.8 ignores an `allOf` of several schemas. It also ignores `multipleOf` for numbers and
 for integers with bounds.
@@ -28,7 +28,7 @@ _STRICTER = {
 }
 """Maps a bound to the function that selects the stricter one of two values."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# xgrammar ignores the other keywords of a schema that has one of these keywords.
+# If a schema has one of these keywords, xgrammar ignores all other keywords of the schema.
 _ALTERNATIVES = frozenset({"anyOf", "oneOf", "not", "if", "const", "enum"})
 # The values of these keywords are JSON values, not schemas.
 _VALUE_KEYWORDS = ("enum", "const", "default", "examples")
@@ -55,7 +55,9 @@ class _Resolved(NamedTuple):
 
 
 def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema so that xgrammar enforces more keywords. The accepted values are the same.
+    """Rewrite a schema, so that xgrammar enforces more of its keywords.
+
+    The new schema accepts the same values.
 
     The parts of an `allOf` are merged into one schema. A number that must be a multiple of an
     integer becomes an integer. An integer with bounds and `multipleOf` becomes a list of values.
@@ -118,20 +120,20 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
     parts = schema["allOf"]
     is_one_reference = len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
     if is_one_reference and _ANNOTATIONS.issuperset(others):
-        # Annotations, such as `title`, do not restrict values. So the schema may contain `$ref`
-        # together with annotations.
+        # The other keywords are only annotations, such as `title`. They do not restrict the values,
+        # so one schema can contain both `$ref` and the annotations.
         return _Resolved({**parts[0], **others}, inlined)
     try:
         resolved = [_resolve(part, root, inlined) for part in (others, *parts)]
         merged = functools.reduce(_merge, [part.schema for part in resolved])
     except (_CannotMergeError, TypeError, AttributeError):
-        # The last two errors mean that a keyword has a value of a wrong type.
+        # TypeError and AttributeError show that the value of a keyword has a wrong type.
         return _Resolved(schema, inlined)
     return _Resolved(merged, frozenset().union(*(part.inlined for part in resolved)))
 
 
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
-    """Return one member of an `allOf`, rewritten without the keywords `$ref` and `allOf`.
+    """Rewrite one member of an `allOf`, so that it contains neither `$ref` nor `allOf`.
 
     A `$ref` is replaced by the definition that the `$ref` names. An `allOf` inside the part is
     merged.
@@ -191,7 +193,7 @@ def _target(reference: str, root: object) -> object:
 
 
 def _merge(first: object, second: object) -> dict[str, Any]:
-    """Merge two schemas into one schema that accepts only the values which both schemas accept.
+    """Merge two schemas. The merged schema accepts a value only if both schemas accept the value.
 
     Example: `{"type": "integer", "minimum": 1}` and `{"minimum": 3}` give
     `{"type": "integer", "minimum": 3}`.
@@ -202,8 +204,8 @@ def _merge(first: object, second: object) -> dict[str, Any]:
     """
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return _merge_keywords(first, second)
-    # One of the two is not an object. The schema `true` accepts every value, so the other schema
-    # decides. The schema `false` accepts no value.
+    # One of the two schemas is `true`, which accepts every value, or `false`, which accepts none.
+    # If one schema is `true`, the other schema is the result.
     if first is True:
         return dict(second) if isinstance(second, Mapping) else {}
     if second is True:
@@ -228,7 +230,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Combine two values of a keyword into one value that has the effect of both values.
+    """Combine two values of one keyword into a single value with the effect of both.
 
     Example: for the keyword `maxLength` and the values 5 and 9, the result is 5.
 
@@ -253,7 +255,9 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
 
 
 def _common_types(first: object, second: object) -> str | list[str]:
-    """Return the types that both values of the keyword `type` allow. An integer is a number, too.
+    """Return the types that both values of the keyword `type` allow.
+
+    The type "number" also allows integers.
 
     Example: `"number"` and `["integer", "null"]` have the type `"integer"` in common.
 
@@ -272,12 +276,12 @@ def _common_types(first: object, second: object) -> str | list[str]:
 
 
 def _with_integer(types: set[Any]) -> set[Any]:
-    """Return `types` with "integer", if `types` contains "number", which allows integers."""
+    """Add "integer" to a copy of `types` if `types` contains "number", which allows integers."""
     return types | {"integer"} if "number" in types else types
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
-    """Merge `properties` and `additionalProperties` of two schemas. Return the merged keywords.
+    """Merge the keywords `properties` and `additionalProperties` of two schemas.
 
     Example: the properties `{"a": {"type": "string"}}` and `{"a": {"maxLength": 9}}` give
     `{"a": {"type": "string", "maxLength": 9}}`.
@@ -308,7 +312,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of `enum` that contradict the `type` of a schema. Return the new schema.
+    """Return a copy of a schema without the values of `enum` that contradict its `type`.
 
     Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
     """
@@ -328,7 +332,7 @@ def _check_is_enforced(merged: dict[str, Any]) -> None:
         restrictions -= {"type"}  # All values of `enum` already have this type.
     has_length = bool({"minLength", "maxLength"} & restrictions)
     is_length_ignored = has_length and "pattern" in merged
-    # xgrammar ignores all other keywords next to a keyword such as `anyOf`.
+    # If a schema has a keyword such as `anyOf`, xgrammar ignores all its other keywords.
     is_other_keyword_ignored = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
     has_no_values = merged.get("enum") == []
     if is_length_ignored or is_other_keyword_ignored or has_no_values:
@@ -381,12 +385,12 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 def _has_type(value: object, name: str) -> bool:
     """Return whether a JSON value has the type `name`. An integer also has the type "number"."""
-    found = json_type_of(value)
-    return found == name or (name == "number" and found == "integer")
+    json_type = json_type_of(value)
+    return json_type == name or (name == "number" and json_type == "integer")
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a JSON value is a number. In Python, `True` is an integer, too."""
+    """Return whether a JSON value is a number. In Python, `bool` is a subclass of `int`."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -36,5 +36,5 @@ class TemplateError(NereidParsersError, ValueError):
 
 
 def shorten(value: object) -> str:
-    """Return the representation of a value for an error message, cut to 80 characters."""
+    """Return the `repr` of a value, cut to 80 characters, for an error message."""
     return f"{value!r:.80}"

@@ -30,7 +30,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of a tool call. `index` is the number of the tool call in the message, from 0.
+    """The start of a tool call. `index` counts the tool calls of the message from 0.
 
     `id` is the id that the model wrote before the arguments. If the model wrote no id before the
     arguments, `id` is a generated id.
@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next piece of the arguments of the tool call with this `index`, as JSON text."""
+    """The next piece of a tool call's arguments. `text` is JSON text."""
 
     index: int
     text: str
@@ -51,7 +51,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The end of the tool call with this `index`. `reason` is None, or describes a fault."""
+    """The end of a tool call. `reason` describes a fault in the tool call, or is None."""
 
     index: int
     reason: str | None = None

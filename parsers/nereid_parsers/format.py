@@ -99,7 +99,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Format(FormatData):
-    """The complete declaration of a model's output format. For its attributes see `FormatData`.
+    """The complete declaration of a model's output format. See `FormatData` for the attributes.
 
     Two formats with equal attributes are equal and have equal hashes.
     """
@@ -152,7 +152,7 @@ class Format(FormatData):
         return structural_tag(self, request, reasoning)
 
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
-        """Return the reasoning's markers, and the state of the reasoning at the end of `prompt`.
+        """Return the markers of the reasoning, and the state of the reasoning after `prompt`.
 
         Return None if the format has no reasoning, or no marker that closes the reasoning.
         """

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from nereid_parsers.errors import FormatError
 
 FIELDS = frozenset({"name", "key", "id", "number", "string", "type", "word", "rest"})
-# A doubled brace, a field such as `{name}`, or a single brace, which is an error.
+# Matches a doubled brace, a field such as `{name}`, or a single brace, which is an error.
 _FIELD_OR_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
@@ -66,7 +66,7 @@ def first_literal(text: str) -> str:
 
 
 def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternField:
-    """Return the field that `match` found in the pattern `text`.
+    """Return the field of the pattern `text` that `match` contains.
 
     Example: the text `{name}` gives `PatternField("name")`.
 
@@ -92,7 +92,7 @@ def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternFi
 
 
 def _append_literal(parts: list[str | PatternField], text: str) -> None:
-    """Append literal text to `parts`, or to the last part if the last part is a literal."""
+    """Append a literal to `parts`. If the last part is a literal too, join the two literals."""
     if not text:
         return
     if parts and isinstance(parts[-1], str):

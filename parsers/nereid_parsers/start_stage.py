@@ -1,4 +1,4 @@
-"""Looks at the end of the prompt to find the stage in which the output starts."""
+"""Finds the stage in which the output starts. The end of the prompt determines this stage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 
 
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
-    """Return where the output starts, for a format whose message consists of sections.
+    """Return the state in which the output starts, for a format with the layout `Sections`.
 
     The prompt may already contain the beginning of the answer, the "prefill". Examples: the prompt
     `"..<think>"` gives the prefill `<think>`. The prompt `"..assistant"` gives the stage CONTENT,
@@ -91,7 +91,7 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
 
 
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
-    """Return where the output starts, for a format in which each message has a header.
+    """Return the state in which the output starts, for a format with the layout `Messages`.
 
     Example: for the prompt `"..<|start|>assistant<|channel|>final<|message|>"`, the prefill is the
     text from `<|start|>` on. For the prompt `"..<|end|>"`, the output starts inside a header.

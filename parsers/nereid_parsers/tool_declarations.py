@@ -65,7 +65,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one member. The key is the function's name. The value is the arguments."""
+    """A JSON object with one member, whose key is the name and whose value is the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +171,13 @@ Body = (
     | NestedTags
     | PythonCalls
 )
-# The types of a body that contains only arguments, and not the function's name. The header of the
-# tool call then contains the name.
+# A body of one of these types contains only arguments. The function's name is in the header.
 NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One variant of a tool call: opening marker, header, body and closing marker.
+    """One variant of a tool call, which consists of an opening marker, header, body and end marker.
 
     Example: in `<call><function=f>{"a": 1}</call>`, the opening marker is `<call>`, the header is
     `<function=f>`, the body is `{"a": 1}`, and the closing marker is `</call>`. A format declares
@@ -209,7 +208,7 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
-        """Check that either the header or the body contains the name. Check the pattern `id`."""
+        """Check that the header or the body contains the name, but not both. Check `id`."""
         head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)
         if not head_has_name and not body_has_name:

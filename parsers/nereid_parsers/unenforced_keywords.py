@@ -12,7 +12,7 @@ _IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",
     "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
 )  # fmt: skip
-# The values of these keywords are schemas, lists of schemas, or objects whose values are schemas.
+# The value of these keywords is one schema, a list of schemas, or an object that contains schemas.
 _SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
@@ -86,7 +86,9 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether the declared types and constants prove that no value matches two options.
+    """Return whether no value can match two of the options.
+
+    Only the declared types and constants are compared.
 
     If the result is True, `oneOf` and `anyOf` accept the same values. Examples: a string and an
     integer are disjoint, and so are the constants "a" and "b". A string and the constant "a" are

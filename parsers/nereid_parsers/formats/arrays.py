@@ -1,4 +1,4 @@
-"""Models that write a marker, followed by a JSON array of tool calls or by one JSON object.
+"""Formats in which tool calls are a JSON array, or one JSON object, after a marker.
 
 The module also declares the reasoning of Apertus, which no other family shares.
 """

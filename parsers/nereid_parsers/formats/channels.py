@@ -1,4 +1,4 @@
-"""Models that write a sequence of messages or typed blocks. gpt-oss is declared in gpt_oss.py."""
+"""Formats that consist of messages or of typed blocks. The module gpt_oss.py declares gpt-oss."""
 
 from nereid_parsers.declarations import Messages, Reasoning, Route, Source, Stage, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

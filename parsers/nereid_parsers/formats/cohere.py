@@ -1,4 +1,4 @@
-"""Cohere Command: reasoning, response and tool calls. Each part has its own markers."""
+"""The formats of Cohere Command. Reasoning, response and tool calls each have their own markers."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""DeepSeek: tool calls between begin and end tokens. V3.2 and later models use DSML tags."""
+"""The formats of DeepSeek. Special tokens enclose tool calls. From V3.2 on, DSML tags are used."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _between_tokens(head: str, close: str) -> ToolSection:
-    """Return the declaration of tool calls between begin and end tokens, as in V3 and V3.1."""
+    """Return the declaration of tool calls that special tokens enclose, as in V3 and V3.1."""
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
         open="<｜tool▁calls▁begin｜>",

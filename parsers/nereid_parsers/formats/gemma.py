@@ -1,4 +1,4 @@
-"""Google Gemma: arguments are written as objects with unquoted keys."""
+"""The formats of Google Gemma, in which arguments are objects with unquoted keys."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""GLM and models with the same tool calls: a name, followed by tagged keys and tagged values."""
+"""The formats of GLM and similar models. Tags enclose each key and each value of the arguments."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -64,7 +64,7 @@ REASONING = {
 
 
 def _section(gap: str, tag: str = "tool_call") -> ToolSection:
-    """Return the declaration of tool calls that occur inside the content.
+    """Return the declaration of GLM's tool calls, which have no marker around the whole section.
 
     Args:
         gap: The text after the name and after each tag.
@@ -94,7 +94,7 @@ _SUFFIX = ":opensource"
 
 
 def _grouped(tag_after_name: str) -> ToolSection:
-    """Return the declaration of Hunyuan's tool calls, which are between `<tool_calls>` markers.
+    """Return the declaration of Hunyuan's tool calls, which a `<tool_calls>` element encloses.
 
     Args:
         tag_after_name: The name of the tag after the function's name, or "" without such a tag.

@@ -1,4 +1,4 @@
-"""Harmony messages of OpenAI gpt-oss, and messages of other models with the same markers."""
+"""The Harmony messages of OpenAI gpt-oss, and the messages of other models with equal markers."""
 
 from nereid_parsers.declarations import Messages, Route, Source, Stage
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -15,7 +15,7 @@ _MESSAGES = Messages(
     header_end="<|message|>",
     ends=("<|end|>", "<|call|>", "<|return|>"),
     call_end="<|call|>",
-    # The recipient of a message precedes or follows the channel.
+    # The recipient (`to=..`) of a message is written before or after the channel.
     routes=(
         Route(
             Stage.CALLS,

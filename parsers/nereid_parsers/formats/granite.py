@@ -1,4 +1,4 @@
-"""IBM Granite: reasoning between phrases or tags, and tool calls as JSON after a marker."""
+"""The formats of IBM Granite. Phrases or tags enclose the reasoning. Tool calls are JSON."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""Hermes, Qwen 2.5 and Qwen 3: each tool call is a JSON object in a `<tool_call>` element."""
+"""The format of Hermes, Qwen 2.5 and Qwen 3: tool calls are JSON in `<tool_call>` elements."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry

@@ -1,4 +1,4 @@
-"""Moonshot Kimi: tool calls between begin and end tokens. Kimi K3 uses typed tags instead."""
+"""The formats of Moonshot Kimi. Special tokens enclose tool calls, or typed tags in Kimi K3."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _call(head: str) -> Call:
-    """Return the declaration of tool calls whose header is only an id, such as `functions.f:0`.
+    """Return the declaration of a tool call that an id such as `functions.f:0` introduces.
 
     Args:
         head: The pattern of the id, for example `functions.{name}:{number}`.

@@ -1,4 +1,4 @@
-"""Meta Llama: a JSON object without a marker, or a tool call after the marker `<|python_tag|>`."""
+"""The formats of Meta Llama: JSON without a marker, or a tool call after `<|python_tag|>`."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry

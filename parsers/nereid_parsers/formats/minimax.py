@@ -1,4 +1,4 @@
-"""The model families MiniMax and dots, whose tool calls have the same tags."""
+"""The formats of MiniMax and dots, whose tool calls have the same tags."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Shown, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

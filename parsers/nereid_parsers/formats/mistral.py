@@ -1,4 +1,4 @@
-"""Mistral: the marker `[TOOL_CALLS]`, followed by an array, or by a name and its arguments."""
+"""The formats of Mistral: an array, or a name and arguments, after the marker `[TOOL_CALLS]`."""
 
 from nereid_parsers.declarations import Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,4 +1,4 @@
-"""Models that write tool calls in Python syntax."""
+"""The formats of models that write tool calls in Python syntax."""
 
 from nereid_parsers.declarations import Source
 from nereid_parsers.formats.entry import ToolEntry

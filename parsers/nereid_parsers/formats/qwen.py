@@ -1,4 +1,4 @@
-"""Alibaba Qwen, and models whose tool calls have the tags of Qwen3-Coder.
+"""The formats of Alibaba Qwen, and of models whose tool calls have the tags of Qwen3-Coder.
 
 The tool calls of the other Qwen models are declared in hermes.py.
 """

@@ -36,7 +36,7 @@ from nereid_parsers.formats import (
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.policy import LENIENT, Policy
 
-# All entries. The keys are the names of the formats.
+# All reasoning entries and all tool entries, by the names of the formats.
 REASONING: dict[str, ReasoningEntry] = (
     arrays.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
     | gemma.REASONING | glm.REASONING | gpt_oss.REASONING | granite.REASONING | kimi.REASONING
@@ -101,7 +101,7 @@ def get_format(
     tools: str | None = None,
     policy: Policy = LENIENT,
 ) -> Format:
-    """Return the format with the given name, or with the given reasoning name and tool name.
+    """Return a format by its name, or by separate names for its reasoning and its tool calls.
 
     Examples: `get_format("gpt_oss")`, `get_format(reasoning="qwen3", tools="hermes")`.
 
@@ -143,10 +143,10 @@ def get_format(
 
 
 def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
-    """Return the reasoning entry and the tool entry of a name.
+    """Look up a name in both tables, and return its reasoning entry and its tool entry.
 
-    If the name has only one of the two entries, the other one is None. Example: `hermes` has only a
-    tool entry.
+    If only one of the tables contains the name, the other entry is None. Example: `hermes` has only
+    a tool entry.
 
     Raises:
         UnknownFormatError: No entry has this name.
@@ -159,16 +159,13 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Return the registered name for a name or an alias.
-
-    If the name is unknown, return the normalised name.
-    """
+    """Replace an alias by the registered name. Return any other name unchanged, but normalised."""
     normal = normalize(name)
     return aliases.get(normal, normal)
 
 
 def _find_reasoning(name: str) -> ReasoningEntry:
-    """Return the entry of a reasoning name. Raise UnknownFormatError if no entry has this name."""
+    """Look up a reasoning entry by its name. Raise UnknownFormatError if the name is unknown."""
     entry = REASONING.get(_key(name, REASONING_ALIASES))
     if entry is None:
         raise _unknown_format(name, REASONING)
@@ -176,7 +173,7 @@ def _find_reasoning(name: str) -> ReasoningEntry:
 
 
 def _find_tools(name: str) -> ToolEntry:
-    """Return the entry of a tool name. Raise UnknownFormatError if no entry has this name."""
+    """Look up a tool entry by its name. Raise UnknownFormatError if the name is unknown."""
     entry = TOOLS.get(_key(name, TOOL_ALIASES))
     if entry is None:
         raise _unknown_format(name, TOOLS)
@@ -211,7 +208,7 @@ class ListedName:
 
 
 def listing() -> list[ListedName]:
-    """Return all registered names: first the reasoning names, then the tool names, each sorted."""
+    """Return all registered names: the sorted reasoning names, then the sorted tool names."""
     reasoning = [
         ListedName(name, "reasoning", _aliases_of(name, REASONING_ALIASES), entry.source)
         for name, entry in sorted(REASONING.items())
@@ -283,7 +280,7 @@ def _layout(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error: the formats cannot be combined, because one describes whole messages.
+    """Return the error for two formats of which one describes whole messages.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

@@ -1,4 +1,4 @@
-"""StepFun: arguments are written as tagged values."""
+"""The formats of StepFun, in which each argument is a tagged value."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

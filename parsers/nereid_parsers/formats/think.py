@@ -1,4 +1,4 @@
-"""Models with reasoning between `<think>` tags. Other modules declare their tool calls, if any."""
+"""Formats with reasoning between `<think>` tags. Other modules declare the tool calls, if any."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry

@@ -9,6 +9,8 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     looks_like_markup,
     match_marker,
+    skip_superfluous,
+    skip_whitespace,
 )
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.tool_declarations import ToolSection
@@ -16,7 +18,7 @@ from nereid_parsers.tool_declarations import ToolSection
 
 @dataclass(frozen=True, slots=True)
 class ClosingMarker:
-    """A closing marker of a tool call in the text.
+    """A closing marker of a tool call that was found in the text.
 
     Attributes:
         end: The position after the marker.
@@ -27,28 +29,51 @@ class ClosingMarker:
     later_markers: tuple[str, ...]
 
 
-def match_closing_marker(markers: tuple[str, ...], text: str, start: int) -> ClosingMarker | int:
-    """Match one of the closing markers of a tool call at the position `start`.
+@dataclass(frozen=True, slots=True)
+class IncompleteMarker:
+    """The end of the text, at which a closing marker may start or continue in the next text.
 
-    A model may omit any of the markers, but does not change their order. Example: with the markers
-    `("</function>", "</tool_call>")`, the text `</function>` at position 0 gives
-    `ClosingMarker(11, ("</tool_call>",))`, and `</tool_call>` gives `ClosingMarker(12, ())`.
-
-    Returns:
-        The marker, NEED_MORE or NO_MATCH. At the end of the text, the result is NEED_MORE, because
-        a closing marker may still follow.
+    Attributes:
+        start: The position at which the marker starts. This may be the end of the text.
     """
-    for index, marker in enumerate(markers):
-        end = match_marker(marker, text, start)
-        if end == NEED_MORE:
-            return NEED_MORE
-        if end != NO_MATCH:
-            return ClosingMarker(end, later_markers=markers[index + 1 :])
-    return NO_MATCH
+
+    start: int
+
+
+def match_closing_marker(
+    markers: tuple[str, ...], text: str, pos: int
+) -> ClosingMarker | IncompleteMarker | None:
+    """Match one of the closing markers of a tool call. Return None if no marker matches.
+
+    White space and superfluous brackets may precede the marker. A model may omit any of the
+    markers, but does not change their order. Examples with the markers `</function>` and
+    `</tool_call>`:
+
+        text              result
+        `</function>`     ClosingMarker(end=11, later_markers=("</tool_call>",))
+        `}</tool_call>`   ClosingMarker(end=13, later_markers=())
+        ` </func`         IncompleteMarker(start=1)
+        `Hello`           None
+
+    Args:
+        markers: The closing markers, in the order in which the model writes them.
+        text: The text.
+        pos: The position after the body of the tool call, or after the last closing marker.
+    """
+    after_whitespace = skip_whitespace(text, pos)
+    after_brackets = skip_superfluous(text, after_whitespace)
+    for start in (after_whitespace, after_brackets):
+        for index, marker in enumerate(markers):
+            end = match_marker(marker, text, start)
+            if end == NEED_MORE:
+                return IncompleteMarker(start)
+            if end != NO_MATCH:
+                return ClosingMarker(end, later_markers=markers[index + 1 :])
+    return None
 
 
 class SectionMarkers:
-    """The markers that may follow a tool call inside a tool section, or between two tool calls.
+    """Matches the markers of a tool section that can follow a tool call.
 
     Attributes:
         closes: The markers that close the tool section. Empty if the format has no such markers.
@@ -57,12 +82,12 @@ class SectionMarkers:
     __slots__ = ("_separator", "closes")
 
     def __init__(self, tools: ToolSection | None) -> None:
-        """Store the markers of `tools`. Without a declaration of tool calls, nothing matches."""
+        """Store the markers of `tools`. If `tools` is None, no marker matches."""
         self.closes = tools.closes if tools is not None else ()
         self._separator = tools.separator.strip() if tools is not None else ""
 
     def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int:
-        """Match a closing marker of the tool section at the start of the unread text.
+        """Match a marker that closes the tool section. The unread text must start with the marker.
 
         Args:
             buffer: The buffer that contains the text.
@@ -83,7 +108,7 @@ class SectionMarkers:
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:
-        """Match the separator between two tool calls at the start of the unread text.
+        """Match the separator of two tool calls. The unread text must start with the separator.
 
         Example: with the separator `, `, the text `,{"name"` gives the position after the comma.
 

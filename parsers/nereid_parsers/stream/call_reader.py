@@ -5,6 +5,7 @@ from __future__ import annotations
 from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_markers import (
     ClosingMarker,
+    IncompleteMarker,
     SectionMarkers,
     match_closing_marker,
 )
@@ -17,7 +18,6 @@ from nereid_parsers.stream.pattern_matching import (
     NO_MATCH,
     is_special_token,
     looks_like_markup,
-    skip_superfluous,
     skip_whitespace,
 )
 from nereid_parsers.stream.reader_context import ReaderContext
@@ -51,22 +51,13 @@ class CallReader:
     """
 
     __slots__ = (
-        "_buffer",
-        "_call_writer",
-        "_calls_first",
-        "_closing_markers",
-        "_expected",
-        "_format",
-        "_is_in_section",
-        "_last_variant",
-        "_open_call",
-        "_section_markers",
-        "_starts",
+        "_buffer", "_call_writer", "_calls_first", "_closing_markers", "_expected", "_format",
+        "_is_in_section", "_last_variant", "_open_call", "_section_markers", "_starts",
         "_text_writer",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
-        """Create a reader of the text in `context`, which passes tool calls to `writer`."""
+        """Create a reader for the text in `context`. The reader passes tool calls to `writer`."""
         self._format = context.format
         self._buffer = context.buffer
         self._text_writer = context.text
@@ -115,14 +106,14 @@ class CallReader:
         return self._expect(self._starts.at_unmarked_opening(opening, has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Store the tool call that `read_start` reads next. Return None if `expected` is None."""
+        """Store `expected` for `read_start` and return CALL_START, or None without a tool call."""
         if expected is None:
             return None
         self._expected = expected
         return State.CALL_START
 
     def start_message_call(self, head: Head) -> State:
-        """Prepare to read the arguments of a tool call, after the message header has been read."""
+        """Prepare to read the arguments of a message that is a tool call. `head` is its header."""
         variant = self._format.message_call
         assert variant is not None  # Formats with message headers have a message call.
         self._begin_body(MatchedCall(variant, head, is_confirmed=True))
@@ -220,7 +211,7 @@ class CallReader:
         return handle_text(len(expected.opening), _NO_CALL_AFTER_MARKER)
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Create the reader of the body after a matched header, and call the reader's `begin`."""
+        """Create the reader for the body that follows a matched header, and start this reader."""
         body = match.variant.create_reader(
             self._call_writer, match.head, is_confirmed=match.is_confirmed
         )
@@ -235,8 +226,8 @@ class CallReader:
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some readers start the tool call even if the body has no text yet. The state machine calls
-        # `read_body` only when more text arrives, so this method calls `read_body`.
+        # Some readers start the tool call before the body has any text. The state machine would
+        # call `read_body` only when more text arrives, so `read_body` is called here.
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:
@@ -289,17 +280,15 @@ class CallReader:
             The state CALL_END if more closing markers may follow, BETWEEN_CALLS after the last one
             or without one, or None if more text is required.
         """
-        after_whitespace = skip_whitespace(self._buffer.text, self._buffer.pos)
-        after_brackets = skip_superfluous(self._buffer.text, after_whitespace)
-        for start in (after_whitespace, after_brackets):
-            match = match_closing_marker(self._closing_markers, self._buffer.text, start)
-            if isinstance(match, ClosingMarker):
-                self._text_writer.write_markup(self._buffer.take_until(match.end))
-                self._closing_markers = match.later_markers
-                return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
-            if match == NEED_MORE:
-                return self._wait_or_drop(start)
-        return self._start_next_object(after_whitespace) or State.BETWEEN_CALLS
+        buffer = self._buffer
+        match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
+        if isinstance(match, ClosingMarker):
+            self._text_writer.write_markup(buffer.take_until(match.end))
+            self._closing_markers = match.later_markers
+            return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
+        if isinstance(match, IncompleteMarker):
+            return self._wait_or_drop(match.start)
+        return self._start_next_object() or State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
         """Return None, so that the parser waits for the rest of the marker at `start`.
@@ -312,8 +301,8 @@ class CallReader:
             self._text_writer.write_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
-    def _start_next_object(self, pos: int) -> State | None:
-        """Start another tool call if a JSON object is at `pos`, directly after a tool call.
+    def _start_next_object(self) -> State | None:
+        """Start another tool call if the unread text is a JSON object between the same markers.
 
         Example: in `<tool_call>{..}{..}</tool_call>`, no marker separates the two JSON objects.
 
@@ -321,10 +310,11 @@ class CallReader:
             The next state, or None if no tool call starts here.
         """
         variant = self._last_variant
+        pos = skip_whitespace(self._buffer.text, self._buffer.pos)
         if variant is None or not self._buffer.text.startswith("{", pos):
             return None
-        # If a closing marker of the last tool call is still expected, the text at `pos` is inside
-        # the markers of this call.
+        # If a closing marker of the last tool call is still expected, the object at `pos` is
+        # between the markers of this call.
         has_opening_marker = bool(variant.call.open.strip())
         is_inside_markers = has_opening_marker and bool(self._closing_markers)
         if not is_inside_markers or not isinstance(variant.call.body, JsonObject):
@@ -348,20 +338,20 @@ class CallReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        close_end = NO_MATCH
         if self._is_in_section:
             is_empty = bool(self._text_writer.undecided)  # The opening marker is still undecided.
             close_end = self._section_markers.match_close(buffer, is_empty=is_empty)
-        if close_end >= 0:
-            return self._end_section(buffer.text[buffer.pos : close_end])
-        separator_end = NO_MATCH
+            if close_end == NEED_MORE:
+                return self._wait_or_drop(buffer.pos)
+            if close_end != NO_MATCH:
+                return self._end_section(buffer.text[buffer.pos : close_end])
         if self.has_calls():
             separator_end = self._section_markers.match_separator(buffer)
-        if NEED_MORE in (close_end, separator_end):
-            return self._wait_or_drop(buffer.pos)
-        if separator_end >= 0:
-            self._text_writer.write_markup(buffer.take_until(separator_end))
-            return State.BETWEEN_CALLS
+            if separator_end == NEED_MORE:
+                return self._wait_or_drop(buffer.pos)
+            if separator_end != NO_MATCH:
+                self._text_writer.write_markup(buffer.take_until(separator_end))
+                return State.BETWEEN_CALLS
         if self._is_in_section:
             return self._expect(self._starts.in_section())
         return self._expect(self._starts.after_call(buffer)) or State.CONTENT
@@ -388,15 +378,10 @@ class CallReader:
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """End a tool call whose body is incomplete at the message's end. Return the next state.
+        """End a tool call whose body is incomplete when the message ends. Return the next state.
 
-        There are four cases:
-
-        - The stored arguments contain the closing marker. The tool call ends at this marker.
-        - The tool call has started. It ends with incomplete arguments.
-        - The tool call has not started, and no closing marker follows its opening marker. The
-          incomplete tool call is removed, as in `<tool_call>{"na`.
-        - Otherwise the text is not a tool call, and becomes content.
+        Examples: `{"name": "f", "arguments": {"a": 1` ends with incomplete arguments. The start of
+        a tool call, `<tool_call>{"na`, is removed. Other text is not a tool call, so it is content.
         """
         call = self._open_call
         assert call is not None
@@ -405,11 +390,7 @@ class CallReader:
         if call.finish():
             self._open_call = None
             return State.CONTENT
-        # All text of the tool call is undecided until the CallWriter has started the tool call.
-        has_started = not self._text_writer.undecided
-        closing_markers = (*call.variant.closing_markers, *self._section_markers.closes)
-        was_closed = any(marker in self._text_writer.undecided_text for marker in closing_markers)
-        if call.is_confirmed and not has_started and not was_closed:
+        if call.is_start_cut_off(self._section_markers.closes):
             return self._drop_or_treat_as_content(0, _NO_CALL)
         return self.treat_as_content(0, _NO_CALL)
 

@@ -1,4 +1,4 @@
-"""Converts tool calls into events, and applies the tool policy to them."""
+"""Converts tool calls into events, according to the policy for unknown tools and invalid JSON."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _EMPTY_ARGUMENTS = "{}"
 _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
 _BROKEN_ARGUMENTS = "the arguments are not valid JSON"
-# The stored arguments of a message are cut and read again at most this many times. Without this
-# limit, the parsing time would not be linear in the length of the text.
+# `cut_arguments_at` removes text at most this number of times in one message. The removed text is
+# read again, so without this limit the parsing time would not be linear.
 _MAX_CUTS = 16
 
 
@@ -242,7 +242,7 @@ class CallWriter:
         return inner
 
     def cut_arguments_at(self, marker: str) -> str | None:
-        """Remove the stored arguments from the first `marker` on, and return the removed text.
+        """Cut the stored arguments at the first `marker`, and return the text that was cut off.
 
         Example: after `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns
         `"</call> Hi"`, and `{"a": 1` stays stored. The result is None if no arguments are stored,
@@ -260,7 +260,7 @@ class CallWriter:
         return arguments[marker_start:]
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
-        """Restart the numbering of tool calls at the end of the prompt.
+        """Restart the indices of tool calls at 0, because the prompt has ended.
 
         The prompt may contain the beginning of the message. Tool calls that have ended there are
         forgotten, so that the next tool call gets the index 0. If a tool call is open, the open
@@ -305,27 +305,38 @@ def _read_as_literal(text: str) -> str | None:
     return reader.take_json() if is_complete else None
 
 
-def _repair(text: str) -> str | None:
-    """Repair broken JSON text. Return the text of a JSON object, or None if the repair fails.
+def _escape_control_characters(text: str) -> str | None:
+    r"""Escape the control characters in the strings of JSON text. Return None for other text.
 
-    Three repairs are tried. The text is parsed as JSON with unescaped control characters, then as a
-    Python literal, and then as incomplete JSON. Example: `'{"a": [1'` gives `'{"a": [1]}'`.
+    Example: `{"a": "<line break>"}` gives `{"a": "\n"}`.
+    """
+    try:
+        return json.dumps(loads(text), ensure_ascii=False)
+    except ValueError:
+        return None
+
+
+def _complete_json(text: str) -> str | None:
+    """Complete an incomplete JSON object. Return None if `text` is not the start of an object.
+
+    Example: `{"a": [1` gives `{"a": [1]}`.
     """
     from partial_json_parser import loads as loads_partial
 
-    if not text.lstrip().startswith("{"):
-        return None
-    try:
-        # JSON must escape control characters in strings. `dumps` writes these escape sequences.
-        return json.dumps(loads(text), ensure_ascii=False)
-    except ValueError:
-        pass
-    json_text = _read_as_literal(text)
-    if json_text is not None:
-        return json_text
     try:
         value = loads_partial(text)
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
     except Exception as error:  # noqa: BLE001  # the library has no base class for its exceptions
         log.debug("partial-json-parser: %s", error)
         return None
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+
+
+def _repair(text: str) -> str | None:
+    """Repair the broken JSON text of an object. Return None if no repair succeeds."""
+    if not text.lstrip().startswith("{"):
+        return None
+    for repair in (_escape_control_characters, _read_as_literal, _complete_json):
+        repaired = repair(text)
+        if repaired is not None:
+            return repaired
+    return None

@@ -1,4 +1,4 @@
-"""Compiles declarations of tool calls and message headers, and matches them with the text."""
+"""Compiles the declarations of tool calls and message headers, and matches them in a text."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CompiledCall:
         return Head(end, name=fields.get("name", ""), call_id=call_id)
 
     def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
-        """Return the start of the body after a header, or NEED_MORE or NO_MATCH.
+        """Return the position at which the body starts after a header, NEED_MORE or NO_MATCH.
 
         Example: for a JSON array of tool calls, `[{` starts the body, `[` gives NEED_MORE and `[1`
         gives NO_MATCH.
@@ -130,7 +130,7 @@ class CompiledCall:
         return TaggedReader(writer, head, self._tags)
 
     def may_follow_content(self) -> bool:
-        """Return whether a tool call of this variant, which has no marker, may start after content.
+        """Return whether an unmarked tool call of this variant may start after content.
 
         Only JSON, and Python calls between brackets, can be distinguished from content.
         """
@@ -152,7 +152,7 @@ class CompiledCall:
 
 
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
-    """Return the markers that show that a tool call has ended.
+    """Return the markers that can follow the body of a tool call.
 
     Arguments that are not valid JSON end at one of these markers. If a closing marker consists of
     several parts, only the last part is returned, because arguments may contain the other parts.
@@ -166,14 +166,14 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 
 
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
-    """Return the compiled tagged arguments of a tool call, or None for all other arguments."""
+    """Compile the tagged arguments of a tool call. Return None if the arguments have no tags."""
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
     stop_markers = dict.fromkeys(_markers_after_call(call, section))
     if close_parts:
-        # The first part of the closing marker directly follows the last argument, so it is tried
-        # first.
+        # The first part of the closing marker directly follows the last argument, so this part is
+        # tried first.
         stop_markers = {close_parts[0]: None} | stop_markers
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = dict.fromkeys((*close_parts, *section.closes, *section_opens))
@@ -186,7 +186,7 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
 
 
 def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return a regex for the start of a body, and a regex for an incomplete start of a body.
+    """Return two regexes, one for the start of a body and one for an incomplete start.
 
     Example: a JSON array of tool calls starts with `[{` or `[]`, or with white space between the
     two characters. The text `[` at the end of the text is an incomplete start.
@@ -199,7 +199,7 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _first_characters(call: Call) -> tuple[str, str]:
-    """Return two regexes, for the first and for the second visible character of a body.
+    """Return two regexes, which match the first and the second visible character of a body.
 
     The regex "" means that any character is accepted.
     Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
@@ -287,8 +287,8 @@ class CompiledHeader:
             The matched header, NEED_MORE or NO_MATCH.
         """
         fields: dict[str, str] = {}
-        # The header may have to end with exact white space, for example a line break. White space
-        # at `pos` may then be this end, so it is not skipped.
+        # Some headers must end with certain white space, for example a line break. White space at
+        # `pos` may be this required white space, so it is skipped only for other headers.
         required_whitespace = self._whitespace_header_end
         if not required_whitespace:
             pos = skip_whitespace(text, pos)

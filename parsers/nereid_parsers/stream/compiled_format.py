@@ -32,7 +32,7 @@ class MarkerKind(Enum):
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
     CALL_HEAD         The header of a tool call starts. The model has omitted the marker before it.
-    UNMARKED_CALL         The first character of a tool call that has no marker.
+    UNMARKED_CALL     The first character of a tool call that has no marker.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
     START_MESSAGE     A message starts.
@@ -119,7 +119,7 @@ class CompiledFormat:
 
 @lru_cache(maxsize=512)
 def compile_format(fmt: FormatData) -> CompiledFormat:
-    """Compile a format. The compiled format is cached for all formats that are equal."""
+    """Compile a format. Equal formats share one compiled format from the cache."""
     if isinstance(fmt.layout, Messages):
         return _compile_messages(fmt, fmt.layout)
     return _compile_sections(fmt, fmt.layout)
@@ -135,9 +135,9 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
-    # A whole message can be a tool call. The header of such a message contains the function's name.
-    # `CompiledCall` requires a tool section, although the message is not in a section. Only the
-    # closing markers of this section are used: broken arguments end at one of these markers.
+    # A whole message can be a tool call, whose header contains the function's name. Such a message
+    # is not in a tool section, but `CompiledCall` requires one. It uses only the closing markers of
+    # the section, because broken arguments end at these markers.
     section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     message_call = CompiledCall(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end), section
@@ -195,9 +195,9 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 
 
 def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
-    """Return a dict that maps each marker, stripped of white space, to the meaning `kind`.
+    """Return a dict that maps every spelling of the markers to the meaning `kind`.
 
-    Each spelling that `marker_spellings` returns for a marker is a key.
+    White space around the markers is removed. For the spellings see `marker_spellings`.
     """
     kinds: dict[str, MarkerKind] = {}
     for marker in _visible(markers):
@@ -226,7 +226,7 @@ def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[st
 
 
 def _visible(markers: Iterable[str]) -> Iterator[str]:
-    r"""Yield the markers without surrounding white space. Omit markers of only white space.
+    r"""Yield the markers without surrounding white space. Omit markers that are only white space.
 
     Example: `("<a>\n", "\n")` yields `"<a>"`.
     """
@@ -244,17 +244,19 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     if tools is None:
         return CompiledCalls()
     variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
-    # A model may omit the opening marker of the tool section. The content can then contain tool
-    # calls that have an opening marker of their own.
+    # A model may omit the opening marker of the tool section. A tool call can then start in the
+    # content if the tool call itself has an opening marker.
     has_section_marker = bool(tools.opens)
     marked = tuple(variant for variant in variants if variant.call.open.strip())
     by_trigger = _group_by_trigger(marked if has_section_marker else variants)
     unmarked: tuple[CompiledCall, ...] = ()
     if allows_unmarked and not has_section_marker:
         unmarked = tuple(variant for variant in variants if variant.is_unmarked)
-    by_head = _group_by_trigger(_variants_without_marker(tools))
-    for trigger in by_trigger:
-        by_head.pop(trigger, None)  # The tool call with its marker has precedence.
+    by_head = {
+        head: head_variants
+        for head, head_variants in _group_by_trigger(_variants_without_marker(tools)).items()
+        if head not in by_trigger  # The tool call with its marker has precedence.
+    }
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, variants, by_trigger, unmarked)
     return CompiledCalls(

@@ -33,7 +33,7 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader of the text in `context`. The other readers handle the other text."""
+        """Create a reader for the text in `context`. The other arguments read all other text."""
         self._format = context.format
         self._buffer = context.buffer
         self._text_writer = context.text
@@ -119,8 +119,8 @@ class ContentReader:
         Returns:
             The next state, or None if more text is required.
         """
-        # Only formats whose reasoning is a message have this state. Their reasoning ends at the
-        # markers that start or end a message, and the body read here ends at the same markers.
+        # This state exists only if reasoning is a message of its own. Such reasoning ends at the
+        # markers that start or end a message, and so does the body of this message.
         start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text_writer.write(self._buffer.take_until(start), ContentDelta)

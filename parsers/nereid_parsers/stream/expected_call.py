@@ -12,8 +12,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.values.argument_types import Tools
 
-# A tag that starts in one of these ways is a special token. Ordinary text does not contain special
-# tokens.
+# Special tokens start with one of these texts. Ordinary text does not contain special tokens.
 _SPECIAL_TOKEN_STARTS = ("<|", "<｜")
 
 
@@ -50,7 +49,7 @@ class ExpectedCall:
     is_confirmed: bool
 
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
-        """Match the start of a tool call at the unread text. Try the variants in their order.
+        """Match the start of a tool call with the unread text. Try the variants in their order.
 
         If a tool call has no opening marker, the tool call matches only if `tools` contains the
         function.
@@ -96,9 +95,9 @@ class CallStarts:
     __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Create an object that chooses among `variants`, the ways in which a tool call may start.
+        """Store the variants of a tool call, and the writer of the tool calls.
 
-        The choice also depends on `writer.tools`, the tools that the request offers, and on
+        The decisions depend on `writer.tools`, the tools that the request offers, and on
         `writer.num_started`, the number of earlier tool calls.
         """
         self._calls = variants

@@ -1,4 +1,4 @@
-"""Reads the headers of messages, which define the types of the messages' bodies."""
+"""Reads the headers of messages. The header of a message defines the type of its body."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HeaderReader:
     __slots__ = ("_buffer", "_call_reader", "_calls_first", "_format", "_text_writer")
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
-        """Create a reader of the text in `context`. `calls` reads messages that are tool calls."""
+        """Create a reader for the text in `context`. `calls` reads messages that are tool calls."""
         self._format = context.format
         self._buffer = context.buffer
         self._text_writer = context.text

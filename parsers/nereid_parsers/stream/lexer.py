@@ -12,7 +12,7 @@ _Search = Callable[[str, int], re.Match[str] | None]
 
 
 def marker_prefix_regex(marker: str) -> str:
-    """Return a regex that matches any proper prefix of `marker` at the end of a text.
+    """Return a regex that matches an incomplete marker at the end of a text.
 
     Example: `marker_prefix_regex("<a>")` returns a regex that matches the last character of `x<`,
     and the last two characters of `x<a`.
@@ -86,13 +86,12 @@ def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
     if not markers:
         return None
     first_chars = "".join(re.escape(char) for char in sorted({marker[0] for marker in markers}))
-    # Most characters cannot start a marker. The look-ahead skips such a character after one test of
-    # a character class.
+    # The look-ahead makes the search faster, because it rejects most characters with one test.
     return re.compile(f"(?=[{first_chars}])(?:{'|'.join(regexes)})").search
 
 
 class Lexer:
-    """Finds the next marker in a text. Each character is read a bounded number of times.
+    """Finds the next marker in a text. The search time is linear in the length of the text.
 
     If one marker is a prefix of another marker, the lexer prefers the longer marker. The lexer
     waits for the longer marker as long as more text can complete the longer marker.

@@ -88,7 +88,7 @@ class Machine:
         self._enter(State.CONTENT)
 
     def _enter(self, state: State) -> None:
-        """Make `state` the current state, so that the next text is read by this state's method."""
+        """Make `state` the current state. The method of this state then reads the next text."""
         self._state = state
         # The method is looked up only when the state changes, which is rare.
         self._read = self._table[state]
@@ -104,10 +104,11 @@ class Machine:
         if start.stage is None:  # The prompt ends inside the header of a message.
             self._enter(State.HEADER)
         elif start.prefill:
-            # The prefill is parsed to find the state after it. The client gets no events for it.
+            # Parsing the prefill shows the state in which the output starts. The client receives no
+            # events for the prefill.
             self._forget_prompt(self.feed(start.prefill))
         elif not start.is_prompt_known and self._reasoning_reader.delays_unclassified_text():
-            # The first text may be reasoning or content. The text is stored until a marker decides.
+            # The first text may be reasoning or content. Store it until a marker shows which.
             self._reasoning_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
@@ -168,8 +169,8 @@ class Machine:
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content_reader.finish_marker(self._state)
         self._run()
-        # In this state, a tool call was found inside the reasoning, and stored. The reasoning was
-        # never closed, so `finish_interrupted` puts the tool call back into the buffer.
+        # In this state, a tool call inside the reasoning is stored. The reasoning was never closed,
+        # so `finish_interrupted` puts the tool call back into the buffer.
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning_reader.finish_interrupted())
             self._run()
@@ -185,7 +186,7 @@ class Machine:
         return self._events
 
     def _finish_state(self) -> None:
-        """End the tool call, header or tool section inside which the message has ended."""
+        """End the tool call, the header or the tool section in which the message has ended."""
         if self._state is State.BROKEN_CALL:
             self._call_reader.finish_broken()
         elif self._state is State.HEADER:

@@ -43,10 +43,9 @@ class OpenCall:
 
     Attributes:
         variant: The variant of the tool call.
-        is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool call.
     """
 
-    __slots__ = ("_body", "_buffer", "_call_writer", "_text_writer", "is_confirmed", "variant")
+    __slots__ = ("_body", "_buffer", "_call_writer", "_is_confirmed", "_text_writer", "variant")
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class OpenCall:
     ) -> None:
         """Create an open tool call. `match` is the matched start, and `body` reads the body."""
         self.variant = match.variant
-        self.is_confirmed = match.is_confirmed
+        self._is_confirmed = match.is_confirmed
         self._body = body
         self._buffer = buffer
         self._text_writer = text
@@ -78,15 +77,15 @@ class OpenCall:
         buffer.pos = body.read(buffer.text, start)
         if self._call_writer.is_open:  # The whole text belongs to the open tool call.
             text = buffer.text[start : buffer.pos]
-            # `end_at_stored_marker` may cut the end off the stored arguments. The parser then reads
-            # this end again.
+            # `end_at_stored_marker` may remove text from the end of the stored arguments. The
+            # parser then reads the removed text again.
             self._text_writer.write_call(text, may_be_reread=self._call_writer.stores_arguments)
         else:
             self._classify_outside_call(start, was_open)
         return None if body.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify the text that the body reader has just read. No tool call is open any more.
+        """Classify the text that the body reader has just read, if no tool call is open after it.
 
         The text belongs to a tool call that has ended, or it is "undecided", which means that more
         text must show whether it is a tool call or content. Examples for a list of tool calls:
@@ -127,8 +126,8 @@ class OpenCall:
             return Outcome.ENDED
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
-        # The arguments are not valid. `abandon` may complete them to valid JSON. If not, the
-        # closing marker may be inside them, because a quote is missing.
+        # The arguments are not valid. `abandon` may complete the arguments to valid JSON. If not,
+        # the arguments may contain the closing marker, because a quote is missing.
         has_ended = self._body.abandon() or self.end_at_stored_marker()
         return Outcome.ENDED if has_ended else Outcome.BROKEN
 
@@ -195,6 +194,20 @@ class OpenCall:
         self._text_writer.end_call()
         self._text_writer.drop_undecided()
         return True
+
+    def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
+        """Return whether the message ends inside the start of a tool call, as in `<call>{"na`.
+
+        Text that contains a closing marker is not cut off. Such text is not a tool call.
+
+        Args:
+            section_closes: The markers that close the tool section.
+        """
+        # All text of the tool call is undecided until the CallWriter has started the tool call.
+        has_started = not self._text_writer.undecided
+        closing_markers = (*self.variant.closing_markers, *section_closes)
+        was_closed = any(marker in self._text_writer.undecided_text for marker in closing_markers)
+        return self._is_confirmed and not has_started and not was_closed
 
     def finish_broken(self) -> None:
         """End a tool call with broken arguments, because the message has ended."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
 
-from nereid_parsers.pattern_syntax import PatternField, split_pattern
+from nereid_parsers.pattern_syntax import split_pattern
 
-# These constants are returned in place of a position if the text does not match.
+# Matching functions return these constants instead of a position if the text does not match.
 NEED_MORE = -1  # More text could complete the match.
 NO_MATCH = -2  # No further text could complete the match.
 
@@ -51,7 +50,7 @@ _EXCLUDED_CHARS = {
 
 @dataclass(frozen=True, slots=True)
 class FieldStep:
-    """One field of a compiled pattern: its name, and the regex that matches its text."""
+    """A field of a compiled pattern, with its name and the regex that matches its text."""
 
     name: str
     regex: re.Pattern[str]
@@ -78,9 +77,9 @@ class FieldStep:
         if self.name == "name":
             is_incomplete = is_at_text_end
             # A pattern may contain the name twice. Both names must be equal.
-            differs_from_first = fields.get("name", value) != value
-            is_number = value.isdigit()  # Models number tool calls. A number is not a name.
-            if is_incomplete or differs_from_first or is_number:
+            is_other_name = fields.get("name", value) != value
+            is_call_number = value.isdigit()  # Some models number the tool calls.
+            if is_incomplete or is_other_name or is_call_number:
                 return NO_MATCH
         fields[self.name] = value
         return end
@@ -124,7 +123,8 @@ def skip_whitespace(text: str, pos: int) -> int:
     Example: `skip_whitespace("a  b", 1)` returns 3.
     """
     match = _WHITESPACE(text, pos)
-    return match.end() if match else pos
+    assert match is not None  # The regex also matches the empty text.
+    return match.end()
 
 
 def skip_superfluous(text: str, pos: int) -> int:
@@ -140,9 +140,10 @@ def skip_superfluous(text: str, pos: int) -> int:
 
 
 def _skip_pattern_whitespace(text: str, pos: int) -> int:
-    """Return the position after the white space at `pos`. The characters `Ġ` and `Ċ` count too."""
+    """Return the position after the white space at `pos`, which may contain `Ġ` and `Ċ`."""
     match = _WHITESPACE_IN_PATTERN(text, pos)
-    return match.end() if match else pos
+    assert match is not None  # The regex also matches the empty text.
+    return match.end()
 
 
 def marker_spellings(marker: str) -> tuple[str, ...]:
@@ -197,14 +198,15 @@ def compile_pattern(source: str) -> Pattern:
     """
     parts = split_pattern(source)
     steps: list[str | WhitespaceStep | FieldStep] = []
-    for part, next_part in zip_longest(parts, parts[1:], fillvalue=""):
+    for index, part in enumerate(parts):
         if steps:
             steps.append(WhitespaceStep())
-        if isinstance(part, PatternField):
-            next_literal = next_part if isinstance(next_part, str) else ""
-            steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
-        else:
+        if isinstance(part, str):
             steps += _literal_steps(part)
+            continue
+        next_part = parts[index + 1] if index + 1 < len(parts) else ""
+        next_literal = next_part if isinstance(next_part, str) else ""
+        steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
 
 
@@ -237,8 +239,8 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         if not stop:
             return re.compile(".*")
         rest_of_line = f"(?:(?!{stop}).)*"
-        # A model may insert one line break before the last two words of a header. More words after
-        # a line break are content.
+        # A model may insert one line break into a header. At most two words of the header follow
+        # this line break. If more words follow, these words are content.
         last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
         return re.compile(rest_of_line + last_words)
     next_char = next_literal[:1]
@@ -273,7 +275,7 @@ def is_compound_start(marker: str, text: str) -> bool:
 
 
 def looks_like_markup(text: str) -> bool:
-    r"""Return whether `text` starts like a marker or contains a tag. Ordinary prose rarely does.
+    r"""Return whether `text` starts like a marker or contains a tag, which prose rarely does.
 
     Examples: `"<tool_call>\n{"` and `"[TOOL_CALLS]"` look like markup, `"a < b"` does not.
     """

@@ -42,25 +42,13 @@ class ReasoningReader:
     """
 
     __slots__ = (
-        "_buffer",
-        "_call_reader",
-        "_calls_first",
-        "_declaration",
-        "_format",
-        "_header_reader",
-        "_is_inline",
-        "_is_interrupted",
-        "_is_never_closed",
-        "_state",
-        "_stored_text",
-        "_stray_close",
-        "_text_writer",
-        "has_reasoned",
-        "is_reasoning_by_default",
+        "_buffer", "_call_reader", "_calls_first", "_declaration", "_format", "_header_reader",
+        "_is_inline", "_is_interrupted", "_is_never_closed", "_state", "_stored_text",
+        "_stray_close", "_text_writer", "has_reasoned", "is_reasoning_by_default",
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
-        """Create a reader of the text in `context`, which is outside the reasoning at first."""
+        """Create a reader for the text in `context`. The text starts outside the reasoning."""
         self.has_reasoned = False
         self.is_reasoning_by_default = False
         self._format = context.format
@@ -85,7 +73,7 @@ class ReasoningReader:
     # ---- text before the first marker ------------------------------------------------------------
 
     def delays_unclassified_text(self) -> bool:
-        """Return whether the parser must store the first text instead of returning events for it.
+        """Return whether the parser must store the first text before it can return events for it.
 
         The text is stored until a marker shows that the text is reasoning, or that the text is
         content. The caller calls this method only if the prompt is not known.
@@ -132,7 +120,7 @@ class ReasoningReader:
         return sum(map(len, self._stored_text))
 
     def _take_stored_text(self) -> str:
-        """Return the stored text, and empty the store."""
+        """Return the stored text. Afterwards, no text is stored."""
         text = "".join(self._stored_text)
         self._stored_text = []
         return text
@@ -140,7 +128,7 @@ class ReasoningReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Start reasoning without an opening marker in the output, and return the next state.
+        """Start reasoning whose opening marker is not a part of the output. Return the next state.
 
         If the client receives the reasoning as content, the missing opening marker is written as
         content, too.
@@ -159,7 +147,7 @@ class ReasoningReader:
             self._text_writer.write_generated_content(self._declaration.open.strip())
 
     def read(self) -> State | None:
-        """Read reasoning up to a marker, and return the next state, or None without a marker.
+        """Read reasoning up to the next marker. Return the next state, or None without a marker.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
         is removed. The rest, `Hi`, is content. The other cases handle markers that are not closing
@@ -199,7 +187,7 @@ class ReasoningReader:
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
-        """Read the content's opening marker inside the reasoning. Return the next state.
+        """Read an opening marker of the content inside the reasoning. Return the next state.
 
         The marker ends the reasoning if the reasoning is empty, or if the marker is a special
         token, which a model does not quote. Otherwise the marker is a part of the reasoning.
@@ -250,7 +238,7 @@ class ReasoningReader:
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
     def _read_interrupt(self, marker: str) -> State | None:
-        """Decide whether a marker of tool calls inside the reasoning starts a tool call.
+        """Decide whether the opening marker of a tool call inside the reasoning starts a tool call.
 
         There are four cases:
 
@@ -278,7 +266,7 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | int:
-        """Match a tool call that starts at `marker`, or after a `marker` that opens a tool section.
+        """Match the tool call that `marker` opens, or the first one of the section that it opens.
 
         Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
 

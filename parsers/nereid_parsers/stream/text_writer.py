@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 
-# A trace receives each piece of the text exactly once, in order: trace(classification, piece).
+# A function that receives the classification and the text of each piece, in order. It receives each
+# piece exactly once.
 Trace = Callable[[str, str], None]
 
 # The classifications of text. "markup" is text, such as a marker, that no event contains.
@@ -133,7 +134,7 @@ class TextWriter:
         return text if continues_content else self._without_blank_lines(text)
 
     def _take_removed_whitespace(self) -> str:
-        r"""Return the white space that was removed after the last content, and empty this store.
+        r"""Return and forget the white space that was removed after the last content.
 
         Example: in `"One\n<call>..</call>\nTwo"`, the first line break is removed before the tool
         call, and restored before `Two`. The content is `"One\n\nTwo"`.
@@ -143,7 +144,7 @@ class TextWriter:
         return whitespace
 
     def _take_whitespace(self) -> str:
-        """Return the stored white space, and empty the store."""
+        """Return and forget the stored white space."""
         if not self._whitespace:
             return ""
         whitespace = "".join(self._whitespace)
@@ -304,7 +305,7 @@ class TextWriter:
     # ---- the prompt ------------------------------------------------------------------------------
 
     def forget_prompt(self, num_unread_chars: int) -> None:
-        """Mark all text so far as a part of the prompt. The prompt has no events.
+        """Treat all text so far as a part of the prompt, for which no events are returned.
 
         Args:
             num_unread_chars: The number of the prompt's characters that have not been read yet.

@@ -1,4 +1,4 @@
-r"""START HERE: `analyze_template` infers a Format from a chat template by comparing renderings.
+r"""Infers a Format from a chat template by comparing renderings. Start at `analyze_template`.
 
 The analysis does not read the logic of a template. It renders *probes*, which are conversations
 with texts that occur in no template, and compares the renderings. Two probes that differ in one
@@ -120,7 +120,7 @@ def analyze_checkpoint_template(
     template_kwargs: Mapping[str, Any] | None = None,
     added_tokens: Collection[str] = (),
 ) -> TemplateAnalysis:
-    """Infer the format like `analyze_template`, but also use the tokenizer's added tokens.
+    """Infer the format that a chat template and the added tokens of the tokenizer imply.
 
     Args:
         jinja_source: The template.
@@ -144,11 +144,8 @@ def analyze_checkpoint_template(
         )
     has_calls = _set_form(prober)
     turn = compare_generation_prompt(prober)
-    quarantined = find_quarantined(jinja_source)
-    if quarantined is None:
-        return _infer(turn)
-    entry, fmt = quarantined
-    return _recognise(turn, entry, fmt, has_calls=has_calls)
+    entry = find_quarantined(jinja_source)
+    return _infer(turn) if entry is None else _recognise(turn, entry, has_calls=has_calls)
 
 
 def _set_form(prober: Prober) -> bool:
@@ -174,26 +171,24 @@ def _set_form(prober: Prober) -> bool:
     return call_form is not None
 
 
-def _recognise(
-    turn: ModelTurn, entry: QuarantineEntry, fmt: Format, has_calls: bool
-) -> TemplateAnalysis:
-    """Return the analysis of a template whose format is given in known_formats.py.
+def _recognise(turn: ModelTurn, entry: QuarantineEntry, *, has_calls: bool) -> TemplateAnalysis:
+    """Return the analysis of a template whose format is declared in known_formats.py.
 
     The report shows the comparisons, although the format is not inferred from these comparisons.
 
     Args:
-        turn: The header and the end of the model's turn, and the prober.
-        entry: The description of the template.
-        fmt: The format.
+        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
+        entry: The declaration of the format.
         has_calls: Whether the template renders tool calls.
     """
+    fmt = entry.make_format()
     prober = turn.prober
     prober.undecided.append(
         f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
     )
     reasoning = find_rendered_reasoning(turn)
     renderer = CallRenderer(turn)
-    compare_call_presence(renderer)  # The result is not needed, but the report shows T1.
+    compare_call_presence(renderer)  # Only the report needs this comparison (T1).
     two_calls = compare_two_calls(renderer)
     tools = ToolFindings(form="recognised" if has_calls else NO_CALLS, is_parallel=bool(two_calls))
     content = compare_content(turn, ReasoningFindings())
@@ -208,10 +203,10 @@ def _recognise(
 
 
 def _infer(turn: ModelTurn) -> TemplateAnalysis:
-    """Make all comparisons, infer the format and check the format.
+    """Infer the format from all comparisons, and check it by parsing renderings.
 
-    The check parses renderings with the format. If a tool call is parsed wrongly, the format of the
-    tool calls is dropped, so that tool calls are returned as content.
+    If a tool call is parsed wrongly, the format of the tool calls is dropped, so that tool calls
+    are returned as content.
     """
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
@@ -246,8 +241,8 @@ def _make_format(
     If the parts contradict each other, return the format for plain content, and append the reason
     to the list `undecided` of the prober.
     """
-    # The parser removes end markers from the text. The parser must also remove headers inside a
-    # message, so these headers are declared as end markers.
+    # The parser removes end markers from the text. Headers inside a message must be removed, too,
+    # so they are declared as end markers.
     inner_headers = tools.inner_headers or reasoning.inner_headers
     headers = (*inner_headers, header_after_result(turn))
     ends = [end for end in (*turn.end_markers, *tools.end_markers, *headers) if end]

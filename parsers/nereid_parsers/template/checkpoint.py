@@ -94,7 +94,7 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Read the .jinja files of a checkpoint. Return a dict from template names to sources.
+    """Read the .jinja files of a checkpoint. Return the sources of the templates by their names.
 
     The files in additional_chat_templates/ have names such as "tool_use". The template in
     chat_template.jinja has the name "default".
@@ -271,7 +271,7 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the format that the checkpoint's files declare or imply. The default is plain content.
+    """Return the format that the checkpoint's files declare or imply, or else plain content.
 
     The `why` of the result contains the reason for each source that could not be used.
     """

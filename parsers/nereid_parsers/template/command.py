@@ -32,7 +32,7 @@ _DESCRIPTION = (
     "it did not, and 2 for wrong arguments."
 )
 
-# The terminal's escape sequences for the kinds of text in a report.
+# For each kind of text in a report, the escape sequence that sets its colour on a terminal.
 _COLOURS = {
     "title": "\x1b[1m",
     "name": "\x1b[34m",

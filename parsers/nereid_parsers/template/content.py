@@ -1,4 +1,4 @@
-"""Determine the markers around the content and the markers that end a turn (C1 and C2)."""
+"""Find the markers around the content, and the markers that end a turn: comparisons C1 and C2."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     a conversation that ends with the user's question with the same conversation and an answer.
 
     Args:
-        turn: The header and the end of the model's turn, and the prober.
+        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
         reasoning: The findings about reasoning. If messages with reasoning show a wrapper of the
             content, that wrapper is the default.
     """
@@ -83,7 +83,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
-    """Find markers around the content that a template writes only in messages with tool calls.
+    """Find content markers that a template writes only in messages with tool calls.
 
     Such a template also writes the markers if the content is empty. Example: "<say></say><call>.."
     without content and "<say>CONTENT</say><call>.." with content show the wrapper `<say>`,
@@ -145,7 +145,7 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
-    """Search `after`, the text after the content, for the markers that end the model's turn.
+    """Find the markers that end the model's turn. `after` is the text after the content.
 
     There are three cases. The first column is the text after the content, the second column the
     text after a user's message, and the third column the result:
@@ -172,7 +172,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
 
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
-    """Search for the end of a turn that has words between markers, such as `<|out|>turn<|of|>`.
+    """Find the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
 
     The result is [] unless three conditions are met: `text` starts with markers and words, a user's
     message ends with the same markers and words, and they do not contain the header of the model's
@@ -217,8 +217,8 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
         opening: The marker before the content.
         turn: The model's turn. `turn.trailing_text` is the text after a user's message.
     """
-    # If several markers open the content, such as `<|open|>answer<|sep|>`, several markers also
-    # close the content.
+    # If several markers open the content, as in `<|open|>answer<|sep|>`, several markers also close
+    # the content.
     compound = compound_closing(after, opening)
     if compound:
         return compound

@@ -74,7 +74,7 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Settings that may turn thinking on or off: template variables and a system message.
+    """Template variables and a system message that may turn thinking on or off.
 
     Attributes:
         variables: Pairs of name and value, such as (("enable_thinking", False),).
@@ -133,12 +133,12 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The names under which templates read the reasoning of an assistant message.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# Values of `InputForm.reasoning` that are not names of fields.
+# The values of `InputForm.reasoning` that are not the name of a field.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# The members of a message without content, for each value of `InputForm.empty_content`.
+# For each value of `InputForm.empty_content`, the member `content` of a message without content.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},
@@ -312,13 +312,13 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 
 
 def forms_of_content() -> Iterator[InputForm]:
-    """Yield the forms in which templates expect plain content, the most common form first."""
+    """Yield the possible forms of plain content, starting with the most common form."""
     for content_in_parts, always_tools in product((False, True), (False, True)):
         yield InputForm(content_in_parts, always_tools)
 
 
 def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
-    """Yield the forms in which templates expect tool calls, the most common form first."""
+    """Yield the possible forms of tool calls, starting with the most common form."""
     for flat_calls, ids, arguments, empty_content in product(
         (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
     ):

@@ -1,4 +1,4 @@
-"""Compare two rendered texts, and split them only at the boundaries of markers and words.
+"""Compare rendered texts token by token, so that no marker or word is cut in two.
 
 A marker is a piece of markup such as `<tool_call>`, `<|im_end|>` or `[TOOL_CALLS]`. All functions
 here split text into tokens first (`tokens`), so that a difference starts and ends at the boundary
@@ -19,7 +19,8 @@ _TOKEN = re.compile(
     r"|◁[^◁▷\n]*▷|```|\w+|\s|.",
     re.DOTALL,
 )
-# The tokens that are markers. An unclosed `<tag` and a short `[A]` are tokens but not markers.
+# Matches the tokens that are markers. An unclosed `<tag` and a short `[A]` are tokens, but not
+# markers.
 MARKER = re.compile(
     r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷"
@@ -38,8 +39,8 @@ _OPENING_RULES = (
     (r"([^/]{0,2})/(.*)", r"\1\2"),  # `</think>` and `<think>`, `[|/think|]` and `[|think|]`
     (r"(?!<\|).(.*)\|>", r"<|\1>"),  # `<channel|>` and `<|channel>`
 )
-# Pairs of words. The first word is in an opening marker, `<|START_THINKING|>`. The second word is
-# at the same place in the closing marker, `<|END_THINKING|>`.
+# Pairs of words that distinguish an opening marker, such as `<|START_THINKING|>`, from its closing
+# marker, `<|END_THINKING|>`.
 _OPEN_CLOSE_WORDS = (
     ("START", "END"), ("BEGIN", "END"), ("begin", "end"), ("start", "end"),
     ("prefix", "suffix"), ("open", "close"), ("◁", "◁/"),
@@ -133,7 +134,7 @@ def common_suffix(text: str, other: str, split: Split = tokens) -> str:
 
 
 def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
-    """Return the tokens that both sequences start with.
+    """Return the tokens with which both sequences start.
 
     >>> _common_start(["<a>", "one"], ["<a>", "two"])
     ['<a>']
@@ -288,7 +289,7 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Return the replacement of each rule whose pattern matches the whole marker.
+    r"""Apply each rule whose pattern matches the whole marker, and return the results.
 
     >>> _apply_rules([(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")], "<think>")
     ['</think>']
@@ -302,7 +303,7 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Find the closing text of a block that several markers and words open.
+    """Find the text that closes a block, if several markers and words open the block.
 
     The opening text and the closing text differ only in their first marker. The result is "" if
     `text` does not start with such a closing text.

@@ -1,4 +1,4 @@
-r"""Determine the header: the text with which each message of the model starts (comparison G).
+r"""Find the header, with which each message of the model starts: comparison G.
 
 Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of two parts. Every
 assistant message has the header `<|im_start|>assistant\n`. The rest, `<think>\n`, belongs to the
@@ -74,10 +74,10 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
-    """Render the prompt with each setting of the thinking switches.
+    """Render the generation prompt once for each setting of the thinking switches.
 
-    Return one pair (setting, rendered prompt) for each setting. Settings with which the template
-    raises an error are omitted.
+    Return pairs of a setting and its prompt. Settings with which the template raises an error are
+    omitted.
     """
     prompts = []
     for switches in prober.thinking_switches():
@@ -111,7 +111,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         shared = _header_in_prompt(added, [*answers, *prompt_ends])
     else:
-        # The template ignores add_generation_prompt, so only the answers can show a header.
+        # The template ignores add_generation_prompt, so the header is searched in the answers.
         shared = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
     # `shared` may contain more than the header: an empty block, a marker, or text after the role.
     without_block = _drop_empty_block(shared)
@@ -134,7 +134,7 @@ def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
-    """Render each conversation of `_ANSWERED`. Return the texts after the user's question."""
+    """Render the conversations in `_ANSWERED`, and return the texts after the user's question."""
     answers = []
     for conversation in _ANSWERED:
         text = prober.render(conversation)
@@ -248,7 +248,7 @@ def _user_header(without_prompt: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove the text after the part of `header` that corresponds to the header of a user message.
+    r"""Remove the end of `header` that has no counterpart in the header of a user message.
 
     Both headers have the same text, except for the role ("user" or "assistant"). If every prompt
     and every answer continues with `<think>`, this marker seems to belong to the header. The user's

@@ -41,13 +41,18 @@ class QuarantineEntry:
         model: The models that have the template.
         reason: Why comparisons cannot infer the format.
         matches: A function that returns whether a source is the source of this template.
-        make_layout: Returns the layout of the format.
+        make_layout: A function that returns the layout of the format.
     """
 
     model: str
     reason: str
     matches: Callable[[str], bool]
     make_layout: Callable[[], Messages | Sections]
+
+    def make_format(self) -> Format:
+        """Return the declared format."""
+        source = Source(f"recognised in its chat template: {self.model}")
+        return Format("recognised", self.make_layout(), sources=(source,))
 
 
 def is_harmony(source: str) -> bool:
@@ -104,16 +109,9 @@ QUARANTINE = (
 )
 
 
-def find_quarantined(source: str) -> tuple[QuarantineEntry, Format] | None:
-    """Return the first entry of `QUARANTINE` that matches a template, and the entry's format.
-
-    Return None if no entry matches.
-    """
-    for entry in QUARANTINE:
-        if entry.matches(source):
-            note = Source(f"recognised in its chat template: {entry.model}")
-            return entry, Format("recognised", entry.make_layout(), sources=(note,))
-    return None
+def find_quarantined(source: str) -> QuarantineEntry | None:
+    """Return the first entry of `QUARANTINE` that matches the source of a template, or None."""
+    return next((entry for entry in QUARANTINE if entry.matches(source)), None)
 
 
 # ---- the variants of a model family --------------------------------------------------------------
@@ -150,7 +148,7 @@ def add_family_variants(section: ToolSection) -> ToolSection:
 
 
 def _other_variants(family: ToolSection, first: Call) -> Iterator[Call]:
-    """Yield the variants that a family declares for its tool calls. The first one is omitted.
+    """Yield the variants of a tool call that a model family declares, except the first variant.
 
     Args:
         family: A registered section with the markers of the inferred section.
@@ -169,7 +167,7 @@ def _registered_sections() -> Iterator[ToolSection]:
 
 
 def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
-    """Return whether two sections have equal markers, and equal markup in the first tool call."""
+    """Return whether two sections and their first tool calls have equal markers and keys."""
     return (
         section.open.strip() == other.open.strip()
         and section.close.strip() == other.close.strip()
@@ -178,7 +176,7 @@ def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
 
 
 class _Markup(NamedTuple):
-    """The markers and the keys of a tool call, for the comparison of two tool calls.
+    """The markers and the keys of a tool call, by which two tool calls are compared.
 
     The white space around markers is removed, because it does not matter for the comparison.
 
@@ -226,7 +224,7 @@ def _keys_of(call: Call) -> Keys | None:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return a copy of `call` that also accepts the JSON keys which the given families declare.
+    """Return a copy of `call` that also accepts the JSON keys of the given model families.
 
     Example: if a family also writes the arguments under the key "parameters", the result accepts
     this key (`Keys.also`). The result also accepts the keys that the families ignore
@@ -256,13 +254,14 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 # ---- tool calls that a template does not render --------------------------------------------------
 
-
-# Some templates contain no marker of tool calls. But these templates offer the tools with a phrase
-# that identifies the model family. The dict maps each phrase to the family's tool call markers.
 _MARKERS_OF_PHRASES = {
-    # LFM2.5. Older templates of this family are recognised by the markers around the list of tools.
+    # The phrase of LFM2.5. Older templates of this family contain markers around the tools instead.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
+"""Maps phrases that identify a model family to the tool call markers of this family.
+
+Some templates contain no marker of tool calls, but offer the tools with such a phrase.
+"""
 
 
 def markers_of_phrases(text: str) -> list[str]:

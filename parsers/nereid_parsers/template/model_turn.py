@@ -178,7 +178,7 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header that the model itself must write after a tool's result, or "".
+    """Return the header if the model itself must write it after a tool's result, otherwise "".
 
     Usually the generation prompt contains the header of the model's turn, so that the model does
     not write the header. Some templates omit the header from a prompt that ends with a tool's
@@ -209,7 +209,7 @@ def _has_header_after_result(prober: Prober, header: str) -> bool:
 
 
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
-    r"""Return the texts that can open the model's turn. Every prompt contains one of these texts.
+    r"""Return the texts that can open the model's turn at the end of a prompt.
 
     The first text is the header. Some templates write another marker instead of the header after a
     tool's result. That marker is the second text. The result is empty if the header has no marker,
@@ -247,7 +247,7 @@ def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) ->
 
 
 def _prompt_after_result(prober: Prober) -> str | None:
-    """Render a prompt that contains a tool's result. Return the text after the result, or None.
+    """Render a prompt with a tool's result, and return the text after the result, or None.
 
     Example: the prompt "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
     """

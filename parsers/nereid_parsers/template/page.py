@@ -1,4 +1,4 @@
-"""Show a report (`report.py`) as one HTML page that loads no other file."""
+"""Show a report (see `report.py`) as an HTML page that loads no other file."""
 
 from __future__ import annotations
 

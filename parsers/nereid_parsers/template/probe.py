@@ -31,11 +31,11 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import Comparison, drop_common_suffix, text_after_last
 from nereid_parsers.template.sandbox.environment import CompiledTemplate, RenderRefused
 
-# In renderings, these characters replace the number and the id of each tool call, so that numbers
-# and ids cause no differences between two renderings.
+# These characters replace the number and the id of each tool call in a rendering, so that numbers
+# and ids cause no difference between two renderings.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
-# The description of a change for a finding that no difference between two renderings shows.
+# The description of the change in a comparison of two equal renderings.
 UNCHANGED = "Nothing is changed."
 _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
@@ -80,7 +80,7 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # The template failed because these variables were undefined. Now each variable is "".
+    # Variables without which the template failed. Every rendering defines them as "".
     _filled: dict[str, str] = field(default_factory=dict)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class Prober:
         return self._cache[key]
 
     def _render(self, conversation: Conversation, form: InputForm) -> str | None:
-        """Render a conversation in the given form, without the cache of `render`."""
+        """Render a conversation in the given form, without using the cache."""
         has_tools = conversation.tools or form.always_tools
         variables = {
             "messages": form.messages(conversation),
@@ -162,7 +162,7 @@ class Prober:
         )
 
     def record_finding(self, name: str, finding: str) -> None:
-        """Add a finding to the report that does not depend on a difference between renderings.
+        """Add a finding to the report that no difference between two renderings shows.
 
         The report then shows two equal renderings. For the arguments see `record`.
         """
@@ -214,7 +214,7 @@ class Prober:
     # ---- the thinking switches -------------------------------------------------------------------
 
     def thinking_switches(self) -> list[Switches]:
-        """Return the settings of thinking switches that the analysis tries. The first one is empty.
+        """Return the settings of the thinking switches to try. The first setting is empty.
 
         A switch is a template variable whose name refers to thinking, or "/think" or "/no_think"
         in the system message. Example: for a template that reads `enable_thinking`, the settings
@@ -235,7 +235,7 @@ class Prober:
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values that the analysis tries for a thinking switch.
+        """Return the values to try for a thinking switch.
 
         The first values are those with which the template compares the switch. Example: a template
         with `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].
@@ -244,7 +244,7 @@ class Prober:
         compared = [value for value in constants if isinstance(value, str | int)]
         is_effort = "effort" in name or "mode" in name
         usual_values: tuple[Any, ...] = tuple(_EFFORTS) if is_effort else (True, False)
-        # The keys are the texts of the values, because True and 1 are the same key in a dict.
+        # The keys are the `repr` of the values, because True and 1 would be the same key.
         distinct = {repr(value): value for value in (*compared, *usual_values)}
         return list(distinct.values())[:_MAX_SWITCH_VALUES]
 

@@ -1,4 +1,4 @@
-"""Check an inferred format: parse rendered messages, and compare the results with the messages.
+"""Check an inferred format by parsing rendered messages with the format.
 
 The analysis infers a format from differences, and may be wrong. This module parses the text that
 the template renders for a message with the format. The result must be equal to the message.
@@ -54,28 +54,37 @@ class Proof:
 def parse_renderings(
     fmt: Format, turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
-    """Parse a rendered message of each kind. Each `Proof` lists the parts that were parsed wrongly.
+    """Parse one rendered message of each kind, such as a message with reasoning.
 
     Example: "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed as
     reasoning and content.
     """
-    proofs = []
-    for name, conversation in _conversations(reasoning, tools):
-        masked_prompt = turn.prober.render(
-            replace(conversation, answer=None, generation_prompt=True)
-        )
-        if masked_prompt is None or conversation.answer is None:
-            continue
-        masked_text = _output(turn, reasoning.part, conversation, masked_prompt)
-        if masked_text is None:
-            continue
-        prompt = unmask_call_ids(masked_prompt)
-        text = unmask_call_ids(masked_text)
-        offered_tools = TOOLS if conversation.tools else []
-        message = parse(text, format=fmt, tools=offered_tools, prompt=prompt)
-        differs = tuple(_differing_parts(conversation.answer, message))
-        proofs.append(Proof(name, prompt, text, differs))
-    return proofs
+    proofs = [
+        _parse_rendering(fmt, turn, reasoning.part, name, conversation)
+        for name, conversation in _conversations(reasoning, tools)
+    ]
+    return [proof for proof in proofs if proof is not None]
+
+
+def _parse_rendering(
+    fmt: Format, turn: ModelTurn, reasoning: Reasoning | None, name: str, conversation: Conversation
+) -> Proof | None:
+    """Parse the rendered answer of `conversation`, and compare the result with the answer.
+
+    Return None if the template does not render the conversation.
+    """
+    question = replace(conversation, answer=None, generation_prompt=True)
+    masked_prompt = turn.prober.render(question)
+    if masked_prompt is None or conversation.answer is None:
+        return None
+    masked_text = _output(turn, reasoning, conversation, masked_prompt)
+    if masked_text is None:
+        return None
+    prompt = unmask_call_ids(masked_prompt)
+    text = unmask_call_ids(masked_text)
+    offered_tools = TOOLS if conversation.tools else []
+    message = parse(text, format=fmt, tools=offered_tools, prompt=prompt)
+    return Proof(name, prompt, text, differs=tuple(_differing_parts(conversation.answer, message)))
 
 
 def _conversations(
@@ -100,7 +109,7 @@ def _conversations(
 def _output(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Return the answer of `conversation` as a model would generate it after `prompt`.
+    """Return the text that a model would generate after `prompt` to give the answer.
 
     If the prompt already contains the start of the answer, this start is not a part of the result.
     Return None if the template does not render the answer after the prompt. Example: for the prompt
@@ -119,7 +128,7 @@ def _output(
 def _output_after_header(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Render the answer. Remove the start of the answer if `prompt` already contains this start.
+    """Render the answer, without the start of the answer that `prompt` already contains.
 
     Return None if the template refuses the conversation.
     """
@@ -158,7 +167,8 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
     if prompt_end and text.lstrip().startswith(prompt_end):
         text = text.lstrip().removeprefix(prompt_end)
     if reasoning is not None and prompt_end.endswith(reasoning.close.strip()):
-        # The prompt already closes the empty reasoning, but the message repeats the closing marker.
+        # The prompt already closes the empty reasoning, but the message also contains the closing
+        # marker.
         text = text.lstrip().removeprefix(reasoning.close.strip())
     return text
 

@@ -1,4 +1,4 @@
-"""Determine how a template marks reasoning: comparisons R1 to R5.
+"""Find the markers of reasoning: comparisons R1 to R5.
 
 Each comparison renders two conversations, except R4. The table shows the difference between the
 conversations, and what the difference between the renderings shows.
@@ -14,7 +14,6 @@ The first of R1 to R4 that finds markers is used. R5 then adds to its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from nereid_parsers.template.difference import (
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 from nereid_parsers.template.probe import UNCHANGED
 from nereid_parsers.template.reasoning_markers import (
+    MarkerPair,
     closing_marker,
     content_wrapper,
     empty_pairs,
@@ -80,7 +80,7 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
 
 def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
-    """Make the comparisons R1 to R4 until one of them shows markers, and return these markers.
+    """Make the comparisons R1 to R4 in this order. Return the first markers that are found.
 
     Return None if no comparison shows markers. `conversation` is a conversation whose reasoning the
     template renders, or None.
@@ -114,7 +114,7 @@ def compare_reasoning_presence(
     report compares this message with the same message without reasoning (R1).
 
     Args:
-        turn: The header and the end of the model's turn, and the prober.
+        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
         conversation: A conversation whose reasoning the template renders.
 
     Returns:
@@ -124,6 +124,7 @@ def compare_reasoning_presence(
     next_text = CONTENT_TEXT if answer.content else FIRST_TOOL
     around = _cut_at_reasoning(turn, conversation, next_text)
     opening, closing = _markers_of_reasoning(turn, around)
+    header = turn.header.strip()
     if not opening or not closing.strip():
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
@@ -137,16 +138,13 @@ def compare_reasoning_presence(
         right=conversation,
         finding=f"Reasoning is written between {opening!r} and {closing!r}.",
     )
-    part = Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + turn.header))
     # The model itself may write a second header between the reasoning and the content.
-    header = turn.header.strip()
-    inner_headers = (header,) if header and header in around.between else ()
-    if not answer.content:
-        return ReasoningMarkup(part, inner_headers=inner_headers)
-    after_closing = around.between.removeprefix(closing)
-    before_content = after_closing.replace(header, "") if inner_headers else after_closing
-    wrapper = content_wrapper(before_content, around.after)
-    return ReasoningMarkup(part, wrapper=wrapper, inner_headers=inner_headers)
+    has_inner_header = bool(header) and header in around.between
+    return ReasoningMarkup(
+        Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + turn.header)),
+        wrapper=_wrapper_after_reasoning(around, closing, header) if answer.content else None,
+        inner_headers=(header,) if has_inner_header else (),
+    )
 
 
 class _TextAroundReasoning(NamedTuple):
@@ -164,10 +162,9 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(
     turn: ModelTurn, conversation: Conversation, next_text: str
 ) -> _TextAroundReasoning:
-    """Render a message, and return the texts before, between and after its two parts.
+    """Render a message, and split the text at the reasoning and at the next `next_text`.
 
-    The first part is the reasoning, and the second part is the first `next_text` after it. Example:
-    with the next text CONTENT, the message "<think>REASONING</think><answer>CONTENT</answer>" gives
+    Example: with the next text CONTENT, "<think>REASONING</think><answer>CONTENT</answer>" gives
     "<think>", "</think><answer>" and "</answer>".
     """
     text = turn.text_after_header(conversation) or ""
@@ -176,22 +173,40 @@ def _cut_at_reasoning(
     return _TextAroundReasoning(before, between, after)
 
 
-def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> tuple[str, str]:
+def _wrapper_after_reasoning(
+    around: _TextAroundReasoning, closing: str, header: str
+) -> Wrapper | None:
+    """Return the markers around the content that follows the reasoning, or None.
+
+    Example: the text "<think>REASONING</think><answer>CONTENT</answer>" has the wrapper `<answer>`,
+    `</answer>`.
+
+    Args:
+        around: The texts around the reasoning.
+        closing: The closing marker of reasoning.
+        header: The header of the model's turn, which may precede the content again.
+    """
+    before_content = around.between.removeprefix(closing)
+    if header:
+        before_content = before_content.replace(header, "")
+    return content_wrapper(before_content, around.after)
+
+
+def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
     """Return the opening and the closing marker of reasoning. A missing marker is ""."""
     opening = _opening_before_reasoning(turn, around.before)
     closing = closing_marker(around.between, opening)
     if not opening:
         # The opening marker may be derived from the closing marker: `<think>` from `</think>`.
         opening = _first_occurring(turn, opening_spellings(closing.strip()))
-    return opening, closing
+    return MarkerPair(opening, closing)
 
 
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
-    r"""Search `before`, the text before the reasoning, for the marker that opens the reasoning.
+    r"""Return the marker that opens reasoning, or "". `before` is the text before the reasoning.
 
-    If `before` is blank, return the marker in the generation prompt. Return "" if no marker opens
-    the reasoning. Example: the text "<think>\n", or the text "" after a generation prompt that ends
-    with "<think>\n", gives `<think>\n`.
+    If `before` is blank, the marker may be in the generation prompt. Example: the text "<think>\n",
+    or the text "" after a generation prompt that ends with "<think>\n", gives `<think>\n`.
     """
     if before.strip():
         return last_opening(before)
@@ -266,9 +281,9 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
             continue  # The probe itself has written the added system message.
         added_text = difference(turn.prompts[0].text, prompt.text).right
         pairs = empty_pairs(added_text)
-        if not pairs or not is_thinking_marker(pairs[0][0]):
+        if not pairs or not is_thinking_marker(pairs[0].opening):
             continue
-        names = ", ".join(opening + closing for opening, closing in pairs)
+        names = ", ".join(pair.opening + pair.closing for pair in pairs)
         turn.prober.record(
             "R3 instructions",
             prompt.switches.describe(),
@@ -276,23 +291,23 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
             right=prompt.conversation,
             finding=f"The instructions mention the pairs of tags {names}.",
         )
-        return _markup_of_pairs(pairs)
+        return _markup_of_pairs(pairs[0], pairs[1:])
     return None
 
 
-def _markup_of_pairs(pairs: list[tuple[str, str]]) -> ReasoningMarkup:
-    r"""Convert one or two pairs of markers. The first pair marks reasoning, the second content.
+def _markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
+    r"""Declare the markers of reasoning, and the first of `other_pairs` as the content's wrapper.
 
     The white space around the markers is not known. Usually each marker is on a line of its own.
 
-    >>> markup = _markup_of_pairs([("<think>", "</think>"), ("<answer>", "</answer>")])
+    >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
+    >>> markup = _markup_of_pairs(thinking, [answer])
     >>> markup.part.open, markup.part.close, markup.wrapper
     ('<think>\n', '\n</think>\n\n', Wrapper(open='<answer>', close='</answer>'))
     """
-    opening, closing = pairs[0]
     return ReasoningMarkup(
-        Reasoning(f"{opening}\n", f"\n{closing}\n\n"),
-        Wrapper(*pairs[1]) if len(pairs) > 1 else None,
+        Reasoning(f"{reasoning.opening}\n", f"\n{reasoning.closing}\n\n"),
+        wrapper=Wrapper(*other_pairs[0]) if other_pairs else None,
     )
 
 
@@ -306,28 +321,15 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
     `content.split('</think>')` shows the marker `</think>`. Return None if no string constant
     mentions such a marker.
     """
-    mention = _first_mention(turn.prober.template.literals)
-    if mention is None:
-        return None
-    literal, reasoning_pair = mention
-    _, closing = reasoning_pair
-    turn.prober.record_finding(
-        "R4 source", f"A string constant of the template contains {closing!r}."
-    )
-    other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
-    return _markup_of_pairs([reasoning_pair, *other_pairs])
-
-
-def _first_mention(literals: Iterable[str]) -> tuple[str, tuple[str, str]] | None:
-    """Return the first literal that mentions the markers of reasoning, and these markers, or None.
-
-    >>> _first_mention(["Hello.", "</think>"])
-    ('</think>', ('<think>', '</think>'))
-    """
-    for literal in literals:
+    for literal in turn.prober.template.literals:
         reasoning_pair = named_pair(literal)
-        if reasoning_pair is not None:
-            return literal, reasoning_pair
+        if reasoning_pair is None:
+            continue
+        turn.prober.record_finding(
+            "R4 source", f"A string constant of the template contains {reasoning_pair.closing!r}."
+        )
+        other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
+        return _markup_of_pairs(reasoning_pair, other_pairs)
     return None
 
 
@@ -337,14 +339,14 @@ def _first_mention(literals: Iterable[str]) -> tuple[str, tuple[str, str]] | Non
 def compare_reasoning_before_call(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Find the marker of a tool call that ends the reasoning in place of its closing marker.
+    """Find the marker of a tool call that ends reasoning without a closing marker.
 
     Some templates omit the closing marker of reasoning before a tool call. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning. The report
     compares this message with the same message without reasoning (R5).
 
     Args:
-        turn: The header and the end of the model's turn, and the prober.
+        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
         part: The reasoning part of the format.
         conversation: A conversation whose reasoning the template renders.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import NamedTuple
 
 from nereid_parsers.format import Wrapper
 from nereid_parsers.template.difference import (
@@ -20,6 +21,13 @@ from nereid_parsers.template.difference import (
 )
 
 _THINKING_WORDS = ("think", "thought", "reason", "inner")
+
+
+class MarkerPair(NamedTuple):
+    """An opening marker and its closing marker, such as `<think>` and `</think>`."""
+
+    opening: str
+    closing: str
 
 
 def is_thinking_marker(marker: str) -> bool:
@@ -79,7 +87,7 @@ def first_opening(after_header: str) -> str:
 
 
 def closing_marker(between: str, opening: str) -> str:
-    r"""Return the text at the start of `between` that closes the reasoning, with its white space.
+    r"""Return the closing marker of reasoning, with the white space around the marker.
 
     The first marker closes the reasoning:
 
@@ -132,7 +140,7 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last marker of `opening`, if a model may write this marker without the others.
+    """Return the last of several markers in `opening`, if a model may write this marker alone.
 
     The result is a tuple with this marker. The tuple is empty if `opening` does not end with a
     marker, has only one marker, or ends with a marker that also occurs in other markup of the
@@ -167,41 +175,42 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     return Wrapper(before_content.lstrip(), closing)
 
 
-def empty_pairs(text: str) -> list[tuple[str, str]]:
-    """Find empty blocks in `text`, such as `<think></think>`, and return the markers of each block.
+def empty_pairs(text: str) -> list[MarkerPair]:
+    """Return the markers of all empty blocks in `text`, such as `<think></think>`.
 
     >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
-    [('<think>', '</think>'), ('<answer>', '</answer>')]
+    [MarkerPair(opening='<think>', closing='</think>'),
+     MarkerPair(opening='<answer>', closing='</answer>')]
     """
     pairs = []
     for first, second in pairwise(MARKER.finditer(text)):
         is_empty = not text[first.end() : second.start()].strip()
         if is_empty and second.group() in closing_spellings(first.group()):
-            pairs.append((first.group(), second.group()))
+            pairs.append(MarkerPair(first.group(), second.group()))
     return pairs
 
 
-def named_pair(literal: str) -> tuple[str, str] | None:
+def named_pair(literal: str) -> MarkerPair | None:
     """Return the two markers of reasoning that a string constant of the template mentions.
 
     The constant contains both markers, or consists of the closing marker alone. In the second case,
     the opening marker is derived from the closing marker.
 
     >>> named_pair("Write <think>your thoughts</think> first.")
-    ('<think>', '</think>')
+    MarkerPair(opening='<think>', closing='</think>')
     >>> named_pair("</think>")
-    ('<think>', '</think>')
+    MarkerPair(opening='<think>', closing='</think>')
     """
     literal_markers = markers(literal)
     for closing in filter(is_thinking_marker, literal_markers):
-        # A marker that is itself an opening marker, such as `<think>`, has no possible openings.
+        # For an opening marker, such as `<think>`, this list is empty.
         possible_openings = [
             opening for opening in opening_spellings(closing) if opening != closing
         ]
         for opening in possible_openings:
             if opening in literal_markers:
-                return opening, closing
+                return MarkerPair(opening, closing)
         is_closing_alone = literal.strip() == closing
         if possible_openings and is_closing_alone:
-            return possible_openings[0], closing
+            return MarkerPair(possible_openings[0], closing)
     return None

@@ -1,4 +1,4 @@
-"""Find out in which messages a template renders reasoning, and from which fields."""
+"""Find a conversation whose reasoning the template renders, and the fields that it reads."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning the template renders.
+    """Find a conversation whose reasoning the template renders, and the effects of the switches.
 
-    Also find the text that each thinking switch adds to the generation prompt. The result does not
-    contain the markers of reasoning yet.
+    The effect of a thinking switch is the text that it adds to the generation prompt. The result
+    does not contain the markers of reasoning yet.
 
     Mutates: `turn.prober.form`. The prober then writes the reasoning of a message into the field
     from which the template reads reasoning, for example into `reasoning_content`.
@@ -78,11 +78,11 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
 
 def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
-    """Find a conversation whose reasoning the template renders.
+    """Try several conversations until the template renders the reasoning of one of them.
 
-    Return the conversation and the place of the reasoning, which is a value of
-    `InputForm.reasoning`. All kinds of answers, settings of the switches and places are tried.
-    Return None if the template renders no reasoning.
+    The conversations differ in the kind of answer, in the setting of the thinking switches, and in
+    the place of the reasoning. Return the conversation and the place, which is a value of
+    `InputForm.reasoning`. Return None if the template renders no reasoning.
     """
     prober = turn.prober
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]

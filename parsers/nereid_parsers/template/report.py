@@ -1,4 +1,4 @@
-"""The result of an analysis, and reports that show the result as text or JSON.
+"""The result of an analysis, and the report that shows this result as text or JSON.
 
 `page.py` shows the same report as HTML.
 """
@@ -23,8 +23,8 @@ from nereid_parsers.template.proof import Proof
 CONTEXT_CHARS = 60  # characters shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters shown of a prompt
 
-# A function that takes the kind of a text ("title", "reasoning", "added", ...) and the text. It
-# returns the text with the terminal's escape sequences for the colour of that kind.
+# A function that adds colour to a text for a terminal. Its arguments are the kind of the text, such
+# as "title", "reasoning" or "added", and the text.
 Paint = Callable[[str, str], str]
 
 
@@ -133,7 +133,7 @@ class Report:
 
 
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Return the report on a format, and on the analysis that inferred this format."""
+    """Create the report on a format and on the analysis that inferred the format, if any."""
     proofs = analysis.proofs if analysis is not None else ()
     samples = tuple(_sample(fmt, proof) for proof in proofs)
     constraint = _constraint(fmt, proofs)
@@ -141,7 +141,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message into parts. Each part has a kind, such as "reasoning"."""
+    """Parse a rendered message, and split it into spans of reasoning, content, calls and markup."""
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,
@@ -238,7 +238,7 @@ def _comparison_lines(comparison: Comparison, paint: Paint) -> Iterator[str]:
 
 
 def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
-    """Yield the lines that show a sample: the name, the result, the prompt's end and the text."""
+    """Yield the lines of a sample: its name, the result, the end of the prompt and the text."""
     state = paint("markup", "parsed correctly")
     if sample.differs:
         state = paint("reason", f"parsed wrongly: {', '.join(sample.differs)} differ")
@@ -249,7 +249,7 @@ def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
 
 
 def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterator[str]:
-    """Yield one line for each of two renderings. The lines show where the renderings differ.
+    """Yield two lines that show where two renderings differ, one line for each rendering.
 
     Each line also shows some text before and after the difference. Yields nothing if the renderings
     are equal.
@@ -276,7 +276,7 @@ def _on_one_line(text: str) -> str:
 
 
 def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
-    """Return the features that the template supports, as pairs of a name and a text.
+    """Return one row for each attribute of `Supports`: a name and a text.
 
     Example: `Supports(parallel_calls=True)` gives the pair ("parallel calls", "yes").
     """

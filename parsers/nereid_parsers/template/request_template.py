@@ -1,4 +1,4 @@
-"""Renders chat requests like the library transformers, but limits the time and the output."""
+"""Renders chat requests as the library transformers does, but limits the time and the output."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RequestTemplate:
         return _cut_after(marked.final_text, text)
 
     def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
-        """Render with this thread's copy of the template. The first call creates the copy."""
+        """Render the copy of the template that belongs to this thread. Create it if necessary."""
         if not hasattr(self._of_thread, "template"):
             self._of_thread.template = self._template.for_another_thread()
         text: str = self._of_thread.template.render(variables, Budget(limits))
@@ -117,7 +117,7 @@ class RequestTemplate:
 def _replace_content(
     messages: Sequence[dict[str, Any]], content: object, *, final_text: str
 ) -> _MarkedMessages:
-    """Return the messages with another `content` of the last message. `messages` is not changed."""
+    """Return a copy of the messages in which the last message has the given content."""
     return _MarkedMessages([*messages[:-1], {**messages[-1], "content": content}], final_text)
 
 

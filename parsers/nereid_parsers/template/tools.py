@@ -1,4 +1,4 @@
-"""Determine how a template writes tool calls: comparisons T1 to T8.
+"""Infer how a template writes tool calls: comparisons T1 to T8.
 
 Each comparison renders two messages. The table shows what the messages contain, and what the
 difference between the renderings shows.
@@ -62,10 +62,11 @@ from nereid_parsers.template.known_formats import (
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
-# Words in the markers of tools and tool results. Markers of tool calls contain "call" instead.
+# Words that occur in the markers of tools and of their results. The markers of tool calls contain
+# "call" at the same place.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # The value of `form` without rendered tool calls.
-# Comparisons of ONE_CALL with another tool call: the label, the change, and the other tool call.
+# The comparisons T3 to T7b: the label, the description of the change, and the changed tool call.
 _CALL_CHANGES = (
     ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
     ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
@@ -118,7 +119,7 @@ def find_tools(
     The prober records each pair of compared renderings for the report, with the labels T1 to T8.
 
     Args:
-        turn: The header and the end of the model's turn, and the prober that renders conversations.
+        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
         reasoning: The reasoning part of the format.
         wrapper: The wrapper of content.
     """
@@ -139,13 +140,13 @@ def find_tools(
     calls = infer_call_format(mask_call_numbers(texts), undecided)
     if calls is None:
         return findings
-    close, turn_ends = _split_section_close(calls.markup)
-    section = _tool_section(calls, close, undecided)
+    after_calls = _split_text_after_calls(calls.markup)
+    section = _tool_section(calls, after_calls.section_close, undecided)
     return replace(
         findings,
         part=None if section is None else add_family_variants(section),
         form=calls.form,
-        end_markers=tuple(marker for marker in turn_ends if marker != EOS_TOKEN),
+        end_markers=tuple(marker for marker in after_calls.turn_ends if marker != EOS_TOKEN),
     )
 
 
@@ -212,7 +213,7 @@ def compare_two_calls(renderer: CallRenderer) -> str:
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Compare a tool call with variants of it that differ in one thing, for the report (T3 to T7b).
+    """Add the comparisons T3 to T7b to the report. The compared tool calls differ in one thing.
 
     Example of a finding, if the variant has a second argument: `', "b": 2' is added.`
     """
@@ -285,7 +286,7 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the header between content and a tool call, and the end marker before this header.
+    """Return the header that stands between content and a tool call, and the end marker before it.
 
     >>> _headers_between("<|end|><|start|>assistant<call>", "<|start|>assistant")
     ('<|start|>assistant', '<|end|>')
@@ -334,7 +335,7 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return markers that may surround tool calls, for a template that renders no tool calls.
+    """Return the markers that a model may write around tool calls that its template never renders.
 
     The markers are in the text of the template or in the tokenizer's vocabulary, or they differ in
     one word from the markers of the tools and their results. Example: the markers
@@ -351,11 +352,13 @@ def _possible_call_markers(prober: Prober) -> set[str]:
 
 
 def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
-    """Return the format of rendered tool calls, or None if the format is not known.
+    """Return the format of rendered tool calls, or None if no reader recognises their form.
 
-    Each function in `READERS` recognises one form of tool calls, for example JSON, and returns None
-    for other forms. The first result is returned. Append a sentence to `undecided` for each reader
-    that infers an invalid format, and if no reader returns a format.
+    Each reader in `READERS` recognises one form of tool calls, for example JSON. The result of the
+    first reader that recognises the form is returned.
+
+    Mutates: `undecided`. A sentence is appended for each reader that infers an invalid format, and
+    if no reader recognises the form.
     """
     for read_calls in READERS:
         try:
@@ -376,10 +379,11 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
 
 
 def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSection | None:
-    """Return a tool section that contains `calls`, or None if the section is invalid.
+    """Declare a tool section that contains `calls`. Return None if the section is invalid.
 
-    `close` is the closing text of the section, without the markers that end the turn. If the
-    section is invalid, append the reason to `undecided`.
+    `close` is the closing text of the section, without the markers that end the turn.
+
+    Mutates: `undecided`. The reason is appended if the section is invalid.
     """
     markup = calls.markup
     has_opening_marker = bool(markup.open.strip())
@@ -393,20 +397,32 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
         return None
 
 
-def _split_section_close(markup: ListMarkup) -> tuple[str, list[str]]:
-    """Split the text after the tool calls into the closing text and the turn's end markers.
+class _TextAfterCalls(NamedTuple):
+    """The text after the tool calls of a message.
+
+    Attributes:
+        section_close: The text that closes the tool section.
+        turn_ends: The markers that end the model's turn.
+    """
+
+    section_close: str
+    turn_ends: list[str]
+
+
+def _split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
+    """Split the text after the tool calls, `markup.close`, where the tool section ends.
 
     The closing text has the same number of markers as the opening text. Words in the opening text
     count as one marker.
 
-    >>> _split_section_close(ListMarkup(open="<calls>", close="</calls><|end|>"))
-    ('</calls>', ['<|end|>'])
+    >>> _split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
+    _TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
     """
     num_opening_markers = len(markers(markup.open))
     consists_of_words = num_opening_markers == 0 and bool(markup.open.strip())
     num_closing_markers = 1 if consists_of_words else num_opening_markers
     turn_ends = list(MARKER.finditer(markup.close))[num_closing_markers:]
     if not turn_ends:
-        return markup.close, []
-    closing_text = markup.close[: turn_ends[0].start()]
-    return closing_text, [marker.group() for marker in turn_ends]
+        return _TextAfterCalls(markup.close, [])
+    section_close = markup.close[: turn_ends[0].start()]
+    return _TextAfterCalls(section_close, [marker.group() for marker in turn_ends])

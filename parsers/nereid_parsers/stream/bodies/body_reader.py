@@ -1,4 +1,4 @@
-"""The common interface of the classes that read the body of a tool call."""
+"""The base classes of the readers that read the body of a tool call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
-# Descriptions of faults, which the end event of a tool call contains.
+# Descriptions of faults in a tool call. The end event of the tool call contains the description.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
-# A step reads a part of the body at a position of the text. It returns the position after this
-# part, or NEED_MORE.
+# A method that reads the next part of the body from a text, starting at a position. The method
+# returns the position after this part, or NEED_MORE.
 Step = Callable[[str, int], int]
 
 
@@ -72,7 +72,7 @@ class BodyReader:
         """
 
     def read(self, text: str, pos: int) -> int:
-        """Read `text` from `pos` on and set `status`.
+        """Read the next text of the body, which starts at `text[pos]`, and set `status`.
 
         Returns:
             The position up to which the text was read. The caller passes the unread rest to `read`
@@ -93,7 +93,7 @@ class BodyReader:
         return pos
 
     def abandon(self) -> bool:
-        """End the open tool call, whose text is not valid. Complete the JSON text of its arguments.
+        """End the open tool call, because its text is not valid. Complete the arguments' JSON text.
 
         Returns:
             Whether the tool call was ended. A reader that passes on the model's own text returns
@@ -121,7 +121,7 @@ class StepReader(BodyReader):
         self._step = first_step
 
     def read(self, text: str, pos: int) -> int:
-        """Read `text` from `pos` on, see `BodyReader.read`."""
+        """Read the next text of the body, which starts at `text[pos]`, see `BodyReader.read`."""
         size = len(text)
         while pos < size and self.status is MORE:
             end = self._step(text, pos)

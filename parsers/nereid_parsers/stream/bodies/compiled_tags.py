@@ -69,8 +69,7 @@ class CompiledTag:
         self.padding = part.open[len(opening) :]
         self.close = part.close.strip()
         whitespace_before_close = part.close.removesuffix(part.close.lstrip())
-        # Most characters cannot start a marker. The look-ahead skips such a character after one
-        # test of a character class.
+        # The look-ahead makes the search faster, because it rejects most characters with one test.
         lookahead = _first_char_lookahead((self.close, *early_ends, whitespace_before_close))
         end = _value_end_regex(self.close, early_ends, whitespace_before_close)
         prefixes = _value_end_prefixes((self.close, *early_ends), whitespace_before_close)
@@ -113,7 +112,7 @@ def _any_of(markers: Iterable[str]) -> str:
 
 
 def _first_char_lookahead(texts: Iterable[str]) -> str:
-    """Return a regex look-ahead that accepts the first character of each text.
+    """Return a regex look-ahead that accepts a character if one of the texts starts with it.
 
     Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
     """
@@ -137,7 +136,7 @@ class TagOpening:
 
 
 class CompiledTags:
-    """The compiled declaration of tagged arguments.
+    """The compiled declaration of tagged arguments, which matches their tags in a text.
 
     Attributes:
         variants: The variants of a tagged value, in the order in which they are tried.
@@ -210,7 +209,7 @@ class CompiledTags:
         return NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
-        """Return whether a stop marker inside a value is a part of the value, or follows the value.
+        """Decide whether a stop marker inside a value is a part of the value or follows the value.
 
         A stop marker, such as `</function>`, usually follows the last value. If the marker occurs
         inside a value, either the value contains this text, or the model has omitted the closing

@@ -1,4 +1,4 @@
-"""Reads tool calls that are written as JSON: arguments alone, or an array of objects.
+"""Reads arguments that are a JSON object, and tool calls that are the members of a JSON array.
 
 The readers pass the text of the arguments to the CallWriter as soon as the text arrives. The
 readers examine only brackets, strings and escape sequences, so a marker inside a string does not
@@ -42,11 +42,11 @@ class JsonArgumentsReader(BodyReader):
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            # The tool call starts even if `text` contains no JSON object. After the start of a tool
-            # call, the rejected text becomes broken arguments. Before the start, the rejected text
-            # would become content.
-            has_started = self._start_named_call(self._head)
-            if not has_started or text[pos] != "{":
+            if not self._start_named_call(self._head):
+                return self._reject(pos)
+            # The tool call has started, so invalid text is now returned as broken arguments. Before
+            # the start, invalid text would be returned as content.
+            if text[pos] != "{":
                 return self._reject(pos)
         end = self._scanner.scan(text, pos)
         if end > pos:
@@ -71,7 +71,7 @@ class ArrayReader(BodyReader):
         self._member: ObjectReader | None = None
 
     def read(self, text: str, pos: int) -> int:
-        """Read the array in `text` from `pos` on. Set `status`, and `last_call_end` after a call.
+        """Read the next text of the array. Set `status`, and `last_call_end` if a tool call ends.
 
         Returns:
             The position up to which the text was read. The caller passes the rest again, together
@@ -96,7 +96,9 @@ class ArrayReader(BodyReader):
         return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:
-        """Read a bracket, a comma or white space, or create the reader of the next member.
+        """Read one character between two members, or create the reader of the next member.
+
+        The character is a bracket, a comma or white space.
 
         Any other character is not valid, so the status becomes BROKEN. The text `[]` is valid only
         if a marker or an earlier tool call shows that the array contains tool calls.

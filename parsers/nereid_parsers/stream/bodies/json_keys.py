@@ -1,4 +1,4 @@
-"""The meanings of the keys in a JSON object that represents a tool call."""
+"""The roles of the keys in a JSON object that represents a tool call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nereid_parsers.tool_declarations import Keys
 
 
 class KeyRole(Enum):
-    """The meaning of one member in the JSON object of a tool call.
+    """The role of a member in the JSON object of a tool call.
 
     NAME       The value is the function's name.
     ID         The value is the id of the tool call.
@@ -32,7 +32,7 @@ class KeyRole(Enum):
 
 @lru_cache(maxsize=256)
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
-    """Return a dict that maps the path of each declared key to the role of this key.
+    """Return the role of each declared key, as a dict whose keys are the paths of these keys.
 
     Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
     `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a

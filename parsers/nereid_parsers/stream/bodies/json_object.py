@@ -22,7 +22,7 @@ _WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
 class ObjectReader(StepReader):
-    """Reads one tool call, a JSON object that contains the name and the arguments in any order.
+    """Reads a tool call that is one JSON object with the name and the arguments, in any order.
 
     Each key has a `KeyRole`, which selects the step that reads the value of the key.
 
@@ -52,9 +52,9 @@ class ObjectReader(StepReader):
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
         self._is_confirmed = is_confirmed
-        # The keys of the objects that enclose the current position, for example ["function"]. For
-        # an object with the role WRAPPER, the list contains "", because declared paths do not
-        # contain the key of such an object.
+        # The keys of the objects that enclose the current position, for example ["function"]. The
+        # key of an object with the role WRAPPER is stored as "", because declared paths do not
+        # contain this key.
         self._outer_keys: list[str] = []
         self._key = ""
         self._name: str | None = None
@@ -63,8 +63,8 @@ class ObjectReader(StepReader):
         self._early_arguments: list[str] = []
         self._scanner = JsonScanner()
         self._value_pieces: list[str] = []
-        # The method that receives the next complete string. It returns False if this string shows
-        # that the object is not a tool call.
+        # The method that receives the next complete string. The method returns False if this string
+        # shows that the object is not a tool call.
         self._on_string: Callable[[str], bool] = self._set_key
 
     def finish(self) -> None:
@@ -80,7 +80,10 @@ class ObjectReader(StepReader):
     # ---- the structure of the object -------------------------------------------------------------
 
     def _read_opening_brace(self, text: str, pos: int) -> int:
-        """Read the opening brace of the object, or white space before it. Return its end."""
+        """Read the opening brace of the object, or the white space before this brace.
+
+        Return the position after the text that was read.
+        """
         if text[pos].isspace():
             return skip_whitespace(text, pos)
         if text[pos] != "{":
@@ -89,7 +92,7 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. At a quote, select the step that reads the key.
+        """Read white space, a comma or `}`. If a quote follows, select the step that reads the key.
 
         Return the position after the text that was read. At a quote, nothing is read.
         """
@@ -104,7 +107,7 @@ class ObjectReader(StepReader):
         return pos
 
     def _close_object(self, pos: int) -> int:
-        """Leave an inner object, or end the tool call if the outermost object closes.
+        """Read the brace that closes an inner object, or the brace that closes the tool call.
 
         Example: in `{"function": {"name": "f"}}`, the first `}` closes the inner object, and the
         second `}` ends the tool call.
@@ -113,8 +116,8 @@ class ObjectReader(StepReader):
             self._outer_keys.pop()
             return pos + 1
         if not self.writer.is_open:
-            # If nothing else confirms the tool call, only the arguments can start the tool call.
-            # This object has ended without arguments, so the object is content.
+            # An object that nothing else confirms is a tool call only if it has arguments. This
+            # object has none.
             can_start = self._is_confirmed and self._start_call()
             if not can_start:
                 return self._reject(pos)
@@ -198,7 +201,7 @@ class ObjectReader(StepReader):
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
 
     def _accept_undeclared_key(self, path: str, keys: Keys, first_char: str) -> KeyRole:
-        """Return the role of a key that the format does not declare. Report an accepted deviation.
+        """Return the role of a key that the format does not declare. Report accepted deviations.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
         object. Such a key is accepted, and the deviation is reported to the writer. Examples:
@@ -257,7 +260,7 @@ class ObjectReader(StepReader):
         return self._after_scan(self._scanner.scan(text, pos))
 
     def _after_scan(self, end: int) -> int:
-        """Return `end`. After a complete value, select the step that reads the next key.
+        """Select the step that reads the next key, if the value is complete. Return `end`.
 
         If the value is not valid JSON, set the status BROKEN.
 
@@ -333,7 +336,7 @@ class ObjectReader(StepReader):
         return pos
 
     def _select_arguments_step(self, first_char: str) -> None:
-        """Use the first character of the arguments to select the step that reads the arguments."""
+        """Select the step that reads the arguments. Their first character shows their form."""
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)
             return
@@ -361,7 +364,7 @@ class ObjectReader(StepReader):
         return self._after_scan(end)
 
     def _write_decoded_arguments(self, text: str) -> bool:
-        r"""Write the arguments that a model has written inside a JSON string. Return True.
+        r"""Write arguments that the model has written as the value of a JSON string. Return True.
 
         Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
 

@@ -101,7 +101,7 @@ class NestedReader(StepReader):
         # arguments, and has no tags of its own.
         self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
-        # Finds a complete mark, or the beginning of a mark at the end of the text.
+        # Finds a complete mark, or an incomplete mark at the end of the text.
         self._find_mark = re.compile(f"{re.escape(mark)}|{marker_prefix_regex(mark)}").search
 
     def begin(self) -> None:
@@ -112,7 +112,7 @@ class NestedReader(StepReader):
             self.status = BROKEN
 
     def _read_piece(self, text: str, pos: int) -> int:
-        """Read a piece of text, one tag or the end of the body at `pos`.
+        """Read the next piece of the arguments, which is text, one tag or the end of the arguments.
 
         Example: `~<city>Paris~</city>` is read in three pieces, and `"city": "Paris"` is written.
 
@@ -222,9 +222,9 @@ class NestedReader(StepReader):
         return mark_start
 
     def _start_text(self, element: _Element, pos: int) -> int:
-        """Set the kind of an element that contains only text, and return `pos`.
+        """Set the kind of an element that contains only text. Return `pos` unchanged.
 
-        If the element must be a string, write the opening quote.
+        If the schema allows only a string, write the opening quote.
         """
         if json_types_of(element.schema, self._root_schema) == _STRING_ONLY:
             element.kind = _Kind.STRING
@@ -234,7 +234,7 @@ class NestedReader(StepReader):
         return pos
 
     def _open_container(self, element: _Element, child_name: str) -> None:
-        """Set the kind of an element with children (ARRAY or OBJECT), and write its bracket.
+        """Decide whether an element with children is an array or an object. Write its bracket.
 
         Example: without a schema, an element whose first child is called `item` becomes an array.
         """
@@ -246,10 +246,9 @@ class NestedReader(StepReader):
         element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
         parent = self._elements[-2]
         if parent.delayed_values:
-            # Delayed values exist only if the previous elements have the name of this element.
-            # `_open_element` treated this element as one more item of their array, and wrote no
-            # key. However, items of such an array contain only text, and this element contains
-            # other elements. Therefore the array and the key of this element are written now.
+            # The previous elements have the same name as this element, so `_open_element` assumed
+            # that all of them form one array, and wrote no key. But such an array can only contain
+            # text, and this element has children. So the array ends, and this element gets a key.
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")

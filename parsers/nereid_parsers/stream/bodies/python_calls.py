@@ -51,8 +51,8 @@ class PythonCallsReader(StepReader):
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
-            # White space is skipped, but not in the step that reads a value. White space may be a
-            # part of a string there.
+            # Skip white space. But the step that reads a value must also read the white space,
+            # because it may be a part of a string.
             if text[pos].isspace() and self._step != self._read_value:
                 pos = skip_whitespace(text, pos)
                 continue
@@ -73,7 +73,7 @@ class PythonCallsReader(StepReader):
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the bracket that opens the list of tool calls, and return the bracket's end."""
+        """Read the bracket that opens the list of tool calls. Return the position after it."""
         if not text.startswith(self._part.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
@@ -217,7 +217,7 @@ class UnquotedKeyReader(BodyReader):
         """Create a reader for the arguments after `head`. `quote` encloses each string."""
         super().__init__(writer)
         self._head = head
-        # Some models write a JSON string instead of the declared quotes.
+        # Some models write JSON strings, in double quotes, instead of using the declared quote.
         json_quotes = () if quote == '"' else ('"',)
         dialect = Dialect((quote, *json_quotes), escaping=json_quotes, allows_unquoted_strings=True)
         self._literal = LiteralReader(dialect, self._types_of)

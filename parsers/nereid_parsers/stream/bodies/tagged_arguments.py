@@ -7,6 +7,7 @@ closing marker has been read, because the text `12` may continue as `12 Main Str
 from __future__ import annotations
 
 from json.encoder import encode_basestring as quote_json
+from typing import NamedTuple
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.bodies.compiled_tags import CompiledTags, MarkerRole, TagOpening
@@ -28,6 +29,19 @@ _MISSING_CLOSE = "the closing marker of an argument is missing"
 # value _IS_STRING, or the field {type} has one of the values in _STRING_TYPE_NAMES.
 _IS_STRING = "true"
 _STRING_TYPE_NAMES = ("string", "str")
+
+
+class _ValueEnd(NamedTuple):
+    """The end of a value in the text that has arrived.
+
+    Attributes:
+        text_end: The position up to which the text belongs to the value.
+        next_pos: The position after the value's closing marker, where the body continues. None if
+            the value may continue in the next text.
+    """
+
+    text_end: int
+    next_pos: int | None
 
 
 class TaggedReader(StepReader):
@@ -150,35 +164,31 @@ class TaggedReader(StepReader):
             self._step = self._keep_value
         return pos
 
-    def _find_value_end(self, text: str, pos: int) -> tuple[int, int | None]:
+    def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
         """Find the end of the value whose text continues at `pos`.
 
-        Examples, for the closing marker `</p>`: the text `a</p>` gives `(1, 5)`, `a</` gives
-        `(1, None)` and `ab` gives `(2, None)`. If the closing marker is missing, the value ends
-        before the next marker, so `a</call>` gives `(1, 1)`.
-
-        Returns:
-            The position up to which the text belongs to the value, and the position after the
-            value's closing marker. The second position is None if the value may continue.
+        Examples, for the closing marker `</p>`: the text `a</p>` gives `_ValueEnd(1, 5)`, `a</`
+        gives `_ValueEnd(1, None)`, and `ab` gives `_ValueEnd(2, None)`. If the closing marker is
+        missing, the value ends before the next marker, so `a</call>` gives `_ValueEnd(1, 1)`.
         """
         variant = self._variant
         find = variant.find_end if self.is_final else variant.find_possible_end
         match = find(text, pos)
         while match is not None:
             if match.start("close") >= 0:
-                return match.start(), match.end()
-            early_end = match.start("early")
-            if early_end < 0:
-                return match.start(), None  # Only the beginning of a marker has arrived.
+                return _ValueEnd(match.start(), match.end())
+            marker_start = match.start("early")
+            if marker_start < 0:  # Only the beginning of a marker has arrived.
+                return _ValueEnd(match.start(), None)
             # Another marker, such as `</call>`, is inside the value or follows the value.
-            role = self._role_of_marker(text, early_end)
+            role = self._role_of_marker(text, marker_start)
             if role is MarkerRole.UNDECIDED:
-                return match.start(), None
+                return _ValueEnd(match.start(), None)
             if role is MarkerRole.AFTER_VALUE:
                 self.writer.add_deviation(_MISSING_CLOSE)
-                return match.start(), early_end
-            match = find(text, early_end + 1)  # The marker is a part of the value.
-        return len(text), None
+                return _ValueEnd(match.start(), marker_start)
+            match = find(text, marker_start + 1)  # The marker is a part of the value.
+        return _ValueEnd(len(text), None)
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of a value or follows the value.
@@ -201,25 +211,25 @@ class TaggedReader(StepReader):
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
 
     def _pass_on_string(self, text: str, pos: int) -> int:
-        """Write the text of a string as it arrives. Write a quote at the closing marker.
+        """Write the text of a string as it arrives. Write the closing quote at the closing marker.
 
         Example: for the pieces `Pa` and `ris</parameter>`, `Pa` and `ris"` are written.
 
         Returns:
             The position after the text that was read, or NEED_MORE if no text could be read.
         """
-        text_end, position_after_value = self._find_value_end(text, pos)
+        text_end, next_pos = self._find_value_end(text, pos)
         has_new_text = text_end > pos
         if has_new_text:
             self.writer.write(escape_json(text[pos:text_end]))
-        if position_after_value is not None:
+        if next_pos is not None:
             self.writer.write('"')
             self._step = self._read_tag_or_end
-            return position_after_value
+            return next_pos
         return text_end if has_new_text else NEED_MORE
 
     def _keep_value(self, text: str, pos: int) -> int:
-        """Store the text of a value, and write the whole value as JSON at the closing marker.
+        """Store the text of a value. At the closing marker, write the whole value as JSON.
 
         Example: for the pieces `1` and `2</parameter>`, `12` is written. As soon as the stored text
         can only be a string, this text is written, and `_pass_on_string` reads the rest.
@@ -227,14 +237,14 @@ class TaggedReader(StepReader):
         Returns:
             The position after the text that was read, or NEED_MORE if no text could be read.
         """
-        text_end, position_after_value = self._find_value_end(text, pos)
+        text_end, next_pos = self._find_value_end(text, pos)
         has_new_text = text_end > pos
         if has_new_text:
             self._value_pieces.append(text[pos:text_end])
-        if position_after_value is not None:  # The value is complete.
+        if next_pos is not None:  # The value is complete.
             self.writer.write(to_json("".join(self._value_pieces), self._types))
             self._step = self._read_tag_or_end
-            return position_after_value
+            return next_pos
         if not has_new_text:
             return NEED_MORE
         if self._can_only_be_string():
@@ -243,7 +253,7 @@ class TaggedReader(StepReader):
         return text_end
 
     def _can_only_be_string(self) -> bool:
-        """Return whether the stored text shows that the value is a string, whatever text follows.
+        """Return whether the value is certainly a string, no matter how the stored text continues.
 
         Example: if all types are allowed, `Par` can only be a string, but `12` can be a number. If
         only strings and null are allowed, `nu` can still become `null`, but `12` is a string.

@@ -104,7 +104,7 @@ def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> fr
 def _declared_types(
     schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
 ) -> frozenset[str] | None:
-    """Return the JSON types that `schema` allows, or None if none of its keywords defines a type.
+    """Return the JSON types that the keywords of `schema` allow, or None if they allow any type.
 
     The first of these keywords decides: `$ref`, `type`, `enum`, `const`, `anyOf`, `oneOf`, `allOf`,
     or a keyword that occurs only in schemas of one type. The keyword `nullable` is ignored.
@@ -141,7 +141,7 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the JSON types of the first part of an `allOf` that declares types, or None.
+    """Return the types of the first part of an `allOf` that declares types, or None.
 
     Usually only one part declares types, for example a reference to another schema.
     """
@@ -274,8 +274,8 @@ def _parse_literal(text: str) -> _Literal | None:
         return None
     try:
         with warnings.catch_warnings():
-            # Python warns about invalid escape sequences in the text. These warnings are useless,
-            # because the text comes from the model.
+            # Python warns about invalid escape sequences. The warnings would only confuse the
+            # operator, because the text comes from the model.
             warnings.simplefilter("ignore")
             value = ast.literal_eval(text)
         json_text = json.dumps(value, ensure_ascii=False, allow_nan=False)

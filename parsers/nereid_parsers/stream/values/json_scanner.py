@@ -9,8 +9,8 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
 
-# The text of a string up to its closing quote. JSON allows only double quotes, but models sometimes
-# write single quotes.
+# Match the text of a string up to its closing quote. The keys are the quotes: JSON allows only
+# double quotes, but models sometimes write single quotes.
 _STRING_CHARS: dict[str, _Matcher] = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match,
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
@@ -67,8 +67,8 @@ class JsonScanner:
         text `a", 1` inside a string, the result is the position after the quote.
         """
         match = _STRING_CHARS[self._quote](text, pos)
-        if match is not None:  # The regex always matches.
-            pos = match.end()
+        assert match is not None  # The regex also matches the empty text.
+        pos = match.end()
         if pos == len(text):
             return pos
         if text[pos] == "\\":
@@ -88,8 +88,8 @@ class JsonScanner:
         """
         match_skipped = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
         match = match_skipped(text, pos)
-        if match is not None:  # The regex always matches.
-            pos = match.end()
+        assert match is not None  # The regex also matches the empty text.
+        pos = match.end()
         if pos == len(text):
             return pos
         char = text[pos]

@@ -16,13 +16,11 @@ from nereid_parsers.stream.values.python_strings import Dialect, StringReader
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _UNQUOTED_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
-# The regexes match the text after the closing quote of a string. _AFTER_KEY is used after a key of
-# an object, _AFTER_ITEM after an item of a container or the value of a member, and _AFTER_ARGUMENT
-# after an argument of a call. Each regex also matches if more text is required for the decision. In
-# _AFTER_ARGUMENT, a closing parenthesis does not end the call if a quote or another parenthesis
-# follows.
+# The next three regexes match the texts that can follow the closing quote of a string. They also
+# match if more text must arrive before this can be decided.
 _AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
 _AFTER_ITEM = re.compile(r"\s*(?:[,\])}]|\Z)").match
+# A closing parenthesis does not end the call if a quote or another parenthesis follows it.
 _AFTER_ARGUMENT = re.compile(
     r"""\s*(?:\Z|,\s*(?:\Z|\)|[^\W\d]\w*\s*(?:\Z|=))|\)\s*(?:\Z|[^\s)"'`]))"""
 ).match
@@ -73,7 +71,9 @@ class _Container:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A value that is a key of an object if a colon follows, and otherwise the first item of a set.
+    """A value after `{` or a comma: a key of an object, or the first item of a set.
+
+    The value is a key if a colon follows.
 
     Attributes:
         json_text: The JSON text of the key, for example `"1"`.
@@ -162,8 +162,8 @@ class LiteralReader:
         if self._expected is _Expected.VALUE:
             return "null" + brackets
         if self._expected in (_Expected.FIRST_KEY, _Expected.COLON):
-            # `{` may start an object or a set. So the opening brace is not written before the first
-            # key is complete.
+            # `{` may start an object or a set. So no bracket is written until the first key or item
+            # is complete.
             is_brace_missing = not self._containers[-1].num_items
             return "{" + brackets if is_brace_missing else brackets
         if self._converted_types is not None:
@@ -353,7 +353,7 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Start a string. If the string is a key or will be converted, do not write its quote yet.
+        """Start to read a string. Write its quote, or store the string if it cannot be written yet.
 
         A key is stored, because a colon must follow the key. The value of an argument is stored if
         the schema does not allow a string, because the value is then converted to another type.
@@ -372,7 +372,7 @@ class LiteralReader:
         self._string = StringReader(quote, self._dialect, self._matcher_after_string(), output)
 
     def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:
-        """Return the function that matches the texts which can follow the string."""
+        """Return a function that matches the texts that can follow the string."""
         if self._expected is _Expected.COLON:  # The string is a key.
             return _AFTER_KEY
         return _AFTER_ITEM if self._containers else _AFTER_ARGUMENT

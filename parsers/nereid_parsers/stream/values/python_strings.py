@@ -73,7 +73,7 @@ class StringReader:
         Args:
             quote: The quote.
             dialect: The rules for strings.
-            can_follow: A function that matches the texts which can follow the string, and the
+            can_follow: A function that matches the texts that can follow the string, and the
                 beginnings of such texts.
             output: The list to which the JSON text of the string is appended, without quotes.
         """
@@ -128,7 +128,8 @@ class StringReader:
             if following is None:
                 self._output.append(escape_json(self._quote))
                 return end
-            # The regex also accepts the beginning of a text that can follow, at the end of `text`.
+            # The regex also matches the beginning of such a text at the end of `text`. More text
+            # must then show whether the quote closes the string.
             may_continue = not is_final and len(text) < max_end
             if may_continue and following.end() == len(text):
                 return pos

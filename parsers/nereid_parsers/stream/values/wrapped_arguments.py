@@ -73,7 +73,7 @@ class DelayedText(NamedTuple):
 
 
 class WrapperFilter:
-    """Delays the JSON text of arguments until it is known whether an extra object encloses them.
+    """Delays the JSON text of arguments, to find out whether an extra object encloses them.
 
     Example: the text `{"city": ` is passed on, because it starts with another key. The text
     `{"arguments": {"city": "x"}}` is stored until the arguments end.
@@ -166,5 +166,6 @@ class WrapperFilter:
         inner_object = unwrap("{" + delayed) if may_have_extra_object else None
         if inner_object is None:
             return DelayedText(delayed, is_unwrapped=False)
-        # The client has the brace that `add` returned. It becomes the brace of the inner object.
+        # The client has already received the brace that `add` returned. This brace becomes the
+        # opening brace of the inner object.
         return DelayedText(inner_object.removeprefix("{"), is_unwrapped=True)

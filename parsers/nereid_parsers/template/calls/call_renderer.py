@@ -15,7 +15,7 @@ class CallRenderer:
     """Renders messages with tool calls.
 
     Attributes:
-        turn: The header and the end of the model's turn, and the prober.
+        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
         reasoning: The reasoning part of the format.
         wrapper: The markers around the content.
     """
@@ -37,7 +37,7 @@ class CallRenderer:
 
 
 def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
-    """Remove the content markers at the start of `text`, if no content is between the markers.
+    """Remove the markers of empty content from the start of `text`.
 
     >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
     '<call>..'

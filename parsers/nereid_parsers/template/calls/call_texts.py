@@ -1,4 +1,4 @@
-"""The types `CallTexts` and `CallFormat`, and functions that several tool call readers use.
+"""The input and the result of the tool call readers, and the functions that they share.
 
 A reader is a function that infers a `CallFormat` from `CallTexts`, for example `read_json`.
 """
@@ -19,10 +19,10 @@ from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
 from nereid_parsers.template.difference import MARKER, ListMarkup
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# These bodies contain only the arguments, because the text before the body contains the name.
+# A body of one of these types contains only the arguments. The name precedes the body.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# Some templates render the id of a tool call instead of the function's name. The id has this form.
+# The form of the tool call ids that some templates render instead of the function's name.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
@@ -62,7 +62,7 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Return the variants of a tool call in which the function's name precedes the arguments.
+    r"""Declare tool calls that consist of a name, followed by arguments. Return all variants.
 
     Usually, the result contains one variant. If the result contains several variants, the variants
     differ in the header, which is the text between the marker and the body; see
@@ -88,34 +88,42 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         # Each argument also starts with this marker, so the marker does not identify a tool call.
         opening, before_name = "", markup.item_open
     return tuple(
-        Call(body, open=opening, head=head, close=markup.item_close, id=call_id)
-        for head, call_id in _variants_of_head(_head_pattern(before_name, after_name))
+        Call(body, open=opening, head=variant.head, close=markup.item_close, id=variant.call_id)
+        for variant in _variants_of_head(_head_pattern(before_name, after_name))
     )
 
 
-def _variants_of_head(head: str) -> list[tuple[str, str]]:
-    """Return one pair (header of a tool call, pattern of the tool call's id) for each variant.
+class _HeadVariant(NamedTuple):
+    """The pattern of a tool call's header, and the pattern of the tool call's id."""
 
-    The header is the text before the arguments. Most headers have only one variant, and the id is
-    the text of the field `{id}`. But some templates render the id of a tool call instead of the
-    name, and the probe conversation has the id "functions.f:0". The header of such a template
-    contains `functions.{name}:{number}`, and has three variants:
+    head: str
+    call_id: str
 
-        functions.f:0    The model writes the id of the probe conversation.
-        f:0              The model writes an id without "functions.".
-        f                The model writes no id, only the name.
 
-    >>> _variants_of_head("<call>functions.{name}:{number}")
-    [('<call>functions.{name}:{number}', 'functions.{name}:{number}'),
-     ('<call>{name}:{number}', '{name}:{number}'),
-     ('<call>{name}', '{id}')]
+def _variants_of_head(head: str) -> list[_HeadVariant]:
+    """Return the variants of a tool call's header, which is the text before the arguments.
+
+    Most headers have only one variant, and the id is the text of the field `{id}`. But some
+    templates render the id of a tool call, "functions.f:0", instead of the name. The header of such
+    a template contains `functions.{name}:{number}`, and has three variants:
+
+        functions.f:0    The model writes the id.
+        f:0              The model writes the id without "functions.".
+        f                The model writes only the name.
+
+    >>> for variant in _variants_of_head("<call>functions.{name}:{number}"): print(*variant)
+    <call>functions.{name}:{number} functions.{name}:{number}
+    <call>{name}:{number} {name}:{number}
+    <call>{name} {id}
     """
     if _NUMBERED_ID not in head:
-        return [(head, "{id}")]
+        return [_HeadVariant(head, "{id}")]
+    without_prefix = head.replace("functions.{name}", "{name}", 1)
+    only_name = head.replace(_NUMBERED_ID, "{name}", 1)
     return [
-        (head, _NUMBERED_ID),
-        (head.replace("functions.{name}", "{name}", 1), "{name}:{number}"),
-        (head.replace(_NUMBERED_ID, "{name}", 1), "{id}"),
+        _HeadVariant(head, _NUMBERED_ID),
+        _HeadVariant(without_prefix, "{name}:{number}"),
+        _HeadVariant(only_name, "{id}"),
     ]
 
 
@@ -150,7 +158,7 @@ def _head_pattern(before_name: str, after_name: str) -> str:
 
 
 def escape_braces(text: str) -> str:
-    """Return `text` with doubled braces, because single braces enclose the fields of a pattern.
+    """Double the braces in `text`, because single braces enclose the fields of a pattern.
 
     >>> escape_braces("f{x}")
     'f{{x}}'
@@ -195,25 +203,27 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     before_second, name, after_second = texts.two_calls.partition(SECOND_TOOL)
     if not name:
         return texts
-    # The text before a name is reversed, so that it starts next to the name.
+    # `_find_number` searches forwards. The texts before the names are reversed, so that the search
+    # starts next to the names.
     gap_before = _find_number(before_first[::-1], before_second[::-1])
     gap_after = _find_number(after_first, after_second)
     return CallTexts(*(_mask_numbers(text, gap_before, gap_after) for text in texts))
 
 
 def _find_number(first: str, second: str) -> int | None:
-    """Return the index of the digit that is one higher in `second` than in `first`, or None.
+    """Return the index of a digit that is one higher in `second` than in `first`, or None.
 
-    This digit must be the first difference between the two texts.
+    Only the first difference between the two texts is examined.
 
     >>> _find_number(" index=0>", " index=1>")
     7
     """
-    for index, (digit, other_digit) in enumerate(zip(first, second, strict=False)):
-        if digit != other_digit:
-            are_digits = digit.isdigit() and other_digit.isdigit()
-            is_next_number = are_digits and int(other_digit) == int(digit) + 1
-            return index if is_next_number else None
+    for index, (char, other_char) in enumerate(zip(first, second, strict=False)):
+        if char == other_char:
+            continue
+        are_digits = char.isdigit() and other_char.isdigit()
+        is_next_number = are_digits and int(other_char) == int(char) + 1
+        return index if is_next_number else None
     return None
 
 

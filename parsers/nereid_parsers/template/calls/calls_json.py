@@ -63,7 +63,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_two_objects(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects, from two tool calls of one message.
+    """Infer the format of tool calls that are JSON objects. Two calls of one message are compared.
 
     Return None if the JSON of one of the two tool calls is not found.
 
@@ -105,8 +105,8 @@ def _read_object_or_array(
     opening = texts.one_call[: object_span.start]
     closing = texts.one_call[object_span.end :]
     if opening.strip() == array_format.markup.open.strip():
-        # The same marker precedes the object and the array. So the marker belongs to the section,
-        # which already declares this marker, and the form of the object has no marker.
+        # The same marker precedes the object and the array. The section already declares this
+        # marker, so the object is declared without a marker.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -128,7 +128,7 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
 
 
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
-    """Return the format of tool calls that are the members of one array.
+    """Return the format of tool calls that are the members of one JSON array.
 
     Example: `<calls>[{..}, {..}]</calls>` is a section between `<calls>` and `</calls>`, and
     `[TOOL_CALLS][{..}, {..}]` is a tool call that `[TOOL_CALLS]` opens.
@@ -158,7 +158,7 @@ def _markup_of_two(text: str, first: _JsonSpan, second: _JsonSpan) -> ListMarkup
 
 
 def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
-    """Declare a tool call: `body` between the markers `item_open` and `item_close` of `markup`."""
+    """Declare a tool call with the markers `item_open` and `item_close` of `markup`."""
     return Call(body, open=markup.item_open, close=markup.item_close)
 
 
@@ -213,7 +213,7 @@ def _find_path(
 
 
 def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
-    """Return the keys of the name, the arguments and the id in the JSON object of a tool call.
+    """Find the keys of the name, the arguments and the id in the JSON object of a tool call.
 
     Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` has the keys
     `Keys(name="function", arguments="args")`; `{"zqFirstTool": {..}}` is a `NameIsKey`.
@@ -243,9 +243,9 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
 
 
 def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, ...]:
-    """Return the order in which a tool call contains the name, the arguments and the id.
+    """Return the order of the name, the arguments and the id in the JSON object of a tool call.
 
-    A constraint must use this order. If the id is the last key, the id is omitted, because a
+    Constrained output uses this order. If the id is the last key, the id is omitted, because a
     constraint cannot choose an id after the arguments.
 
     >>> roles = {"function": "name", "args": "arguments", "call_id": "id"}
@@ -285,7 +285,7 @@ def _has_first_argument(value: object) -> bool:
 
 
 def read_json_arguments(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls such as `f{"a": 1}`: a name, then the arguments as JSON.
+    """Infer the format of tool calls that consist of a name and JSON, such as `f{"a": 1}`.
 
     Return None if no JSON follows the name. Example: `<call>f<args>{"a": 1}</call>` has the header
     `{name}<args>` between the markers `<call>` and `</call>`.
@@ -307,7 +307,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(text: str) -> ListMarkup | None:
-    """Return the `ListMarkup` of two tool calls. Each tool call is a name, followed by JSON.
+    """Return the markup around two tool calls that consist of a name, followed by JSON.
 
     Return None if one of the two names is not followed by JSON. Example: `<c>f{..}</c>,
     <c>g{..}</c>` has `item_open` "<c>", `item_close` "</c>" and `separator` ", ".

@@ -28,7 +28,7 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
 
 def read_python(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in Python syntax. Return None if they have another syntax.
+    """Infer the format of tool calls in Python syntax. Return None for any other syntax.
 
     There are two forms of the markers around tool calls:
 
@@ -58,7 +58,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of Python calls. Markers may surround the whole list, but no single call.
+    """Return the format of a list of Python calls. Only the whole list may have markers.
 
     Example: the markup `open` "<calls>[" and `close` "]</calls>" is a section between `<calls>` and
     `</calls>` that contains a list in brackets.
@@ -109,7 +109,7 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
-    """Return the markup around tool calls and between them.
+    """Return the markup before, between and after the tool calls of a message.
 
     A tool call ends at the first `last_character` that follows the value of its argument.
 
@@ -128,7 +128,7 @@ def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
 
 
 def _text_after_call(text: str, value: str, last_character: str) -> str:
-    """Return the text after a tool call. The call ends at the first `last_character` after `value`.
+    """Return the text after a tool call, which ends at the first `last_character` after `value`.
 
     >>> _text_after_call('(a="x"), g()]', "x", ")")
     ', g()]'

@@ -36,7 +36,7 @@ from nereid_parsers.template.difference import (
 
 _WORDS = re.compile(r"[^\W_]+|[\W_]")  # Matches a word or one other character.
 _NUMBER_TEXT = str(NUMBER_VALUE)
-# The words of each probe call, in the order of a rendering: the name, the key and the value.
+# The words of each probe call, in the order in which templates render them: name, key and value.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
 _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
 # Tags that are named after the arguments, as in `<zqKeyOne>zqValueOne</zqKeyOne>`.
@@ -48,7 +48,7 @@ _SECOND_CLOSE = f"</{SECOND_KEY}>"
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls that mark the key and the value of each argument with tags.
+    """Infer the format of tool calls in which tags enclose the key and the value of each argument.
 
     Return None if a value does not follow its key. Example:
     `<call f><arg key="a">1</arg></call>` has the header `<call {name}>` and arguments between
@@ -67,8 +67,8 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=before_name, item_close=after)
     if markup is None:
         return None
-    # The text was cut at the last value. So `markup.item_close` still contains the closing tag of
-    # the last argument: `</k></c>`. The next lines move this tag to the markup of the arguments.
+    # The text was cut at the last value, so `markup.item_close` also contains the closing tag of
+    # the last argument: `</k></c>`. This tag belongs to the markup of the arguments.
     arguments = list_markup(before_key, between_arguments, markup.item_close)
     calls = replace(markup, item_close=arguments.close)
     unquoted_values = _infer_value_tags(texts, arguments, before_value)
@@ -78,7 +78,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
-    """Return the `ListMarkup` of two tool calls that have tagged arguments.
+    """Return the markup around two tool calls that have tagged arguments.
 
     Return None if the words of the two tool calls are not in the expected order. Example: for
     `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `, `item_close` is
@@ -141,7 +141,7 @@ class _TextAroundNumber(NamedTuple):
 
 
 def _cut_at_number(texts: CallTexts, arguments: ListMarkup) -> _TextAroundNumber | None:
-    """Split the tool call whose argument is a number at the key and at the number.
+    """Return the texts around the key and the number in the rendered call with a number.
 
     Return None if the template does not render the number as text. `arguments` is the markup of the
     list of arguments. The markup before this list is removed from `before_key`.
@@ -164,7 +164,7 @@ def _open_pattern(before_key: str, before_value: str = "") -> str:
 
 
 def _text_after_string(texts: CallTexts) -> str:
-    """Return the text after the value, in a tool call whose only argument is a string.
+    """Return the text after the value of a tool call whose only argument is a string.
 
     Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
     """
@@ -174,7 +174,7 @@ def _text_after_string(texts: CallTexts) -> str:
 
 
 def _number_close(after_number: str, after_string: str) -> str:
-    """Return the closing tag of a number, or "" if numbers and strings have the same closing tag.
+    """Return the closing tag of a number. Return "" if a string has the same closing tag.
 
     >>> _number_close("</json></call>", "</text></call>")
     '</json>'
@@ -210,7 +210,7 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
 def _add_quoted_variant(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
-    """Add the tags of quoted strings to `values`, if the template quotes some strings.
+    """Return a copy of `values` with the tags of quoted strings, if the template quotes strings.
 
     Some templates quote only strings that contain markup. Example: the string "a" is written as
     `<v>a</v>`, and the string "a<b" as `<v><![CDATA[a<b]]></v>`. The result is the variant
@@ -245,7 +245,7 @@ def _add_quoted_variant(
 
 
 def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls whose arguments are elements, such as `<city>Paris</city>`.
+    """Infer the format of tool calls in which an argument is an element: `<city>Paris</city>`.
 
     Return None if the arguments have another form. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
@@ -271,7 +271,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
-    """Return the `ListMarkup` of two tool calls whose arguments are elements (`<a>1</a>`).
+    """Return the markup around two tool calls whose arguments are elements (`<a>1</a>`).
 
     Return None if the elements of the two tool calls are not in the expected order. Example: for
     `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and
@@ -285,7 +285,7 @@ def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Move the marker that precedes every tag from the end of a text to the start of the next text.
+    """Correct markup in which the marker before a tag is a part of the previous tag.
 
     Example: the calls `~<f>..~</f>~<g>..~</g>~` have the marker `~` before each tag. The inference
     of the markup finds the text that is common to both calls, so it takes the `~` before `<g>` for

@@ -89,7 +89,7 @@ class _Reader:
         self.position = 0
 
     def error(self, reason: str) -> FormatError:
-        """Return the error that `regex` cannot be used for `reason`."""
+        """Return an error. Its message is that `regex` cannot be used, and gives the reason."""
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
     def read_alternatives(self) -> list[Pieces]:
@@ -105,7 +105,7 @@ class _Reader:
         return result
 
     def read_sequence(self) -> list[Pieces]:
-        """Read elements that follow each other, and combine their alternatives.
+        """Read a sequence of elements, and return all combinations of their alternatives.
 
         >>> _Reader("(?:a|b)c").read_sequence()
         [('a', 'c'), ('b', 'c')]
@@ -121,7 +121,7 @@ class _Reader:
         return result
 
     def read_element(self) -> list[Pieces]:
-        """Read a group, a class, an escape or a character, with its quantifier.
+        """Read a group, a character class, an escape or a character, and the quantifier after it.
 
         >>> _Reader("a?").read_element(), _Reader("^").read_element()
         ([('a',), ()], [()])

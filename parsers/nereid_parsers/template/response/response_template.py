@@ -110,10 +110,10 @@ def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    r"""Return the spellings of a marker. `key` is the member that declares the marker.
+    r"""Return the spellings of the marker that a member such as `open` declares.
 
-    Example: the member "open" declares literals, and the member "open_pattern" declares a regular
-    expression.
+    The member `open` declares literals, and `open_pattern` declares a regular expression. In both
+    cases, `key` is "open".
 
     >>> _literals({"open": "<a>"}, "open"), _literals({"open_pattern": r"<a>|<b>\s*"}, "open")
     (('<a>',), ('<a>', '<b>'))
@@ -204,7 +204,7 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return the possible starts of a tool call, as `open` or `open_pattern` declares them.
+    """Return the possible starts of a tool call, which `open` or `open_pattern` declares.
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
@@ -295,7 +295,7 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: 
 
 
 def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -> Body:
-    """Return the body of a tool call, which contains the arguments and sometimes the name.
+    """Declare the body of a tool call, which contains the arguments and sometimes the name.
 
     Example: {"content": "json"} is the body `JsonArguments` if the header contains the name.
     Otherwise the JSON also contains the name, and the body is a `JsonObject` or a `JsonArray`.
@@ -321,7 +321,7 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
 
 
 def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
-    """Return a body that quotes strings with the first pair of `string_delims`.
+    """Declare a body in which the first pair of `string_delims` encloses strings.
 
     Only the first pair is used, because a template renders all strings with one pair.
 
@@ -349,7 +349,7 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     Raises:
         FormatError: The expression contains no key, or no value after the key.
     """
-    # Only the first alternative is used, because all values are expected in the same tags.
+    # Only the first alternative is used, because a template writes all values in the same tags.
     pieces = alternatives(str(arguments.get("tag_pattern", "")))[0]
     groups = [piece.name for piece in pieces if isinstance(piece, Field)]
     has_key_and_value = "key" in groups and "value" in groups

@@ -20,7 +20,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 def keys_of_transform(transform: object) -> Keys:
-    """Return the keys of the name, the arguments and the id in a tool call's JSON object.
+    """Return the keys of the name, the arguments and the id in the JSON object of a tool call.
 
     >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
     >>> keys = keys_of_transform(transform)
@@ -60,7 +60,7 @@ def keys_of_transform(transform: object) -> Keys:
 def _name_and_arguments_paths(
     function: object, rule: object
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the keys that lead to the name, and the keys that lead to the arguments.
+    """Return the path of keys to the name, and the path of keys to the arguments.
 
     >>> _name_and_arguments_paths({"name": "{content.f}", "arguments": "{content.args}"}, None)
     (('f',), ('args',))

@@ -1,4 +1,4 @@
-"""Compile and render chat templates as the library transformers does, but limit their work.
+"""Compile and render chat templates as the library transformers does, but within limits.
 
 The environment is that of `apply_chat_template` in transformers 5.23
 (utils/chat_template_utils.py): an immutable sandbox, trimmed blocks, loop controls,
@@ -40,7 +40,7 @@ from nereid_parsers.template.sandbox.limits import (
 )
 
 _PROBE_TIME = datetime(2025, 6, 1, 12, 0, 0)
-# These filters are slow, random, or of no use in a chat template.
+# Filters that are slow or random, or that no chat template needs.
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 _MAX_MESSAGE = 300  # characters of an error message
@@ -55,7 +55,7 @@ class RenderRefused(Exception):
 
 
 class _SafeNamespace(Namespace):
-    """A template namespace in which no name may start with an underscore."""
+    """A Jinja namespace that rejects attributes whose names start with an underscore."""
 
     def __setitem__(self, name: str, value: object) -> None:
         """Set an attribute. Raise SecurityError if its name starts with an underscore."""
@@ -104,7 +104,7 @@ class _CountedItems:
     """
 
     def __init__(self, items: Any, count: Callable[[Iterable[Any]], Iterator[Any]]) -> None:  # noqa: ANN401
-        """Wrap `items`. The function `count` yields and counts the items."""
+        """Wrap `items`. The function `count` yields the items, and counts each of them."""
         self._items = items
         self._count = count
 
@@ -198,7 +198,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Call a function. Raise LimitError if the result would be too large."""
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro can write all literal text of the template. Other functions write no literal text.
+        # A macro can write all literal text of the template. Other functions write none of it.
         budget.step(__self.literal_size if is_macro else 0)
         # The object whose method is called, such as `text` in `text.replace(..)`.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
@@ -240,7 +240,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     # ---- the filters that `AddCounting` adds to a template --------------------------------------
 
     def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Wrap the items of a loop, so that each item is counted when the loop reads the item."""
+        """Wrap the items of a loop, so that the budget counts each item that the loop reads."""
         if isinstance(items, list | tuple | str | dict | range):
             return _CountedItems(items, self._counted)
         return self._counted(items)
@@ -252,7 +252,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _count_step(self, _: object = None) -> None:
-        """Count one step, which may write all literal text of the template."""
+        """Count one step. In one step, a template can write at most all of its literal text."""
         self.budget.step(self.literal_size)
 
     def _concatenate(self, parts: list[Any]) -> Any:  # noqa: ANN401

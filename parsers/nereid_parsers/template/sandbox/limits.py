@@ -84,7 +84,7 @@ class Budget:
     __slots__ = ("_calls", "_deadline", "_made", "_steps", "limits")
 
     def __init__(self, limits: Limits = ANALYSIS_LIMITS) -> None:
-        """Create a budget that nothing has used yet, and start its time."""
+        """Create a budget with the given limits. Its time starts now."""
         self.limits = limits
         self._steps = limits.steps
         self._made = limits.made
@@ -313,7 +313,7 @@ def check_format(text: object) -> None:
 
 
 def _text_size(value: object) -> int:
-    """Return the length of a text that the filter `tojson` gets as an option, such as `indent`."""
+    """Return the length of the text in an option of the filter `tojson`, such as `indent`."""
     if isinstance(value, list | tuple):
         return sum(_text_size(part) for part in value)
     return len(value) if isinstance(value, str) else 0

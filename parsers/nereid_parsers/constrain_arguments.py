@@ -296,24 +296,32 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
         member_node: A function that returns the node for the argument with the given name.
         separator: The text between two members.
     """
-
-    def separated(node: Node) -> Node:
-        """Return the node that matches the separator and then `node`."""
-        return sequence(const(separator), node)
-
     required = [member_node(key) for key in tool.required_keys]
-    omissible = [member_node(key) for key in tool.optional_keys]
-    if required:
-        further_required = [separated(node) for node in required[1:]]
-        further_optional = [optional(separated(node)) for node in omissible]
-        return sequence(required[0], *further_required, *further_optional)
-    if not omissible:
+    optional_members = [member_node(key) for key in tool.optional_keys]
+    if not required:
+        return _list_of_optional(optional_members, separator)
+    first_required, *further_required = required
+    return sequence(
+        first_required,
+        *(sequence(const(separator), node) for node in further_required),
+        *_optional_followers(optional_members, separator),
+    )
+
+
+def _list_of_optional(members: list[Node], separator: str) -> Node:
+    """Return the node for a list in which each member is optional. The list may be empty."""
+    if not members:
         return const("")
-    if len(omissible) > _MAX_ORDERED_MEMBERS:
-        return optional(separated_tags(omissible, separator))
-    # Each argument can be the first one, so there is one option for each first argument.
+    if len(members) > _MAX_ORDERED_MEMBERS:
+        return optional(separated_tags(members, separator))
+    # Each member can be the first one, so there is one option for each first member.
     options = [
-        sequence(first, *(optional(separated(node)) for node in omissible[number:]))
-        for number, first in enumerate(omissible, start=1)
+        sequence(first, *_optional_followers(members[number:], separator))
+        for number, first in enumerate(members, start=1)
     ]
     return optional(one_of(*options))
+
+
+def _optional_followers(members: list[Node], separator: str) -> list[Node]:
+    """Return the nodes for optional members that follow another member and the separator."""
+    return [optional(sequence(const(separator), member)) for member in members]

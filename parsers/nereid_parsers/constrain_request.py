@@ -51,7 +51,9 @@ class ToolSchema:
     def required_keys(self) -> list[str]:
         """The names of the required arguments, in the schema's order."""
         required = self.parameters.get("required")
-        return [key for key in self._keys() if isinstance(required, list) and key in required]
+        if not isinstance(required, list):
+            return []
+        return [key for key in self._keys() if key in required]
 
     @property
     def optional_keys(self) -> list[str]:

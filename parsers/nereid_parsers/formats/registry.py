@@ -118,6 +118,22 @@ def get_format(
         FormatError: No name is given, `name` is given together with another name, or the two parts
             cannot be combined.
     """
+    _check_names(name, reasoning, tools)
+    if name is not None:
+        label = name
+        reasoning_entry, tool_entry = _find_both(name)
+    else:
+        label = "+".join(part for part in (reasoning, tools) if part)
+        reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
+        tool_entry = _find_tools(tools) if tools is not None else None
+    if reasoning_entry is None and tool_entry is not None:
+        # No reasoning name was given, so the format has the reasoning that the tool entry declares.
+        reasoning_entry = tool_entry.reasoning
+    return _combine(normalize(label), reasoning_entry, tool_entry, policy)
+
+
+def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> None:
+    """Raise FormatError unless `get_format` was called with one name, or with names of parts."""
     has_part_name = reasoning is not None or tools is not None
     if name is None and not has_part_name:
         raise FormatError(
@@ -129,17 +145,6 @@ def get_format(
             "get_format() accepts one name, as in get_format('qwen3'), or the keyword "
             "arguments reasoning and tools. Remove the name or the keyword arguments."
         )
-    if name is not None:
-        reasoning_entry, tool_entry = _find_both(name)
-        label = name
-    else:
-        reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
-        tool_entry = _find_tools(tools) if tools is not None else None
-        label = "+".join(part for part in (reasoning, tools) if part)
-    if reasoning_entry is None and tool_entry is not None:
-        # No reasoning name was given, so the format has the reasoning that the tool entry declares.
-        reasoning_entry = tool_entry.reasoning
-    return _combine(normalize(label), reasoning_entry, tool_entry, policy)
 
 
 def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:

@@ -244,11 +244,14 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     if tools is None:
         return CompiledCalls()
     variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
-    # A model may omit the opening marker of the tool section. A tool call can then start in the
-    # content if the tool call itself has an opening marker.
     has_section_marker = bool(tools.opens)
-    marked = tuple(variant for variant in variants if variant.call.open.strip())
-    by_trigger = _group_by_trigger(marked if has_section_marker else variants)
+    if has_section_marker:
+        # A model may omit the opening marker of the tool section. A tool call can then start in the
+        # content if the tool call itself has an opening marker.
+        content_variants = tuple(variant for variant in variants if variant.call.open.strip())
+    else:
+        content_variants = variants
+    by_trigger = _group_by_trigger(content_variants)
     unmarked: tuple[CompiledCall, ...] = ()
     if allows_unmarked and not has_section_marker:
         unmarked = tuple(variant for variant in variants if variant.is_unmarked)

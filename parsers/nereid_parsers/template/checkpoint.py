@@ -243,28 +243,27 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
         tools: The name of the chosen tool section, or None. Exactly one of the names is given.
     """
     chosen = get_format(reasoning=reasoning, tools=tools)
+    inferred = file_format.format
     why = f"The user chose the format {reasoning or tools!r}."
-    chosen_layout = chosen.layout
-    file_layout = file_format.format.layout
-    if not isinstance(chosen_layout, Sections) or not isinstance(file_layout, Sections):
+    if not isinstance(chosen.layout, Sections) or not isinstance(inferred.layout, Sections):
         why += " It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", why)
-    content = chosen_layout.content or file_layout.content
-    if tools is None:
-        layout = Sections(
-            reasoning=chosen_layout.reasoning, content=content, tools=file_layout.tools
-        )
+    if reasoning is not None:
+        reasoning_part = chosen.layout.reasoning
     else:
-        # The registry may declare a reasoning part for the chosen tools (`ToolEntry.reasoning`).
-        # That part is used if the checkpoint's files show no reasoning.
-        reasoning_part = file_layout.reasoning or chosen_layout.reasoning
-        layout = Sections(reasoning=reasoning_part, content=content, tools=chosen_layout.tools)
+        # The registry may declare reasoning for the chosen tools (`ToolEntry.reasoning`). It is
+        # used if the checkpoint's files show no reasoning.
+        reasoning_part = inferred.layout.reasoning or chosen.layout.reasoning
     fmt = Format(
-        f"{chosen.name}+{file_format.format.name}",
-        layout,
-        ends=(*chosen.ends, *file_format.format.ends),
-        turn=file_format.format.turn,
-        sources=(*chosen.sources, *file_format.format.sources),
+        f"{chosen.name}+{inferred.name}",
+        Sections(
+            reasoning=reasoning_part,
+            content=chosen.layout.content or inferred.layout.content,
+            tools=chosen.layout.tools or inferred.layout.tools,
+        ),
+        ends=(*chosen.ends, *inferred.ends),
+        turn=inferred.turn,
+        sources=(*chosen.sources, *inferred.sources),
     )
     why += f" The source of the other parts: {file_format.why}"
     return ChosenFormat(fmt, "chosen", why, file_format.analysis)

@@ -134,10 +134,11 @@ def add_family_variants(section: ToolSection) -> ToolSection:
         return section  # Tool calls without markers belong to no family.
     families = [family for family in _registered_sections() if _is_same_family(family, section)]
     calls = [_accept_family_keys(first, families), *others]
+    known_markup = {_markup_of(call) for call in calls}
     for family in families:
         for variant in _other_variants(family, first):
-            is_new = all(_markup_of(variant) != _markup_of(known) for known in calls)
-            if is_new:
+            if _markup_of(variant) not in known_markup:
+                known_markup.add(_markup_of(variant))
                 calls.append(variant)
     return replace(
         section,

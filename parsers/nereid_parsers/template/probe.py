@@ -220,18 +220,18 @@ class Prober:
         in the system message. Example: for a template that reads `enable_thinking`, the settings
         are none, enable_thinking=True and enable_thinking=False.
         """
-        switch_names = sorted(name for name in self.template.names if is_thinking_switch(name))
-        names = [name for name in switch_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
+        switch_names = sorted(filter(is_thinking_switch, self.template.names))[:_MAX_SWITCH_NAMES]
+        names = [name for name in switch_names if name not in self.kwargs]
         settings = [NO_SWITCHES]
         if len(names) > 1:
             # Some templates render reasoning only if several switches are on.
-            settings.append(Switches(tuple((name, True) for name in names)))
-            settings.append(Switches(tuple((name, False) for name in names)))
+            all_on = Switches(tuple((name, True) for name in names))
+            all_off = Switches(tuple((name, False) for name in names))
+            settings += [all_on, all_off]
         for name in names:
             settings += [Switches(((name, value),)) for value in self._switch_values(name)]
-        for word in _SYSTEM_SWITCHES:
-            if any(word in literal for literal in self.template.literals):
-                settings.append(Switches(system=word))
+        source_text = "\n".join(self.template.literals)
+        settings += [Switches(system=word) for word in _SYSTEM_SWITCHES if word in source_text]
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:

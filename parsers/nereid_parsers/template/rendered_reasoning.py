@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import NamedTuple
 
 from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.conversation import (
@@ -71,18 +72,31 @@ def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     rendered = _find_conversation(turn)
     if rendered is None:
         return ReasoningFindings(switches=switches)
-    conversation, place = rendered
-    turn.prober.form = replace(turn.prober.form, reasoning=place)
-    fields = _rendered_fields(turn, conversation)
-    return ReasoningFindings(conversation=conversation, fields=fields, switches=switches)
+    turn.prober.form = replace(turn.prober.form, reasoning=rendered.place)
+    return ReasoningFindings(
+        conversation=rendered.conversation,
+        fields=_rendered_fields(turn, rendered.conversation),
+        switches=switches,
+    )
 
 
-def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
+class _RenderedReasoning(NamedTuple):
+    """A conversation whose reasoning the template renders.
+
+    Attributes:
+        conversation: The conversation.
+        place: The place of the reasoning in the message, see `InputForm.reasoning`.
+    """
+
+    conversation: Conversation
+    place: str
+
+
+def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     """Try several conversations until the template renders the reasoning of one of them.
 
     The conversations differ in the kind of answer, in the setting of the thinking switches, and in
-    the place of the reasoning. Return the conversation and the place, which is a value of
-    `InputForm.reasoning`. Return None if the template renders no reasoning.
+    the place of the reasoning. Return None if the template renders no reasoning.
     """
     prober = turn.prober
     settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]
@@ -94,7 +108,7 @@ def _find_conversation(turn: ModelTurn) -> tuple[Conversation, str] | None:
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
         text = turn.text_after_header(conversation, form)
         if text is not None and _is_rendered(answer, text):
-            return conversation, place
+            return _RenderedReasoning(conversation, place)
     return None
 
 

@@ -169,20 +169,28 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
     name_start = text.find(name)
-    if name_start < 0:
-        return None
-    for start in range(name_start):  # The JSON starts before the name.
-        if text[start] not in "{[":
+    brackets = [start for start in range(name_start) if text[start] in "{["]  # before the name
+    for start in brackets:
+        span = _decode_json(text, start)
+        if span is None or span.end <= name_start:
             continue
-        try:
-            value, end = _DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        contains_name = end > name_start
-        objects = value if isinstance(value, list) else [value]
-        if contains_name and any(_is_call(member, name) for member in objects):
-            return _JsonSpan(start, end, value)
+        members = span.value if isinstance(span.value, list) else [span.value]
+        if any(_is_call(member, name) for member in members):
+            return span
     return None
+
+
+def _decode_json(text: str, start: int) -> _JsonSpan | None:
+    """Decode the JSON value that starts at `start`. Return None if the text there is not JSON.
+
+    >>> _decode_json('<call>{"a": 1}</call>', 6)
+    _JsonSpan(start=6, end=14, value={'a': 1})
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    return _JsonSpan(start, end, value)
 
 
 def _is_call(member: object, name: str) -> bool:
@@ -333,10 +341,5 @@ def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
     start = text.find("{", name_start)
     if name_start < 0 or start < 0:
         return None
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict) or key not in value:
-        return None
-    return _JsonSpan(start, end, value)
+    span = _decode_json(text, start)
+    return span if span is not None and key in span.value else None

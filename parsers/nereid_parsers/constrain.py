@@ -89,7 +89,7 @@ def structural_tag(
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the markers of the reasoning, and whether the reasoning is open or may still open.
+    """Return the markers of the reasoning, and whether it is open or may still be opened.
 
     A server needs the markers to find, or to enforce, the end of the reasoning. Return None if the
     format has no reasoning, or no marker that closes the reasoning.

@@ -208,7 +208,7 @@ def _inner_nodes(
 
 
 def _required_list(value: object, path: str) -> list[Any]:
-    """Return `value`, which must be a list with at least one member. Else raise ConstraintError."""
+    """Return `value`. Raise ConstraintError if it is not a list with at least one member."""
     if not isinstance(value, list) or not value:
         raise ConstraintError(
             f"{path}: the value must be a list of at least one object, but is {shorten(value)}"

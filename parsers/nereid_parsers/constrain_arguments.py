@@ -37,8 +37,8 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # the regex for single-quoted strings cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If all arguments of a tool are optional, the size of the node that enforces their order grows with
-# the square of their number. Therefore the order is not enforced for more arguments than this.
+# If all arguments of a tool are optional, the node that enforces their order grows with the square
+# of their number. The order is therefore not enforced if there are more arguments than this limit.
 _MAX_ORDERED_MEMBERS = 6
 
 
@@ -323,5 +323,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return the nodes for optional members that follow another member and the separator."""
+    """Return one node for each member: the separator and the member, both of which are optional."""
     return [optional(sequence(const(separator), member)) for member in members]

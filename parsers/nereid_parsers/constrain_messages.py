@@ -22,7 +22,7 @@ from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route whose header a constrained model writes for messages of the given stage.
+    """Return the route whose header constrained output contains for messages of the given stage.
 
     This is the first route of the stage whose header is an exact text, without fields. If all
     headers of the stage contain fields, return the first route of the stage. If no route has the

@@ -1,4 +1,4 @@
-r"""The declaration of a chat format: frozen dataclasses that describe the text that a model writes.
+r"""The dataclasses that declare a chat format, which is the form of a model's output.
 
 A `Format` consists of a layout and a policy. There are two layouts:
 

@@ -84,7 +84,7 @@ def is_enforced_multiple(schema: Schema) -> bool:
 
 
 def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema and all schemas inside it, see `enforceable`, and return the new schema.
+    """Rewrite a schema and all schemas inside it. See `enforceable` for the changes.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.

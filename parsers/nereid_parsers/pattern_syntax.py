@@ -66,7 +66,7 @@ def first_literal(text: str) -> str:
 
 
 def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternField:
-    """Return the field of the pattern `text` that `match` contains.
+    """Return the field that `match` has found in the pattern `text`.
 
     Example: the text `{name}` gives `PatternField("name")`.
 

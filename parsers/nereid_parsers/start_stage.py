@@ -103,7 +103,9 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
-    """Return the unfinished message at the end of the prompt, which the model continues, or "".
+    """Return the unfinished message with which the prompt ends, or "".
+
+    The model continues this message.
 
     Examples, for the marker `<|start|>` before each message: if `<|end|>` closes a message, the
     prompt `"..<|end|><|start|>assistant"` gives `<|start|>assistant`, and `"..<|end|>"` gives "".

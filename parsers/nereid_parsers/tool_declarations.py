@@ -65,7 +65,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one member, whose key is the name and whose value is the arguments."""
+    """A JSON object with one member: the key is the name, and the value contains the arguments."""
 
 
 @dataclass(frozen=True, slots=True)

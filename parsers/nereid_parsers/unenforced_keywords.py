@@ -86,7 +86,7 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether no value can match two of the options.
+    """Return whether the options exclude each other, so that a value can match only one of them.
 
     Only the declared types and constants are compared.
 

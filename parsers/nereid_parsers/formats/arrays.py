@@ -1,4 +1,4 @@
-"""Formats in which tool calls are a JSON array, or one JSON object, after a marker.
+"""Formats in which a marker precedes a JSON array of tool calls, or a single JSON object.
 
 The module also declares the reasoning of Apertus, which no other family shares.
 """

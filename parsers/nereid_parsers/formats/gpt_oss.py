@@ -1,4 +1,4 @@
-"""The Harmony messages of OpenAI gpt-oss, and the messages of other models with equal markers."""
+"""The Harmony messages of OpenAI gpt-oss, and similar messages of other models."""
 
 from nereid_parsers.declarations import Messages, Route, Source, Stage
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -164,7 +164,7 @@ def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
 
 
 def _key(name: str, aliases: Mapping[str, str]) -> str:
-    """Replace an alias by the registered name. Return any other name unchanged, but normalised."""
+    """Return the registered name for an alias. Return any other name in its normalised form."""
     normal = normalize(name)
     return aliases.get(normal, normal)
 
@@ -285,7 +285,7 @@ def _layout(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for two formats of which one describes whole messages.
+    """Return the error for combining two formats, one of which describes whole messages.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

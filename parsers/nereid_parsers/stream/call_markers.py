@@ -31,10 +31,11 @@ class ClosingMarker:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteMarker:
-    """The end of the text, at which a closing marker may start or continue in the next text.
+    """A possible closing marker at the end of the text, which the next text may complete.
 
     Attributes:
-        start: The position at which the marker starts. This may be the end of the text.
+        start: The position at which the marker starts. If no character of the marker has arrived,
+            this is the end of the text.
     """
 
     start: int

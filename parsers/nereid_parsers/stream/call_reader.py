@@ -106,7 +106,10 @@ class CallReader:
         return self._expect(self._starts.at_unmarked_opening(opening, has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Store `expected` for `read_start` and return CALL_START, or None without a tool call."""
+        """Store the tool call that `read_start` reads next, and return the state CALL_START.
+
+        If `expected` is None, no tool call can start, and the result is None.
+        """
         if expected is None:
             return None
         self._expected = expected

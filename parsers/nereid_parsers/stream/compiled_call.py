@@ -19,6 +19,7 @@ from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
     Pattern,
+    PatternMatch,
     compile_pattern,
     marker_parts,
     skip_whitespace,
@@ -70,15 +71,14 @@ class CompiledCall:
         Returns:
             The header, NEED_MORE or NO_MATCH.
         """
-        fields: dict[str, str] = {}
-        end = self._head_pattern.match(text, pos, is_final, fields)
-        if end < 0:
-            return end
-        body_start = self.match_body_start(text, end, is_final)
+        head = self._head_pattern.match(text, pos, is_final)
+        if not isinstance(head, PatternMatch):
+            return head  # NEED_MORE or NO_MATCH
+        body_start = self.match_body_start(text, head.end, is_final)
         if body_start < 0:
-            return body_start
-        call_id = _fill_in_id(self._id_template, fields)
-        return Head(end, name=fields.get("name", ""), call_id=call_id)
+            return body_start  # NEED_MORE or NO_MATCH
+        call_id = _fill_in_id(self._id_template, head.fields)
+        return Head(head.end, name=head.fields.get("name", ""), call_id=call_id)
 
     def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
         """Return the position at which the body starts after a header, NEED_MORE or NO_MATCH.
@@ -286,21 +286,20 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        fields: dict[str, str] = {}
         # Some headers must end with certain white space, for example a line break. White space at
         # `pos` may be this required white space, so it is skipped only for other headers.
         required_whitespace = self._whitespace_header_end
         if not required_whitespace:
             pos = skip_whitespace(text, pos)
-        pattern_end = self._header_pattern.match(text, pos, is_final, fields)
-        if pattern_end < 0:
-            return pattern_end  # NEED_MORE or NO_MATCH
-        if not text.startswith(required_whitespace, pattern_end):
-            may_follow = not is_final and required_whitespace.startswith(text[pattern_end:])
+        header = self._header_pattern.match(text, pos, is_final)
+        if not isinstance(header, PatternMatch):
+            return header  # NEED_MORE or NO_MATCH
+        if not text.startswith(required_whitespace, header.end):
+            may_follow = not is_final and required_whitespace.startswith(text[header.end :])
             return NEED_MORE if may_follow else NO_MATCH
-        end = pattern_end + len(required_whitespace)
+        end = header.end + len(required_whitespace)
         if self.stage is Stage.CALLS:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:
-                return body_start
-        return Head(end, name=fields.get("name", ""), call_id=fields.get("id", ""))
+                return body_start  # NEED_MORE or NO_MATCH
+        return Head(end, name=header.fields.get("name", ""), call_id=header.fields.get("id", ""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import split_pattern
 
@@ -26,13 +27,13 @@ _WHITESPACE = re.compile(r"\s*").match
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _WHITESPACE_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
-# White space, and the places where a model may insert white space: before and after a tag, and
-# between a word or a quote and a dot, a colon, an equals sign or a code fence.
+# Matches white space, and the places where a model may insert white space: before and after a tag,
+# and between a word or a quote and a dot, a colon, an equals sign or a code fence.
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
 _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
-# The place before or after a tag. The match includes any white space at this place.
+# Matches the place before or after a tag, with any white space at this place.
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
@@ -55,8 +56,8 @@ class FieldStep:
     name: str
     regex: re.Pattern[str]
 
-    def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
-        """Match the field at `pos`, and store its text in `fields`.
+    def match(self, text: str, pos: int, is_final: bool) -> int:
+        """Match the text of the field, which starts at `pos`.
 
         Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
         because the name may continue. If the message ends after `"sum"`, the name may be
@@ -73,20 +74,28 @@ class FieldStep:
             return NO_MATCH if is_too_long else NEED_MORE
         if end == pos and self.name != "rest":
             return NO_MATCH  # Only the field `rest` may be empty.
-        value = text[pos:end]
         if self.name == "name":
             is_incomplete = is_at_text_end
-            # A pattern may contain the name twice. Both names must be equal.
-            is_other_name = fields.get("name", value) != value
-            is_call_number = value.isdigit()  # Some models number the tool calls.
-            if is_incomplete or is_other_name or is_call_number:
+            is_call_number = text[pos:end].isdigit()  # Some models number the tool calls.
+            if is_incomplete or is_call_number:
                 return NO_MATCH
-        fields[self.name] = value
         return end
 
 
 class WhitespaceStep:
     """The part of a compiled pattern that matches white space of any length."""
+
+
+class PatternMatch(NamedTuple):
+    """A pattern that was found in a text.
+
+    Attributes:
+        end: The position after the match.
+        fields: The text of each field, for example `{"name": "sum"}`.
+    """
+
+    end: int
+    fields: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +104,33 @@ class Pattern:
 
     steps: tuple[str | WhitespaceStep | FieldStep, ...]
 
-    def match(self, text: str, pos: int, is_final: bool, fields: dict[str, str]) -> int:
-        """Match the pattern at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
+    def match(self, text: str, pos: int, is_final: bool) -> PatternMatch | int:
+        """Match the pattern at `pos`. Return the match, NEED_MORE or NO_MATCH.
 
-        Example: for the pattern `<f={name}>` and the text `"<f=sum>{"`, the result is 7, and
-        `{"name": "sum"}` is stored in the dict `fields`, even if a later step does not match. For
-        the text `"<f=su"`, the result is NEED_MORE, or NO_MATCH if `is_final` is true.
+        Example: for the pattern `<f={name}>` and the text `"<f=sum>{"`, the result is
+        `PatternMatch(7, {"name": "sum"})`. For the text `"<f=su"`, the result is NEED_MORE, or
+        NO_MATCH if `is_final` is true.
         """
+        fields: dict[str, str] = {}
         for step in self.steps:
             if isinstance(step, WhitespaceStep):
                 pos = _skip_pattern_whitespace(text, pos)
             elif isinstance(step, FieldStep):
-                pos = step.match(text, pos, is_final, fields)
-                if pos < 0:
-                    return pos
+                end = step.match(text, pos, is_final)
+                if end < 0:
+                    return end  # NEED_MORE or NO_MATCH
+                value = text[pos:end]
+                # If a pattern contains the name twice, both names must be equal.
+                if step.name == "name" and fields.get("name", value) != value:
+                    return NO_MATCH
+                fields[step.name] = value
+                pos = end
             elif text.startswith(step, pos):
                 pos += len(step)
             else:
                 is_prefix = not is_final and step.startswith(text[pos:])
                 return NEED_MORE if is_prefix else NO_MATCH
-        return pos
+        return PatternMatch(pos, fields)
 
 
 def skip_whitespace(text: str, pos: int) -> int:
@@ -181,7 +197,8 @@ def match_marker(marker: str, text: str, pos: int) -> int:
         The end of the match, NEED_MORE or NO_MATCH.
     """
     source = marker.replace("{", "{{").replace("}", "}}")  # The marker contains no fields.
-    return compile_pattern(source).match(text, pos, is_final=False, fields={})
+    match = compile_pattern(source).match(text, pos, is_final=False)
+    return match.end if isinstance(match, PatternMatch) else match
 
 
 @lru_cache(maxsize=4096)

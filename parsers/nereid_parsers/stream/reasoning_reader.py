@@ -238,7 +238,7 @@ class ReasoningReader:
     # ---- tool calls inside the reasoning ---------------------------------------------------------
 
     def _read_interrupt(self, marker: str) -> State | None:
-        """Decide whether the opening marker of a tool call inside the reasoning starts a tool call.
+        """Decide whether a marker inside the reasoning really starts a tool call.
 
         There are four cases:
 
@@ -266,7 +266,7 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | int:
-        """Match the tool call that `marker` opens, or the first one of the section that it opens.
+        """Match a tool call at its opening marker, or at the opening marker of its section.
 
         Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
 
@@ -372,8 +372,8 @@ class ReasoningReader:
             # The policy CALLS_FIRST allows only one closing marker before the content.
             is_second_close = self.has_reasoned and self._calls_first
             return not is_second_close
-        # If a tool call has interrupted the reasoning, its closing marker may follow later. Content
-        # never contains special tokens, except with the policy CALLS_FIRST.
+        # If a tool call has interrupted the reasoning, the closing marker of the reasoning may
+        # follow later. Content never contains special tokens, except with the policy CALLS_FIRST.
         is_never_content = is_special_token(marker) and not self._calls_first
         return self._is_interrupted or is_never_content
 

@@ -46,7 +46,7 @@ _ANSWERED = (
 
 
 def compare_generation_prompt(prober: Prober) -> ModelTurn:
-    r"""Compare the renderings without and with the generation prompt, and return a `ModelTurn`.
+    r"""Compare a conversation without and with the generation prompt, and return a `ModelTurn`.
 
     The text that the generation prompt adds opens the model's turn. Example: the added text is
     "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
@@ -111,7 +111,7 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         shared = _header_in_prompt(added, [*answers, *prompt_ends])
     else:
-        # The template ignores add_generation_prompt, so the header is searched in the answers.
+        # The template ignores add_generation_prompt, so only the answers contain a header.
         shared = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
     # `shared` may contain more than the header: an empty block, a marker, or text after the role.
     without_block = _drop_empty_block(shared)

@@ -128,7 +128,7 @@ def _output(
 def _output_after_header(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Render the answer, without the start of the answer that `prompt` already contains.
+    """Render the answer. Omit the start of the answer if `prompt` already contains this start.
 
     Return None if the template refuses the conversation.
     """

@@ -286,7 +286,7 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the header that stands between content and a tool call, and the end marker before it.
+    """Return the header between content and a tool call, and the end marker before the header.
 
     >>> _headers_between("<|end|><|start|>assistant<call>", "<|start|>assistant")
     ('<|start|>assistant', '<|end|>')

@@ -72,7 +72,7 @@ class BodyReader:
         """
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next text of the body, which starts at `text[pos]`, and set `status`.
+        """Read the next piece of the body, which starts at `text[pos]`, and set `status`.
 
         Returns:
             The position up to which the text was read. The caller passes the unread rest to `read`
@@ -121,7 +121,7 @@ class StepReader(BodyReader):
         self._step = first_step
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next text of the body, which starts at `text[pos]`, see `BodyReader.read`."""
+        """Read the next piece of the body, which starts at `text[pos]`, see `BodyReader.read`."""
         size = len(text)
         while pos < size and self.status is MORE:
             end = self._step(text, pos)

@@ -13,6 +13,7 @@ from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
     Pattern,
+    PatternMatch,
     compile_pattern,
     match_marker,
     skip_whitespace,
@@ -180,12 +181,11 @@ class CompiledTags:
         `{"key": "city"}`. The text `<param` gives NEED_MORE.
         """
         for variant in self.variants:
-            fields: dict[str, str] = {}
-            end = variant.key.match(text, pos, is_final, fields)
-            if end == NEED_MORE:
+            match = variant.key.match(text, pos, is_final)
+            if isinstance(match, PatternMatch):
+                return TagOpening(variant, match.end, match.fields)
+            if match == NEED_MORE:
                 return NEED_MORE
-            if end != NO_MATCH:
-                return TagOpening(variant, end, fields)
         return NO_MATCH
 
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
@@ -244,10 +244,10 @@ class CompiledTags:
         """
         markers = self._match_markers(text, start, end)
         head_start = markers.end() if markers else start
-        fields: dict[str, str] = {}
-        head_end = self._head.match(text, head_start, is_final=False, fields=fields)
-        is_whole_text = head_end >= 0 and skip_whitespace(text, head_end) == end
-        return is_whole_text and (not tools.is_known or fields.get("name") in tools.parameters)
+        head = self._head.match(text, head_start, is_final=False)
+        if not isinstance(head, PatternMatch) or skip_whitespace(text, head.end) != end:
+            return False
+        return not tools.is_known or head.fields.get("name") in tools.parameters
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether a marker that ends the body is at `pos`."""

@@ -32,7 +32,7 @@ class KeyRole(Enum):
 
 @lru_cache(maxsize=256)
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
-    """Return the role of each declared key, as a dict whose keys are the paths of these keys.
+    """Return a dict that maps the path of each declared key to its role.
 
     Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
     `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a

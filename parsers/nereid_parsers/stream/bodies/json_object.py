@@ -116,8 +116,8 @@ class ObjectReader(StepReader):
             self._outer_keys.pop()
             return pos + 1
         if not self.writer.is_open:
-            # An object that nothing else confirms is a tool call only if it has arguments. This
-            # object has none.
+            # If nothing else shows that the object is a tool call, the object must have arguments.
+            # This object has none.
             can_start = self._is_confirmed and self._start_call()
             if not can_start:
                 return self._reject(pos)
@@ -336,7 +336,7 @@ class ObjectReader(StepReader):
         return pos
 
     def _select_arguments_step(self, first_char: str) -> None:
-        """Select the step that reads the arguments. Their first character shows their form."""
+        """Select the step that reads the arguments, depending on their first character."""
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)
             return

@@ -84,7 +84,7 @@ class NestedReader(StepReader):
     """
 
     def __init__(self, writer: CallWriter, head: Head, mark: str, stop_marker: str) -> None:
-        """Create a reader for arguments such as `~<city>Paris~</city>`, with the mark `~`.
+        """Create a reader for arguments such as `~<city>Paris~</city>`, in which `~` is the mark.
 
         Args:
             writer: The writer of the tool call.
@@ -101,7 +101,7 @@ class NestedReader(StepReader):
         # arguments, and has no tags of its own.
         self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
-        # Finds a complete mark, or an incomplete mark at the end of the text.
+        # Finds the text `mark`, or a prefix of `mark` at the end of the text.
         self._find_mark = re.compile(f"{re.escape(mark)}|{marker_prefix_regex(mark)}").search
 
     def begin(self) -> None:
@@ -138,7 +138,7 @@ class NestedReader(StepReader):
         return NEED_MORE if is_cut_off else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read the mark and the tag at `pos`, and open or close the element of this tag.
+        """Read the tag at `pos`, including the mark before it, and open or close its element.
 
         Examples with the mark `~`: `~<city>`, `~</city>` and `~ <city>`. Return the position after
         the tag. The result is NEED_MORE if the tag is incomplete. If the tag is not valid, set the
@@ -187,7 +187,7 @@ class NestedReader(StepReader):
         parent.num_children += 1
 
     def _write_delayed_values(self, parent: _Element) -> None:
-        """Write the values of the last child. Two or more values are written as an array.
+        """Write the values that `parent` has delayed. Several values are written as one array.
 
         Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written.
         """
@@ -265,7 +265,7 @@ class NestedReader(StepReader):
         return match.start(), match.group() == self._mark
 
     def _read_text_or_tag(self, element: _Element, text: str, pos: int) -> int:
-        """Read the text up to the next mark. If the mark is at `pos`, read the mark and the tag.
+        """Read the text up to the next tag. If a tag starts at `pos`, read this tag instead.
 
         Example with the mark `~`: from `Paris~</city>`, the first call reads `Paris`, and the
         second call reads `~</city>`.

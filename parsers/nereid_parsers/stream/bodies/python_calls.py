@@ -51,8 +51,7 @@ class PythonCallsReader(StepReader):
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
-            # Skip white space. But the step that reads a value must also read the white space,
-            # because it may be a part of a string.
+            # Skip white space, except inside a value, where it may be a part of a string.
             if text[pos].isspace() and self._step != self._read_value:
                 pos = skip_whitespace(text, pos)
                 continue

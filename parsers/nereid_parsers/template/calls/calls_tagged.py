@@ -1,4 +1,4 @@
-"""Infer the format of tool calls that write each argument between tags.
+"""Infer the format of tool calls in which tags enclose each argument.
 
 Either the tags name the argument in an attribute or a text, `<arg key="a">1</arg>`, or the element
 has the name of the argument, `<a>1</a>`.

@@ -89,7 +89,7 @@ class _Reader:
         self.position = 0
 
     def error(self, reason: str) -> FormatError:
-        """Return an error. Its message is that `regex` cannot be used, and gives the reason."""
+        """Return an error whose message explains why `regex` cannot be used."""
         return FormatError(f"the regular expression {self.regex!r} cannot be used: {reason}")
 
     def read_alternatives(self) -> list[Pieces]:

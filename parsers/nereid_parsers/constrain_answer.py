@@ -38,10 +38,11 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
     `{"type": "choice", "choice": ["a"]}` gives `{"type": "const_string", "value": "a"}`.
 
     Args:
-        response_format: The OpenAI field, or an object of one of these types: structural_tag (in
-            xgrammar's form, or in the older form with structures and triggers), regex (with the key
-            `pattern`), grammar (with the key `grammar`, in EBNF) or choice (with the key `choice`,
-            a list of strings).
+        response_format: The OpenAI field `response_format`, or an object with one of these types:
+            "structural_tag"  a structural tag of xgrammar, in the current or in the older form
+            "regex"           the key `pattern` contains a regular expression
+            "grammar"         the key `grammar` contains a grammar in EBNF
+            "choice"          the key `choice` contains a list of strings
 
     Raises:
         ConstraintError: The object has none of these forms. The message names the field.

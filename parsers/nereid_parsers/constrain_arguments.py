@@ -28,8 +28,8 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
 )
 
-# xgrammar can constrain nested elements only if `NestedTags.mark` has this value.
-_NESTED_MARK = "]<]minimax[>["
+# xgrammar can constrain nested elements only if `NestedTags.tag_prefix` has this value.
+_NESTED_PREFIX = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
@@ -210,12 +210,12 @@ def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
     """Return the node for arguments that are written as nested elements.
 
     Raises:
-        ConstraintError: xgrammar does not support the mark before the tags.
+        ConstraintError: xgrammar does not support the prefix of the tags.
     """
-    if part.mark != _NESTED_MARK:
+    if part.tag_prefix != _NESTED_PREFIX:
         raise ConstraintError(
-            f"The format begins each tag of the arguments with {part.mark!r}, but xgrammar can "
-            f"constrain only tags that begin with {_NESTED_MARK!r}."
+            f"The format begins each tag of the arguments with {part.tag_prefix!r}, but xgrammar "
+            f"can constrain only tags that begin with {_NESTED_PREFIX!r}."
         )
     return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
 

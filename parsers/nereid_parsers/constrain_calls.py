@@ -67,15 +67,15 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
     """
     call = section.calls[0]
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
-    has_own_markers = bool(call.open.strip() and call.close.strip())
-    if not isinstance(call.body, ListBody):  # Each tool call has a body of its own.
-        calls = [call_node(call, tool) for tool in tools]
-        content = repeated(calls, separator, is_single=is_single)
-    else:
+    if isinstance(call.body, ListBody):
         content = _list_or_object(section, call.body, tools, is_single=is_single)
+        has_own_markers = bool(call.open.strip() and call.close.strip())
         if has_own_markers:
             # Some models write one list for each tool call, and put each list between the markers.
             content = repeated([content], separator, is_single=is_single)
+    else:
+        calls = [call_node(call, tool) for tool in tools]
+        content = repeated(calls, separator, is_single=is_single)
     return sequence(const(section.open), content, const(section.close))
 
 

@@ -300,14 +300,15 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     for name in dict.fromkeys([*first_properties, *second_properties]):
         first_schema = first_properties.get(name, first_rest)
         second_schema = second_properties.get(name, second_rest)
-        if False not in (first_schema, second_schema):
+        is_forbidden = first_schema is False or second_schema is False
+        if not is_forbidden:
             merged[name] = _merge(first_schema, second_schema)
         elif name in required:
-            raise _CannotMergeError  # The schema `false` forbids a property that is required.
+            raise _CannotMergeError
     if first_rest is True and second_rest is True:
         return {"properties": merged}  # `additionalProperties` is true by default.
-    is_forbidden = False in (first_rest, second_rest)
-    rest = False if is_forbidden else _merge(first_rest, second_rest)
+    forbids_others = first_rest is False or second_rest is False
+    rest = False if forbids_others else _merge(first_rest, second_rest)
     return {"properties": merged, "additionalProperties": rest}
 
 

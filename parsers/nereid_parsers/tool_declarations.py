@@ -130,19 +130,19 @@ class BareKeyArguments:
 
 @dataclass(frozen=True, slots=True)
 class NestedTags:
-    """Arguments that are written as nested elements. The text `mark` precedes each tag.
+    """Arguments that are written as nested elements. `tag_prefix` precedes each tag.
 
-    Example with the mark `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
+    Example with the prefix `~`: `~<city>Paris~</city>~<days>~<item>1~</item>~</days>`. The tool's
     schema determines the types. An element with children is an array if the schema declares an
     array. If the schema declares no type, an element is an array if its first child is called
     `item`.
     """
 
-    mark: str
+    tag_prefix: str
 
     def __post_init__(self) -> None:
-        """Check that the mark contains a visible character."""
-        check_markers("NestedTags", mark=self.mark)
+        """Check that the tag prefix contains a visible character."""
+        check_markers("NestedTags", tag_prefix=self.tag_prefix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,9 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 def _are_disjoint(options: list[Any]) -> bool:
     """Return whether the options exclude each other, so that a value can match only one of them.
 
-    Only the declared types and constants are compared.
-
-    If the result is True, `oneOf` and `anyOf` accept the same values. Examples: a string and an
-    integer are disjoint, and so are the constants "a" and "b". A string and the constant "a" are
-    not.
+    Only the declared types and constants are compared. If the result is True, `oneOf` and `anyOf`
+    accept the same values. Examples: a string and an integer are disjoint, and so are the constants
+    "a" and "b". A string and the constant "a" are not.
     """
     options_of_type: dict[str, list[Mapping[str, Any]]] = {}
     for option in options:

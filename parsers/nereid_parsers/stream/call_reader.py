@@ -39,7 +39,7 @@ class CallReader:
 
     `CallStarts` decides which tool call may start. An `OpenCall` reads the body. The `CallWriter`
     appends the events. The `TextWriter` receives all other text, and stores an opening marker as
-    "undecided text" until a tool call has started.
+    "pending text" until a tool call has started.
 
     Example: the text `<tool_call>{"name": "f", "arguments": {}}</tool_call>` is read in four steps:
 
@@ -76,12 +76,12 @@ class CallReader:
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the opening marker of a tool section, and store the marker as undecided text.
+        """Read the opening marker of a tool section, and store the marker as pending text.
 
         The marker is removed from the output when the first tool call starts.
         """
         self._is_in_section = True
-        self._text_writer.store_undecided(self._buffer.take(len(marker)))
+        self._text_writer.store_pending(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
     # The next three methods return None if no tool call can start. The marker is then content.
@@ -145,7 +145,7 @@ class CallReader:
     # ---- text that is not a tool call ------------------------------------------------------------
 
     def treat_as_content(self, num_chars: int, fault: str) -> State:
-        """Write the undecided text, and the next `num_chars` characters, as content.
+        """Write the pending text, and the next `num_chars` characters, as content.
 
         This text looked like a tool call. The open tool call and its deviations are discarded.
 
@@ -160,7 +160,7 @@ class CallReader:
         self._call_writer.clear_deviations()
         if not self._call_writer.num_started:
             self._is_in_section = False  # The opening marker of the section is content, too.
-        self._text_writer.write_undecided(self._buffer.take(num_chars), fault)
+        self._text_writer.write_pending(self._buffer.take(num_chars), fault)
         if self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
         return State.CONTENT
@@ -178,12 +178,12 @@ class CallReader:
         Returns:
             The next state.
         """
-        incomplete_call = self._text_writer.undecided_text + self._buffer.unread()
+        incomplete_call = self._text_writer.pending_text + self._buffer.unread()
         if not looks_like_markup(incomplete_call):
             return self.treat_as_content(num_chars, fault)
         self._is_in_section = False
         self._open_call = None
-        self._text_writer.drop_undecided()
+        self._text_writer.drop_pending()
         self._text_writer.write_markup(self._buffer.take_unread())
         return State.CONTENT
 
@@ -225,7 +225,7 @@ class CallReader:
         """Read the matched header of a tool call. Return the state in which the body is read."""
         if match.variant.omits_marker:
             self._call_writer.add_deviation(_MISSING_MARKER)
-        self._text_writer.store_undecided(self._buffer.take_until(match.head.end))
+        self._text_writer.store_pending(self._buffer.take_until(match.head.end))
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
@@ -342,7 +342,7 @@ class CallReader:
         if not buffer.has_unread():
             return None
         if self._is_in_section:
-            is_empty = bool(self._text_writer.undecided)  # The opening marker is still undecided.
+            is_empty = bool(self._text_writer.pending)  # The opening marker is still pending.
             close_end = self._section_markers.match_close(buffer, is_empty=is_empty)
             if close_end == NEED_MORE:
                 return self._wait_or_drop(buffer.pos)
@@ -369,12 +369,11 @@ class CallReader:
         removed.
         """
         self._is_in_section = False
-        is_empty = bool(self._text_writer.undecided)  # The opening marker is still undecided.
-        can_be_content = self._calls_first or not is_special_token(close)
-        if is_empty and can_be_content:
-            return self.treat_as_content(len(close), _EMPTY_SECTION)
+        is_empty = bool(self._text_writer.pending)  # The opening marker is still pending.
         if is_empty:
-            self._text_writer.drop_undecided()
+            if self._calls_first or not is_special_token(close):
+                return self.treat_as_content(len(close), _EMPTY_SECTION)
+            self._text_writer.drop_pending()
         self._text_writer.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
 
@@ -407,5 +406,5 @@ class CallReader:
 
         If the section contains a tag, its text is removed. Otherwise the text is content.
         """
-        if self._text_writer.undecided:
+        if self._text_writer.pending:
             self._drop_or_treat_as_content(0, _EMPTY_SECTION)

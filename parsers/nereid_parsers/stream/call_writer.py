@@ -274,10 +274,10 @@ class CallWriter:
             call is open, or if the events of the open tool call have not been appended yet.
         """
         open_index = self.last_index
+        self.last_index = -1
         self.num_started = 1 if self.is_open else 0
-        has_appended_start = not self.stores_arguments and not self._is_discarded
-        if not self.is_open or not has_appended_start:
-            self.last_index = -1
+        has_events = self.is_open and not self.stores_arguments and not self._is_discarded
+        if not has_events:
             return []
         self.last_index = 0
         call_events = [

@@ -124,8 +124,8 @@ class CompiledCall:
                 return PythonCallsReader(writer, python_calls, is_confirmed=is_confirmed)
             case BareKeyArguments(quote=quote):
                 return UnquotedKeyReader(writer, head, quote)
-            case NestedTags(mark=mark):
-                return NestedReader(writer, head, mark, stop_marker=self.closing_markers[0])
+            case NestedTags(tag_prefix=prefix):
+                return NestedReader(writer, head, prefix, stop_marker=self.closing_markers[0])
         assert self._tags is not None  # TaggedArguments is the only other type of a body.
         return TaggedReader(writer, head, self._tags)
 
@@ -192,8 +192,8 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
     two characters. The text `[` at the end of the text is an incomplete start.
     """
     if isinstance(call.body, NestedTags):
-        mark = call.body.mark
-        return re.compile(re.escape(mark)), re.compile(marker_prefix_regex(mark))
+        prefix = call.body.tag_prefix
+        return re.compile(re.escape(prefix)), re.compile(marker_prefix_regex(prefix))
     first, second = _first_characters(call)
     return re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z")
 

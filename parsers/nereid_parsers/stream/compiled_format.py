@@ -159,26 +159,21 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format with the layout `Sections`.
 
-    A format may declare one text as several markers. In each table of meanings below, a later dict
-    overrides an earlier dict. So in the content, an end-of-turn token always ends the turn. A
-    marker that both opens and closes the reasoning opens the reasoning in the content, and closes
-    the reasoning inside the reasoning.
+    If a format declares one text as several markers, the last dict in each union below decides the
+    meaning of the text. For example, an end-of-turn token in the content always ends the turn. A
+    text that both opens and closes the reasoning opens it in the content, and closes it inside the
+    reasoning.
     """
+    reasoning = layout.reasoning
+    wrapper = layout.content
     calls = _compile_calls(layout.tools, allows_unmarked=True)
+    opens = _kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
+    closes = _kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
+    interrupting_markers = _interrupting_markers(reasoning, calls) if reasoning else []
+    interrupts = _kinds(interrupting_markers, MarkerKind.INTERRUPT)
+    wrapper_opens = _kinds([wrapper.open] if wrapper else (), MarkerKind.WRAP_CONTENT)
+    wrapper_closes = _kinds([wrapper.close] if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = _kinds(fmt.ends, MarkerKind.END)
-    wrapper_opens: dict[str, MarkerKind] = {}
-    wrapper_closes: dict[str, MarkerKind] = {}
-    if layout.content is not None:
-        wrapper_opens = _kinds([layout.content.open], MarkerKind.WRAP_CONTENT)
-        wrapper_closes = _kinds([layout.content.close], MarkerKind.WRAP_CONTENT)
-    opens: dict[str, MarkerKind] = {}
-    closes: dict[str, MarkerKind] = {}
-    interrupts: dict[str, MarkerKind] = {}
-    if layout.reasoning is not None:
-        opens = _kinds(layout.reasoning.opens, MarkerKind.OPEN_REASONING)
-        closes = _kinds(layout.reasoning.closes, MarkerKind.CLOSE_REASONING)
-        interrupting_markers = _interrupting_markers(layout.reasoning, calls)
-        interrupts = _kinds(interrupting_markers, MarkerKind.INTERRUPT)
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes

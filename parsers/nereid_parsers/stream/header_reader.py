@@ -17,7 +17,7 @@ _NO_HEADER = "no header follows the marker"
 class HeaderReader:
     """Reads the marker that starts a message, and the header after this marker.
 
-    Until the whole header has been read, the marker is the undecided text of the TextWriter.
+    Until the whole header has been read, the marker is the pending text of the TextWriter.
     """
 
     __slots__ = ("_buffer", "_call_reader", "_calls_first", "_format", "_text_writer")
@@ -31,11 +31,11 @@ class HeaderReader:
         self._calls_first = context.calls_first
 
     def start(self, marker: str) -> State:
-        """Read the marker that starts a message, and store the marker as undecided text.
+        """Read the marker that starts a message, and store the marker as pending text.
 
         The marker is removed from the output after the header has been read.
         """
-        self._text_writer.store_undecided(self._buffer.take(len(marker)))
+        self._text_writer.store_pending(self._buffer.take(len(marker)))
         return State.HEADER
 
     def read(self) -> State | None:
@@ -46,7 +46,7 @@ class HeaderReader:
         None if more text is required.
         """
         buffer = self._buffer
-        has_read_marker = bool(self._text_writer.undecided)
+        has_read_marker = bool(self._text_writer.pending)
         if not has_read_marker:
             # This is the start of the output. The marker is optional, because the prompt may
             # already contain the marker.
@@ -70,7 +70,7 @@ class HeaderReader:
         `<|channel|>fin` is removed. Text that does not start like a header is content.
         """
         if self._buffer.is_final and self._has_header_started():
-            self._text_writer.drop_undecided()
+            self._text_writer.drop_pending()
             self._text_writer.write_markup(self._buffer.take_unread())
             return State.CONTENT
         return self._call_reader.treat_as_content(0, _NO_HEADER)
@@ -84,7 +84,7 @@ class HeaderReader:
         With the policy CALLS_FIRST, no tool call may follow content. The header of such a tool call
         stays unread, and the state is CONTENT_ONLY, so that the parser reads the header as content.
         """
-        self._text_writer.drop_undecided()  # This text is the marker that starts the message.
+        self._text_writer.drop_pending()  # This text is the marker that starts the message.
         is_call = route.stage is Stage.CALLS
         if is_call and self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
@@ -102,5 +102,5 @@ class HeaderReader:
 
     def finish(self) -> None:
         """Remove the start marker of a message if the output ends directly after this marker."""
-        if self._text_writer.undecided:
-            self._text_writer.drop_undecided()
+        if self._text_writer.pending:
+            self._text_writer.drop_pending()

@@ -34,7 +34,7 @@ class OpenCall:
     - The CallWriter appends the events of the tool call. If the policy may repair the arguments, it
       stores them until the tool call ends.
     - The TextWriter classifies the text of the body for the trace. Until a tool call has started,
-      the text is "undecided", because it may turn out to be content.
+      the text is "pending", because it may turn out to be content.
 
     Example: the opening marker of `<call>{"name": "f", "arguments": {"a": 1}}</call>` has been
     read. `read` then passes the object to the BodyReader, and the CallWriter appends
@@ -87,10 +87,10 @@ class OpenCall:
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
         """Classify the text that the body reader has just read, if no tool call is open after it.
 
-        The text belongs to a tool call that has ended, or it is "undecided", which means that more
+        The text belongs to a tool call that has ended, or it is "pending", which means that more
         text must show whether it is a tool call or content. Examples for a list of tool calls:
 
-            text read        tool call         undecided
+            text read        tool call         pending
             ` 1}}, {"na`     ` 1}}`            `, {"na`, which may start a second tool call
             `[{"na`                            `[{"na`, which may start the first tool call
 
@@ -107,11 +107,11 @@ class OpenCall:
         has_call_ended = was_open or self._body.status is DONE
         if list_item_end is not None:
             self._write_ended_call(buffer_text[start:list_item_end])
-            self._text_writer.store_undecided(buffer_text[list_item_end:end])
+            self._text_writer.store_pending(buffer_text[list_item_end:end])
         elif has_call_ended:
             self._write_ended_call(buffer_text[start:end])
         else:
-            self._text_writer.store_undecided(buffer_text[start:end])
+            self._text_writer.store_pending(buffer_text[start:end])
 
     def _write_ended_call(self, text: str) -> None:
         """Classify the text of a tool call that has ended."""
@@ -121,8 +121,8 @@ class OpenCall:
     def _leave_body(self) -> Outcome:
         """Stop reading a body that is complete or not valid. Return the outcome."""
         if self._body.status is DONE:
-            if self._text_writer.undecided:
-                self._text_writer.drop_undecided()
+            if self._text_writer.pending:
+                self._text_writer.drop_pending()
             return Outcome.ENDED
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
@@ -192,7 +192,7 @@ class OpenCall:
         if not was_open and not is_complete_enough:
             return False
         self._text_writer.end_call()
-        self._text_writer.drop_undecided()
+        self._text_writer.drop_pending()
         return True
 
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
@@ -203,10 +203,10 @@ class OpenCall:
         Args:
             section_closes: The markers that close the tool section.
         """
-        # All text of the tool call is undecided until the CallWriter has started the tool call.
-        has_started = not self._text_writer.undecided
+        # All text of the tool call is pending until the CallWriter has started the tool call.
+        has_started = not self._text_writer.pending
         closing_markers = (*self.variant.closing_markers, *section_closes)
-        was_closed = any(marker in self._text_writer.undecided_text for marker in closing_markers)
+        was_closed = any(marker in self._text_writer.pending_text for marker in closing_markers)
         return self._is_confirmed and not has_started and not was_closed
 
     def finish_broken(self) -> None:

@@ -23,7 +23,7 @@ class TextWriter:
     The writer stores three kinds of text until more text shows how to classify it:
 
     - White space at the end of a text. It belongs to the marker that follows, or else to the text.
-    - Undecided text, which looks like the start of a tool call or message. The undecided text is
+    - Pending text, which looks like the start of a tool call or message. The pending text is
       removed if a tool call or message follows. Otherwise it is content.
     - The text of a tool call, as long as a part of it may be read again. Only the trace receives
       this text later.
@@ -38,13 +38,13 @@ class TextWriter:
         is_after_marker: Whether a marker directly precedes the next text. Blank lines at the start
             of that text then belong to the marker.
         has_text: Whether text other than white space has been written since the last marker.
-        undecided: The pieces of the undecided text.
+        pending: The pieces of the pending text.
     """
 
     __slots__ = (
         "_call_text", "_events", "_is_last_text_content", "_num_prompt_chars",
         "_removed_whitespace", "_trace", "_whitespace", "has_content", "has_text",
-        "is_after_marker", "undecided",
+        "is_after_marker", "pending",
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
@@ -52,7 +52,7 @@ class TextWriter:
         self.has_content = False
         self.is_after_marker = False
         self.has_text = False
-        self.undecided: list[str] = []
+        self.pending: list[str] = []
         self._events = events
         self._trace: Trace | None = None
         self._whitespace: list[str] = []
@@ -178,12 +178,12 @@ class TextWriter:
     def store_whitespace(self, whitespace: str) -> None:
         """Store white space between two markers.
 
-        If there is undecided text, the white space becomes a part of the undecided text.
+        If there is pending text, the white space becomes a part of the pending text.
         """
         if not whitespace:
             return
-        if self.undecided:
-            self.undecided.append(whitespace)
+        if self.pending:
+            self.pending.append(whitespace)
         else:
             self._whitespace.append(whitespace)
 
@@ -225,39 +225,39 @@ class TextWriter:
             self._classify(CONTENT, whitespace)
             self._events.append(ContentDelta(whitespace))
 
-    # ---- undecided text --------------------------------------------------------------------------
+    # ---- pending text --------------------------------------------------------------------------
 
     @property
-    def undecided_text(self) -> str:
+    def pending_text(self) -> str:
         """The text that is not classified yet.
 
         If a tool call or a message follows, the text is removed. Otherwise the text is content.
         """
-        return "".join(self.undecided)
+        return "".join(self.pending)
 
-    def store_undecided(self, text: str) -> None:
-        """Add text to the undecided text."""
-        self.undecided.append(text)
+    def store_pending(self, text: str) -> None:
+        """Add text to the pending text."""
+        self.pending.append(text)
 
-    def drop_undecided(self) -> None:
-        """Remove the undecided text, and the white space before it, from the output."""
+    def drop_pending(self) -> None:
+        """Remove the pending text, and the white space before it, from the output."""
         self.drop_whitespace()
-        self._classify(MARKUP, self.undecided_text)
-        self.undecided = []
+        self._classify(MARKUP, self.pending_text)
+        self.pending = []
 
-    def write_undecided(self, text: str, fault: str) -> None:
-        """Write the undecided text, followed by `text`, as content.
+    def write_pending(self, text: str, fault: str) -> None:
+        """Write the pending text, followed by `text`, as content.
 
         If both texts contain only white space, store the white space, because a marker may follow.
-        Example: with the undecided text `<tool_call>` and the text ` is`, an event for the content
+        Example: with the pending text `<tool_call>` and the text ` is`, an event for the content
         `<tool_call> is` is appended.
 
         Args:
-            text: The text after the undecided text.
+            text: The text after the pending text.
             fault: The reason that the event gives for returning a marker as content.
         """
-        new_text = self._without_prompt(self.undecided_text + text)
-        self.undecided = []
+        new_text = self._without_prompt(self.pending_text + text)
+        self.pending = []
         if not new_text:
             return
         if not new_text.strip():
@@ -275,15 +275,15 @@ class TextWriter:
     # ---- the text of calls -----------------------------------------------------------------------
 
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
-        """Classify the text of a tool call as "call", and remove the undecided text before it.
+        """Classify the text of a tool call as "call", and remove the pending text before it.
 
         Args:
             text: The text.
             may_be_reread: Whether the text may be read again. If so, the text is stored until
                 `end_call`.
         """
-        if self.undecided:
-            self.drop_undecided()
+        if self.pending:
+            self.drop_pending()
         has_trace = self._trace is not None
         if has_trace and may_be_reread:
             self._call_text.append(text)
@@ -312,7 +312,7 @@ class TextWriter:
         """
         self._whitespace = []
         self._removed_whitespace = ""
-        self._num_prompt_chars = len(self.undecided_text) + num_unread_chars
+        self._num_prompt_chars = len(self.pending_text) + num_unread_chars
 
     def _without_prompt(self, text: str) -> str:
         """Return `text` without the characters at its start that belong to the prompt.

@@ -312,7 +312,7 @@ def compound_closing(text: str, opening: str) -> str:
     '<|close|>think<|sep|>'
 
     Args:
-        text: The text after the block. It starts with the closing.
+        text: The text after the block.
         opening: The markers and words that open the block.
     """
     opening_markers = markers(opening)
@@ -322,10 +322,10 @@ def compound_closing(text: str, opening: str) -> str:
     before_shared_end, shared, _ = text.partition(shared_end)  # `<|close|>`
     if not shared:
         return ""
-    # In a closing text, only one marker precedes `shared_end`. A longer text before `shared_end`
-    # shows that `shared_end` belongs to a later part of the message.
-    is_one_marker = len(before_shared_end) <= len(opening)
-    return before_shared_end + shared_end if is_one_marker else ""
+    # In a closing text, only one marker precedes `shared_end`. If a longer text precedes it,
+    # `shared_end` belongs to a later part of the message.
+    is_closing_text = len(before_shared_end) <= len(opening)
+    return before_shared_end + shared_end if is_closing_text else ""
 
 
 def opening_spellings(marker: str) -> list[str]:

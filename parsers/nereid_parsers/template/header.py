@@ -76,7 +76,7 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
     """Render the generation prompt once for each setting of the thinking switches.
 
-    Return pairs of a setting and its prompt. Settings with which the template raises an error are
+    Return each setting with its prompt. Settings with which the template raises an error are
     omitted.
     """
     prompts = []

@@ -259,12 +259,12 @@ def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     opening, second = first_two(markers(prompt.after_header))
     closings = closing_spellings(opening)
     has_thinking_name = is_thinking_marker(opening)
-    if second and (has_thinking_name or second in closings):  # the first case of the docstring
+    is_closed_in_prompt = bool(second) and (has_thinking_name or second in closings)
+    if is_closed_in_prompt:
         return second
     closing = _first_occurring(turn, closings)
-    if has_thinking_name:  # the second case of the docstring
+    if has_thinking_name:
         return closing or next(iter(closings), "")
-    # the third case of the docstring
     depends_on_switch = prompt.after_header != turn.prompts[0].after_header
     return closing if depends_on_switch else ""
 

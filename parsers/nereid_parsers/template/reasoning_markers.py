@@ -59,14 +59,13 @@ def last_opening(before: str) -> str:
     after_marker = before[last_marker.end() :]
     if after_marker.strip() and after_marker[0].isspace():
         return after_marker  # These words open the reasoning.
-    # `opening` ends with the last marker and starts after white space, for example
-    # `<|open|>think<|sep|>`. A single marker may itself contain a space: `<start think>`.
+    # The opening starts after the last white space, as in `Hello. <|open|>think<|sep|>`, unless the
+    # last marker itself contains white space, as in `<start think>`.
     text_to_marker = before[: last_marker.end()]
-    after_last_space = text_to_marker.split()[-1]
-    opening = max(after_last_space, last_marker.group(), key=len)
-    text_before_opening = text_to_marker.removesuffix(opening)
-    # The result contains `opening`, and also the white space before and after `opening`.
-    return before.removeprefix(text_before_opening.rstrip())
+    last_word = text_to_marker.split()[-1]
+    start = min(last_marker.start(), len(text_to_marker) - len(last_word))
+    start_of_whitespace = len(before[:start].rstrip())
+    return before[start_of_whitespace:]
 
 
 def first_opening(after_header: str) -> str:

@@ -138,12 +138,10 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     and `reasoning_content` are "Hm". A `thinking` that the client sends is not overwritten.
     """
     prepared = {name: value for name, value in message.items() if value is not None}
-    for name in _REASONING_FIELDS:
-        if name in prepared:
-            reasoning = prepared[name]
-            prepared.setdefault("thinking", reasoning)
-            prepared["reasoning_content"] = reasoning
-            break
+    reasoning = next((prepared[name] for name in _REASONING_FIELDS if name in prepared), None)
+    if reasoning is not None:
+        prepared.setdefault("thinking", reasoning)
+        prepared["reasoning_content"] = reasoning
     return prepared
 
 

@@ -13,8 +13,8 @@ T7   a string; a number                 how the type of a value is written
 T7b  a plain string; one with markup    whether strings with markup are quoted
 T8   a call; content before the call    what ends the content
 
-T1 and T2 also give the texts that the readers in `calls/` turn into a format. T3 to T7b only
-explain that format in the report.
+T1 and T2 also give the texts that the readers in `calls/` turn into a format. T3 to T7b, in
+`calls/call_changes.py`, only explain that format in the report.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import NamedTuple
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.calls import READERS
+from nereid_parsers.template.calls.call_changes import compare_changed_calls
 from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, mask_call_numbers
 from nereid_parsers.template.conversation import (
@@ -36,7 +37,6 @@ from nereid_parsers.template.conversation import (
     FIRST_VALUE,
     NUMBER_VALUE,
     ONE_CALL,
-    SECOND_KEY,
     SECOND_TOOL,
     SECOND_VALUE,
     SPECIAL_VALUE,
@@ -49,9 +49,7 @@ from nereid_parsers.template.conversation import (
 )
 from nereid_parsers.template.difference import (
     MARKER,
-    Difference,
     ListMarkup,
-    difference,
     markers,
 )
 from nereid_parsers.template.known_formats import (
@@ -66,27 +64,6 @@ from nereid_parsers.template.probe import Prober, unmask_call_ids
 # "call" at the same place.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # The value of `form` without rendered tool calls.
-# The comparisons T3 to T7b: the label, the description of the change, and the changed tool call.
-_CALL_CHANGES = (
-    ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
-    ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
-    ("T5 two arguments", "The call has a second argument.", ProbeCall(arguments=TWO_ARGUMENTS)),
-    (
-        "T6 key and value",
-        "The argument has another key and another value.",
-        ProbeCall(arguments=((SECOND_KEY, SECOND_VALUE),)),
-    ),
-    (
-        "T7 type",
-        "The value is a number instead of a string.",
-        ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),)),
-    ),
-    (
-        "T7b special characters",
-        "The value is a string with a line break and characters of markup.",
-        ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),)),
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,37 +187,6 @@ def compare_two_calls(renderer: CallRenderer) -> str:
         finding=finding,
     )
     return text if is_parallel else ""
-
-
-def compare_changed_calls(prober: Prober) -> None:
-    """Add the comparisons T3 to T7b to the report. The compared tool calls differ in one thing.
-
-    Example of a finding, if the variant has a second argument: `', "b": 2' is added.`
-    """
-    unchanged = conversation_with_calls(*ONE_CALL)
-    unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
-    for name, description, call in _CALL_CHANGES:
-        changed = conversation_with_calls(call)
-        changed_text = unmask_call_ids(prober.render(changed) or "")
-        finding = "The template refuses to render this call."
-        if changed_text:
-            finding = _change_text(difference(unchanged_text, changed_text))
-        prober.record(name, description, left=unchanged, right=changed, finding=finding)
-
-
-def _change_text(parts: Difference) -> str:
-    """Return a sentence that describes the difference between two renderings.
-
-    >>> _change_text(Difference("<a>", "", "<b>", "</a>"))
-    "'<b>' is added."
-    """
-    if not parts.left and not parts.right:
-        return "The renderings are equal."
-    if not parts.left:
-        return f"{parts.right!r} is added."
-    if not parts.right:
-        return f"{parts.left!r} is removed."
-    return f"{parts.left!r} becomes {parts.right!r}."
 
 
 class ContentBeforeCall(NamedTuple):

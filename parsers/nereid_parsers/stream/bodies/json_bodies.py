@@ -71,7 +71,7 @@ class ArrayReader(BodyReader):
         self._member: ObjectReader | None = None
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next text of the array. Set `status`, and `last_call_end` if a tool call ends.
+        """Read the next piece of the array. Set `status`, and `last_call_end` if a tool call ends.
 
         Returns:
             The position up to which the text was read. The caller passes the rest again, together

@@ -245,15 +245,14 @@ class ObjectReader(StepReader):
         """
         end = self._scanner.scan(text, pos)
         self._value_pieces.append(text[pos:end])
-        if self._scanner.status is DONE:
-            json_text = "".join(self._value_pieces)
-            try:
-                value = loads(json_text)
-            except ValueError:
-                value = json_text[1:-1]  # Invalid escape sequences are not decoded.
-            if not self._on_string(value):
-                return self._reject(end)
-        return end
+        if self._scanner.status is not DONE:
+            return end
+        json_text = "".join(self._value_pieces)
+        try:
+            value = loads(json_text)
+        except ValueError:
+            value = json_text[1:-1]  # Invalid escape sequences are not decoded.
+        return end if self._on_string(value) else self._reject(end)
 
     def _skip_value(self, text: str, pos: int) -> int:
         """Skip the value of an ignored member."""

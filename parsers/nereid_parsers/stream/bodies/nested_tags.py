@@ -1,8 +1,10 @@
 """Reads arguments that are written as nested elements, and converts them to a JSON object.
 
-With the mark `~`, the text `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes
-`{"items": [{"sku": "b1"}]}`. An element such as `items` is an array if the tool's schema declares
-an array. Without a declared type, an element is an array if its first child is called `item`.
+A prefix precedes each tag. Example with the prefix `~`: the text
+`~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes `{"items": [{"sku": "b1"}]}`.
+
+An element such as `items` is an array if the tool's schema declares an array. Without a declared
+type, an element is an array if its first child is called `item`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from json.encoder import encode_basestring as quote_json
+from typing import NamedTuple
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
 from nereid_parsers.stream.call_writer import CallWriter
@@ -73,36 +76,50 @@ class _Element:
     delayed_values: list[str] = field(default_factory=list)
 
 
+class _NextPrefix(NamedTuple):
+    """The prefix of the next tag in a text.
+
+    Attributes:
+        start: The position of the prefix. If no tag follows, this is the end of the text.
+        is_complete: Whether the whole prefix has arrived.
+    """
+
+    start: int
+    is_complete: bool
+
+
 class NestedReader(StepReader):
     """Reads nested elements as the arguments of one tool call.
 
     The matched header contains the function's name. Example: if the header names the function `f`,
-    the mark is `~` and `days` is an integer, the text `~<days>3~</days>` causes these calls of the
-    CallWriter: `start("f", "")` and `write("{")` in `begin`, `write('"days": ')` at the opening
-    tag, and `write("3")` after the closing tag. At the stop marker, the reader calls `write("}")`
-    and `end()`.
+    the tag prefix is `~` and `days` is an integer, the text `~<days>3~</days>` causes these calls
+    of the CallWriter: `start("f", "")` and `write("{")` in `begin`, `write('"days": ')` at the
+    opening tag, and `write("3")` after the closing tag. At the stop marker, the reader calls
+    `write("}")` and `end()`.
     """
 
-    def __init__(self, writer: CallWriter, head: Head, mark: str, stop_marker: str) -> None:
-        """Create a reader for arguments such as `~<city>Paris~</city>`, in which `~` is the mark.
+    def __init__(self, writer: CallWriter, head: Head, tag_prefix: str, stop_marker: str) -> None:
+        """Create a reader for arguments such as `~<city>Paris~</city>`, with the tag prefix `~`.
 
         Args:
             writer: The writer of the tool call.
             head: The text before the arguments, which contains the function's name.
-            mark: The text that precedes each tag.
+            tag_prefix: The text that precedes each tag.
             stop_marker: The marker that ends the arguments. The reader does not read this marker.
         """
         super().__init__(writer, first_step=self._read_piece)  # This is the only step.
         self._head = head
-        self._mark = mark
+        self._tag_prefix = tag_prefix
         self._stop_marker = stop_marker
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
         # The open elements, from the outermost to the innermost. The outermost element contains all
         # arguments, and has no tags of its own.
         self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
-        # Finds the text `mark`, or a prefix of `mark` at the end of the text.
-        self._find_mark = re.compile(f"{re.escape(mark)}|{marker_prefix_regex(mark)}").search
+        # Finds the tag prefix, or the beginning of the tag prefix at the end of the text.
+        self._find_prefix = re.compile(
+            f"{re.escape(tag_prefix)}|{marker_prefix_regex(tag_prefix)}"
+        ).search
 
     def begin(self) -> None:
         """Start the tool call and write the opening brace of its arguments."""
@@ -132,19 +149,19 @@ class NestedReader(StepReader):
         if is_outermost and match_marker(self._stop_marker, text, pos) >= 0:
             self._end_call()
             return pos
-        if text.startswith(self._mark, pos):
+        if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
-        is_cut_off = not self.is_final and self._mark.startswith(text[pos:])
+        is_cut_off = not self.is_final and self._tag_prefix.startswith(text[pos:])
         return NEED_MORE if is_cut_off else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read the tag at `pos`, including the mark before it, and open or close its element.
+        """Read the tag at `pos`, including its prefix, and open or close the element of the tag.
 
-        Examples with the mark `~`: `~<city>`, `~</city>` and `~ <city>`. Return the position after
-        the tag. The result is NEED_MORE if the tag is incomplete. If the tag is not valid, set the
-        status BROKEN and return `pos`.
+        Examples with the prefix `~`: `~<city>`, `~</city>` and `~ <city>`. Return the position
+        after the tag. The result is NEED_MORE if the tag is incomplete. If the tag is not valid,
+        set the status BROKEN and return `pos`.
         """
-        tag_start = skip_whitespace(text, pos + len(self._mark))
+        tag_start = skip_whitespace(text, pos + len(self._tag_prefix))
         match = _TAG(text, tag_start)
         if match is None:
             is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
@@ -201,25 +218,25 @@ class NestedReader(StepReader):
 
         The text after the element's opening tag decides. Nothing is read, but an opening quote or
         bracket is written. Return `pos` for text, the position of the child's tag, or NEED_MORE.
-        Examples, with the mark `~`: in `~<city>~<name>`, the element `city` has a child. In
+        Examples, with the prefix `~`: in `~<city>~<name>`, the element `city` has a child. In
         `~<city>Paris` and in `~<city>~</city>`, the element contains only text.
         """
-        mark_start, is_mark_complete = self._next_mark(text, pos)
-        has_text = skip_whitespace(text, pos) < mark_start
+        prefix_start, is_prefix_complete = self._next_prefix(text, pos)
+        has_text = skip_whitespace(text, pos) < prefix_start
         if has_text:
             return self._start_text(element, pos)
-        if not is_mark_complete:
+        if not is_prefix_complete:
             return self._start_text(element, pos) if self.is_final else NEED_MORE
-        tag_start = skip_whitespace(text, mark_start + len(self._mark))
+        tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
         if text.startswith(_CLOSING_TAG_START, tag_start):
             return self._start_text(element, pos)  # The element is empty.
         child_tag = _TAG(text, tag_start)
-        may_become_tag = not self.is_final and len(text) - mark_start < _MAX_TAG_CHARS
+        may_become_tag = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if child_tag is None and may_become_tag:
             return NEED_MORE
         child_name = child_tag.group(2) if child_tag else ""
         self._open_container(element, child_name)
-        return mark_start
+        return prefix_start
 
     def _start_text(self, element: _Element, pos: int) -> int:
         """Set the kind of an element that contains only text. Return `pos` unchanged.
@@ -253,36 +270,36 @@ class NestedReader(StepReader):
             self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")
 
-    def _next_mark(self, text: str, pos: int) -> tuple[int, bool]:
-        """Return the position of the next mark, and whether the whole mark has arrived.
+    def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
+        """Find the prefix of the next tag. At the end of the text, the prefix may be incomplete.
 
-        Examples with the mark `]<]`: the text `a]<]` gives `(1, True)`, and `a]<` gives
-        `(1, False)`. The text `a` contains no mark, so the position is its end: `(1, False)`.
+        Examples with the prefix `]<]`: the text `a]<]` gives `_NextPrefix(1, True)`, and `a]<`
+        gives `_NextPrefix(1, False)`. The text `a` without a tag gives `_NextPrefix(1, False)`.
         """
-        match = self._find_mark(text, pos)
+        match = self._find_prefix(text, pos)
         if match is None:
-            return len(text), False
-        return match.start(), match.group() == self._mark
+            return _NextPrefix(len(text), is_complete=False)
+        return _NextPrefix(match.start(), is_complete=match.group() == self._tag_prefix)
 
     def _read_text_or_tag(self, element: _Element, text: str, pos: int) -> int:
         """Read the text up to the next tag. If a tag starts at `pos`, read this tag instead.
 
-        Example with the mark `~`: from `Paris~</city>`, the first call reads `Paris`, and the
+        Example with the prefix `~`: from `Paris~</city>`, the first call reads `Paris`, and the
         second call reads `~</city>`.
 
         Returns:
             The position after the text or the tag. The result is NEED_MORE if the text at `pos` may
-            become a mark. If no more text follows, an incomplete mark is read as text.
+            become a tag prefix. If no more text follows, an incomplete prefix is read as text.
         """
-        mark_start, is_mark_complete = self._next_mark(text, pos)
-        if mark_start > pos:
-            self._add_text(element, text[pos:mark_start])
-            return mark_start
-        if is_mark_complete:
+        prefix_start, is_prefix_complete = self._next_prefix(text, pos)
+        if prefix_start > pos:
+            self._add_text(element, text[pos:prefix_start])
+            return prefix_start
+        if is_prefix_complete:
             return self._read_tag(text, pos)
         if not self.is_final:
             return NEED_MORE
-        self._add_text(element, text[pos:])  # An incomplete mark at the end of the message is text.
+        self._add_text(element, text[pos:])  # An incomplete prefix at the message's end is text.
         return len(text)
 
     def _add_text(self, element: _Element, text: str) -> None:

@@ -69,12 +69,12 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
     fields = _checked_fields(spec)
     reasoning_fields = [name for name in REASONING_FIELDS if name in fields]
     reasoning = _reasoning(fields[reasoning_fields[0]]) if reasoning_fields else None
-    wrapper, ends = _content(fields.get("content") or {})
+    content = _content_markers(fields.get("content") or {})
     tools = _tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
     return Format(
         "response_template",
-        Sections(reasoning=reasoning, content=wrapper, tools=tools),
-        ends=ends,
+        Sections(reasoning=reasoning, content=content.wrapper, tools=tools),
+        ends=content.turn_ends,
         turn=_literals(spec, "start_anchor"),
         sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),
     )
@@ -166,24 +166,30 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
     return Reasoning(opens[0], closes[0], also_open=opens[1:], also_close=closes[1:])
 
 
-def _content(field: Mapping[str, Any]) -> tuple[Wrapper | None, tuple[str, ...]]:
-    """Return the wrapper of the content, and the markers that end the turn.
+class _ContentMarkers(NamedTuple):
+    """The markers around the content, if any, and the markers that end the turn."""
+
+    wrapper: Wrapper | None
+    turn_ends: tuple[str, ...]
+
+
+def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
+    """Return the markers that the declaration of the field `content` contains.
 
     If the field has no opening marker, there is no wrapper, and the closing markers end the turn.
     Otherwise the first closing marker belongs to the wrapper.
 
-    >>> _content({"close": "<end>"})
-    (None, ('<end>',))
-    >>> _content({"open": "<a>", "close": ["</a>", "<end>"]})
-    (Wrapper(open='<a>', close='</a>'), ('<end>',))
+    >>> _content_markers({"close": "<end>"})
+    _ContentMarkers(wrapper=None, turn_ends=('<end>',))
+    >>> _content_markers({"open": "<a>", "close": ["</a>", "<end>"]})
+    _ContentMarkers(wrapper=Wrapper(open='<a>', close='</a>'), turn_ends=('<end>',))
     """
     opens = _literals(field, "open")
     closes = _literals(field, "close")
     if not opens:
-        return None, closes
+        return _ContentMarkers(None, closes)
     wrapper_close = closes[0] if closes else ""
-    turn_ends = closes[1:]
-    return Wrapper(opens[0], wrapper_close), turn_ends
+    return _ContentMarkers(Wrapper(opens[0], wrapper_close), turn_ends=closes[1:])
 
 
 # ---- calls --------------------------------------------------------------------------------------

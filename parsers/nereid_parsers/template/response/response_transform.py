@@ -46,32 +46,8 @@ def keys_of_transform(transform: object) -> Keys:
     if isinstance(function, str):
         # The placeholder refers to a JSON object with the usual keys "name" and "arguments".
         function_path = _path(function)
-        return Keys(
-            name=".".join((*function_path, "name")),
-            arguments=".".join((*function_path, "arguments")),
-        )
-    name_path, arguments_path = _name_and_arguments_paths(function, rule)
-    id_path = _path(call["id"]) if call.get("id") else ()
-    return Keys(
-        name=".".join(name_path), arguments=".".join(arguments_path), id=".".join(id_path) or None
-    )
-
-
-def _name_and_arguments_paths(
-    function: object, rule: object
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the path of keys to the name, and the path of keys to the arguments.
-
-    >>> _name_and_arguments_paths({"name": "{content.f}", "arguments": "{content.args}"}, None)
-    (('f',), ('args',))
-
-    Args:
-        function: The part of the transform that describes the function.
-        rule: The whole transform, for the error message.
-
-    Raises:
-        FormatError: The transform does not contain the keys.
-    """
+        prefix = f"{function_path}." if function_path else ""
+        return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
     if not isinstance(function, Mapping):
         raise FormatError(
             f"the transform {rule!r} does not return a tool call, because `function` is not "
@@ -84,14 +60,17 @@ def _name_and_arguments_paths(
             f"the transform {rule!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
-    return name_path, arguments_path
+    id_path = _path(call["id"]) if call.get("id") else ""
+    return Keys(name=name_path, arguments=arguments_path, id=id_path or None)
 
 
-def _path(placeholder: object) -> tuple[str, ...]:
-    """Split a placeholder into keys: "{content.tool.name}" gives ("tool", "name").
+def _path(placeholder: object) -> str:
+    """Return the path to which a placeholder refers: "{content.tool.name}" gives "tool.name".
+
+    The word "content" stands for the whole JSON object, so it is not a part of the path.
 
     >>> _path("{content.tool.name}"), _path("{content}")
-    (('tool', 'name'), ())
+    ('tool.name', '')
 
     Raises:
         FormatError: The value is not a placeholder.
@@ -102,7 +81,5 @@ def _path(placeholder: object) -> tuple[str, ...]:
             f"{placeholder!r} in the response_template is not a placeholder. A placeholder is a "
             "string such as '{content.name}'."
         )
-    keys = match.group(1).split(".")
-    if keys[0] == "content":  # This word stands for the whole JSON object.
-        keys = keys[1:]
-    return tuple(keys)
+    path = match.group(1)
+    return "" if path == "content" else path.removeprefix("content.")

@@ -1,0 +1,71 @@
+"""Compare tool calls that differ in one thing, for the report: comparisons T3 to T7b."""
+
+from __future__ import annotations
+
+from nereid_parsers.template.conversation import (
+    FIRST_KEY,
+    NUMBER_VALUE,
+    ONE_CALL,
+    SECOND_KEY,
+    SECOND_TOOL,
+    SECOND_VALUE,
+    SPECIAL_VALUE,
+    TWO_ARGUMENTS,
+    ProbeCall,
+    conversation_with_calls,
+)
+from nereid_parsers.template.difference import Difference, difference
+from nereid_parsers.template.probe import Prober, unmask_call_ids
+
+# The comparisons T3 to T7b: the label, the description of the change, and the changed tool call.
+_CALL_CHANGES = (
+    ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
+    ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
+    ("T5 two arguments", "The call has a second argument.", ProbeCall(arguments=TWO_ARGUMENTS)),
+    (
+        "T6 key and value",
+        "The argument has another key and another value.",
+        ProbeCall(arguments=((SECOND_KEY, SECOND_VALUE),)),
+    ),
+    (
+        "T7 type",
+        "The value is a number instead of a string.",
+        ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),)),
+    ),
+    (
+        "T7b special characters",
+        "The value is a string with a line break and characters of markup.",
+        ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),)),
+    ),
+)
+
+
+def compare_changed_calls(prober: Prober) -> None:
+    """Add the comparisons T3 to T7b to the report. The compared tool calls differ in one thing.
+
+    Example of a finding, if the variant has a second argument: `', "b": 2' is added.`
+    """
+    unchanged = conversation_with_calls(*ONE_CALL)
+    unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
+    for name, description, call in _CALL_CHANGES:
+        changed = conversation_with_calls(call)
+        changed_text = unmask_call_ids(prober.render(changed) or "")
+        finding = "The template refuses to render this call."
+        if changed_text:
+            finding = _change_text(difference(unchanged_text, changed_text))
+        prober.record(name, description, left=unchanged, right=changed, finding=finding)
+
+
+def _change_text(parts: Difference) -> str:
+    """Return a sentence that describes the difference between two renderings.
+
+    >>> _change_text(Difference("<a>", "", "<b>", "</a>"))
+    "'<b>' is added."
+    """
+    if not parts.left and not parts.right:
+        return "The renderings are equal."
+    if not parts.left:
+        return f"{parts.right!r} is added."
+    if not parts.right:
+        return f"{parts.left!r} is removed."
+    return f"{parts.left!r} becomes {parts.right!r}."

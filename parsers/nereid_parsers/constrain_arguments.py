@@ -323,5 +323,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return one node for each member: the separator and the member, both of which are optional."""
+    """Return a node for each member. The node matches the separator and the member, or nothing."""
     return [optional(sequence(const(separator), member)) for member in members]

@@ -45,7 +45,7 @@ from nereid_parsers.format import (
         ),
         (lambda: Call(JsonObject(), head="{name"), "contains '{', which is not a field"),
         (lambda: Call(JsonArguments(), head="{name}{id}"), "two fields without text between them"),
-        (lambda: NestedTags(" "), "NestedTags.mark is ' '"),
+        (lambda: NestedTags(" "), "NestedTags.tag_prefix is ' '"),
         (lambda: ToolSection(()), "at least one Call"),
         (lambda: ToolSection((Call(JsonObject()),), close="</c>"), "also needs an opening marker"),
         (lambda: Route(Stage.CALLS, "to="), "must contain {name}"),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from nereid_backend.errors import ConfigError
-from nereid_backend.settings_schema import (
+from nereid_backend.settings_validation import (
     SIZE_IN_BYTES,
     AutoSwitch,
     CheckpointPath,

@@ -35,7 +35,7 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.block_tables import BlockTables
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
-from nereid_backend.core.draft_lengths import DraftLengths
+from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.request import Request
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan

@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 from nereid_backend import Engine, EngineConfig
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.linear.lora_layers import LoraLayers
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model import load_weights
 from nereid_backend.model.fused_norms import fuse_norms
 from transformers import Qwen3ForCausalLM

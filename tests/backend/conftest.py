@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from nereid_backend.core.draft_lengths import StepCosts
+from nereid_backend.core.draft_tokens.draft_lengths import StepCosts
 from nereid_backend.fast_imports import importing
 
 with importing():

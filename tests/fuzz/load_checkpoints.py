@@ -12,8 +12,8 @@ import sys
 import time
 
 import torch
-from nereid_backend.checkpoint import load_checkpoint
 from nereid_backend.errors import ModelError
+from nereid_backend.load_checkpoint import load_checkpoint
 
 
 def main():

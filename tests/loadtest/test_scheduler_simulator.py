@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from nereid_backend import SamplingParams
-from nereid_backend.core.arrival_ranks import AGEING_STEPS
 from nereid_backend.core.blocks.block_pool import BlockPool
+from nereid_backend.core.queues.arrival_ranks import AGEING_STEPS
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepResult

@@ -9,8 +9,8 @@ no sequence of the request is in the queue.
 
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.blocks.block_tables import BlockTables
-from nereid_backend.core.fair_queue import FairQueue
 from nereid_backend.core.grammar import Guide
+from nereid_backend.core.queues.fair_queue import FairQueue
 from nereid_backend.core.request import Request
 from nereid_backend.core.sequence import Sequence
 

@@ -3,7 +3,7 @@
 
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.blocks.block_tables import BlockTables
-from nereid_backend.core.ranked_sequences import RunningSequences
+from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step_planner import StepPlanner
 

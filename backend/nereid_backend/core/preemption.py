@@ -4,7 +4,7 @@
 from collections import Counter
 from collections.abc import Container
 
-from nereid_backend.core.ranked_sequences import RunningSequences
+from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 
 

@@ -15,18 +15,18 @@ from collections import abc
 
 from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.adapter import Adapter
-from nereid_backend.core.arrival_ranks import ArrivalRanks
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.block_tables import BlockTables
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
 from nereid_backend.core.blocks.state_snapshots import StateSnapshots
 from nereid_backend.core.blocks.window import AttentionWindow
-from nereid_backend.core.drafter import Drafter
+from nereid_backend.core.draft_tokens.drafter import Drafter
 from nereid_backend.core.grammar import Guide
 from nereid_backend.core.invalid_blocks import InvalidBlocks
 from nereid_backend.core.outputs import FinishReason, RequestUpdate
-from nereid_backend.core.ranked_sequences import RunningSequences
+from nereid_backend.core.queues.arrival_ranks import ArrivalRanks
+from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.step_planner import StepPlanner

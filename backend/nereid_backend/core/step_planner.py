@@ -39,10 +39,10 @@ from nereid_backend.core.active_requests import ActiveRequests
 from nereid_backend.core.async_plans import PendingPlans
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.block_tables import BlockTables
-from nereid_backend.core.drafter import Drafter
-from nereid_backend.core.fair_queue import fair_shares
+from nereid_backend.core.draft_tokens.drafter import Drafter
 from nereid_backend.core.preemption import cheapest_victim, fair_victim
-from nereid_backend.core.ranked_sequences import RunningSequences
+from nereid_backend.core.queues.fair_queue import fair_shares
+from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 

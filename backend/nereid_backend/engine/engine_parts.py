@@ -12,9 +12,9 @@ from nereid_backend.checkpoints.same_tensors import Layout, read_layout
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
-from nereid_backend.core.drafter import Drafter
+from nereid_backend.core.draft_tokens.drafter import Drafter
+from nereid_backend.core.draft_tokens.prompt_lookup import PromptLookup
 from nereid_backend.core.outputs import EngineInfo
-from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.engine.disk_tier import DiskTier, open_disk_tier, prepare_folder
 from nereid_backend.engine.new_sequences import NewSequences

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import Checkpoint, Progress
 from nereid_backend.errors import ConfigError, first_line
+from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.fused_norms import fuse_norms
 from nereid_backend.model.self_check import check_path

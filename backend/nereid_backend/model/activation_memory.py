@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes

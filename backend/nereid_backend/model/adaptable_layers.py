@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
-from nereid_backend.checkpoint import Checkpoint, Progress
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import NereidError, first_line
+from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.path_variants import PathSpec
 from nereid_backend.model.self_check import Trial, check_path
 from nereid_backend.paths.model_call import UnfitError

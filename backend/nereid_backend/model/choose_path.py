@@ -22,9 +22,9 @@ import torch
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.checkpoint import Checkpoint, Progress
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError, first_line
+from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.length_limits import LengthLimit, model_limit
 from nereid_backend.model.path_variants import PathSpec, path_variants, set_attention
 from nereid_backend.model.self_check import (

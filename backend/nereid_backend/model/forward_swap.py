@@ -23,9 +23,9 @@ import torch
 
 from nereid_backend.attention.cpu.compile_kernels import KernelBuildError, find_compiler
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import Checkpoint, Progress
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import first_line
+from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.accelerate_path import path_for_check, use_compiled_forward
 from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.limits import available_memory, format_bytes

@@ -10,11 +10,11 @@ import transformers
 from tokenizers import Tokenizer
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.draft_model import DraftModel, DraftSizes
 from nereid_backend.errors import ConfigError
+from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.model.accelerate_path import use_compiled_forward
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.limits import MemoryPlan

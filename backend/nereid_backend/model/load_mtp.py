@@ -10,10 +10,10 @@ from transformers.modeling_layers import MtpModel
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.checkpoint import Checkpoint, Progress
 from nereid_backend.config import EngineConfig
 from nereid_backend.draft_model import DraftModel, DraftSizes
 from nereid_backend.errors import ConfigError, first_line
+from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import MemoryPlan
 from nereid_backend.model.path_variants import PathSpec, make_blocks

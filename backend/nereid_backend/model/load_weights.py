@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import Checkpoint, Progress, load_checkpoint
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.huge_pages import move_weights
@@ -19,6 +18,7 @@ from nereid_backend.linear.quantise_weights import (
     quantise_linears,
     slow_integers_warning,
 )
+from nereid_backend.load_checkpoint import Checkpoint, Progress, load_checkpoint
 from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.model.weight_memory import check_weight_memory

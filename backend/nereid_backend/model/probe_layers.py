@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec, LayerWindow
-from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import ModelCall, UnfitError
 from nereid_backend.paths.recurrent_cache import make_cache
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall, Sizes, UnfitError
 from nereid_backend.paths.single_sequence import SinglePath

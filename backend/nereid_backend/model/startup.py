@@ -17,13 +17,13 @@ import torch
 from nereid_backend.attention.choose_backend import attention_name
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerGroups
-from nereid_backend.checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.draft_model import DraftModel
+from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.lora.peft_files import LayerSizes
 from nereid_backend.model.accelerate_path import (

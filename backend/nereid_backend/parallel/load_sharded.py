@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import Progress, choose_device, load_checkpoint
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.errors import UnsupportedModelError, first_line
+from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpoint
 from nereid_backend.model.choose_image_path import refuse_images
 from nereid_backend.model.choose_path import ChosenPath, Trials, try_variants
 from nereid_backend.model.length_limits import model_limit

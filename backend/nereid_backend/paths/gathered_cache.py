@@ -25,8 +25,8 @@ from transformers.cache_utils import (
 
 from nereid_backend.attention.kv_cache import KVCache, gather_rows, store_rows
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.step import Chunk
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import BlockCacheLayer, ModelCall, UnfitError
 
 

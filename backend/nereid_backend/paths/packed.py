@@ -12,9 +12,9 @@ from nereid_backend.attention.cpu.cpu_attention import CpuKVCache
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.compiled_forward import CompiledForward
 from nereid_backend.paths.cuda_capture import CapturePieces
 from nereid_backend.paths.cuda_graphs import DecodeGraphs

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.gathered_cache import CacheLayout, GatheredStep, gathered_layer
 from nereid_backend.paths.model_call import ModelCall, join_logits, token_inputs
 from nereid_backend.paths.position_embeddings import PositionEmbeddings

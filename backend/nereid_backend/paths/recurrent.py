@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.kv_cache import KVCache
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import (
     ModelCall,
     extend_to_start,

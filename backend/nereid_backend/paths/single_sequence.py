@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import join_logits, num_bytes
 
 

@@ -5,7 +5,13 @@ from typing import Literal, get_args
 
 from pydantic import PositiveInt
 
-from nereid_backend.settings_schema import CheckpointPath, Device, Dtype, GpuShare, settings_class
+from nereid_backend.settings_validation import (
+    CheckpointPath,
+    Device,
+    Dtype,
+    GpuShare,
+    settings_class,
+)
 
 _Pooler = Literal[
     "cls", "lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", "max", "splade"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import choose_device
 from nereid_backend.errors import ConfigError
+from nereid_backend.load_checkpoint import choose_device
 from nereid_backend.model.limits import usable_cpus
 from nereid_backend.pooling.choose_forward import (
     ChosenForward,

@@ -16,7 +16,7 @@ from nereid_backend.attention.cpu.instruction_sets import CPU_INSTRUCTIONS
 from nereid_backend.config import EngineConfig
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.serving.pooling_tensor_names import EMBEDDING, RERANK
-from nereid_backend.settings_schema import (
+from nereid_backend.settings_validation import (
     CheckpointPath,
     check_names,
     from_texts,

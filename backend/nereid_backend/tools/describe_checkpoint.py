@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from nereid_backend.checkpoint import check_files, read_config
 from nereid_backend.checkpoints.checkpoint_folder import GGUF_LINK, checkpoint_folder
 from nereid_backend.checkpoints.quantised_tensors import quantisation_settings
 from nereid_backend.checkpoints.safetensors_files import open_tensors
@@ -24,6 +23,7 @@ from nereid_backend.checkpoints.weight_counts import count_weights
 from nereid_backend.config import EngineConfig
 from nereid_backend.engine.engine import Engine
 from nereid_backend.errors import NereidError
+from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.weight_memory import memory_by_setting

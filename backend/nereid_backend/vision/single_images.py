@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoint import Checkpoint
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
+from nereid_backend.load_checkpoint import Checkpoint
 from nereid_backend.paths.model_call import join_logits
 from nereid_backend.runner import ForwardPath
 from nereid_backend.vision.feature_cache import FeatureCache

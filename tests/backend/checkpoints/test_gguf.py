@@ -12,12 +12,12 @@ from backend.tiny_models import BY_NAME, Family
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend import ModelError, UnsupportedModelError
-from nereid_backend.checkpoint import load_checkpoint
 from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from nereid_backend.checkpoints.gguf.gguf_file import GgufTensor, read_gguf
 from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.load_checkpoint import load_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 

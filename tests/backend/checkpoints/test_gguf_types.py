@@ -5,11 +5,11 @@ import torch
 from backend.checkpoints.ggml_quantise import quantise
 from backend.checkpoints.gguf_writer import Q4_K_M, WIDE, dequantised_weights, write_gguf
 from backend.exactness import open_engine, reference, run_staggered
-from nereid_backend.checkpoint import load_checkpoint
 from nereid_backend.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from nereid_backend.checkpoints.gguf.gguf_file import GgufTensor
 from nereid_backend.checkpoints.gguf.gguf_weights import GgufWeight
 from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import save_file
 
 # ggml first searches neighbours in a grid of numbers for these types, which takes up to 4 seconds.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from backend.checkpoints import writers
 from backend.exactness import PARAMS, open_engine
-from nereid_backend.checkpoint import load_checkpoint
 from nereid_backend.linear.grouped_linear import GroupedLinear
+from nereid_backend.load_checkpoint import load_checkpoint
 
 
 def load(folder, *, use_panels):

@@ -5,7 +5,7 @@ import torch
 from backend.checkpoints import writers
 from backend.tiny_models import BY_NAME
 from nereid_backend import ModelError, UnsupportedModelError
-from nereid_backend.checkpoint import load_checkpoint
+from nereid_backend.load_checkpoint import load_checkpoint
 from safetensors.torch import load_file, save_file
 
 

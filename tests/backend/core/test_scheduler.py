@@ -3,9 +3,9 @@ import random
 import pytest
 from backend.scripted_model import BLOCK, EOS, ScriptedModel
 from nereid_backend import SamplingParams
-from nereid_backend.core.arrival_ranks import AGEING_STEPS
 from nereid_backend.core.blocks.block_pool import BlockPool
-from nereid_backend.core.prompt_lookup import PromptLookup
+from nereid_backend.core.draft_tokens.prompt_lookup import PromptLookup
+from nereid_backend.core.queues.arrival_ranks import AGEING_STEPS
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepResult

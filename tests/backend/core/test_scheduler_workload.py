@@ -9,8 +9,8 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.blocks import state_snapshots
 from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
+from nereid_backend.core.draft_tokens.prompt_lookup import PromptLookup
 from nereid_backend.core.outputs import RequestUpdate
-from nereid_backend.core.prompt_lookup import PromptLookup
 from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 

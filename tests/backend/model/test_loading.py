@@ -12,7 +12,7 @@ from backend.exactness import PARAMS, open_engine
 from nereid_backend import ConfigError, ModelError, UnsupportedModelError
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerWindow
-from nereid_backend.checkpoint import check_files, load_checkpoint
+from nereid_backend.load_checkpoint import check_files, load_checkpoint
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.path_variants import make_blocks, set_attention
 from nereid_backend.model.probe_layers import probe_layers

@@ -26,9 +26,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from nereid_backend.checkpoint import check_files
 from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
+from nereid_backend.load_checkpoint import check_files
 from nereid_backend.pooling.late_interaction import STANFORD_ARCHITECTURE, STANFORD_PROJECTION
 from nereid_backend.pooling.loading.checkpoint_spec import (
     BASE,

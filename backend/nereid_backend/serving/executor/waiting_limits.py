@@ -7,7 +7,7 @@ would wait. That time is estimated from the rate at which requests leave the que
 shorter time limit is refused immediately, because its time limit would end while it waits.
 
 No client can use a limit alone, and no client waits for all requests of another client, because the
-engine's queue serves the clients in turn (core/fair_queue.py).
+engine's queue serves the clients in turn (core/queues/fair_queue.py).
 """
 
 import math

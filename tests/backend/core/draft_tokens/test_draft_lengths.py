@@ -2,7 +2,7 @@ import random
 
 import pytest
 from nereid_backend import SamplingParams
-from nereid_backend.core.draft_lengths import DraftLengths, StepCosts
+from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths, StepCosts
 from nereid_backend.core.sequence import Sequence
 
 

@@ -9,7 +9,7 @@ of one client, the rank decides. If only one client has requests, the queue is a
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from nereid_backend.core.ranked_sequences import RankedSequences
+from nereid_backend.core.queues.ranked_sequences import RankedSequences
 from nereid_backend.core.sequence import Sequence
 
 

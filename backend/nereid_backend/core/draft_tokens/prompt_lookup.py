@@ -13,7 +13,7 @@ Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in spec
 from collections import abc
 from dataclasses import dataclass, field
 
-from nereid_backend.core.draft_lengths import DraftLengths
+from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.sequence import Sequence
 
 # The number of tokens in an n-gram. The n-gram at the end of a sequence is looked up among the

@@ -4,7 +4,7 @@
 from collections import abc
 from typing import Protocol
 
-from nereid_backend.core.draft_lengths import DraftLengths
+from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.sequence import Sequence
 
 

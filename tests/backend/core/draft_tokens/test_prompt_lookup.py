@@ -1,6 +1,6 @@
 import pytest
 from nereid_backend import SamplingParams
-from nereid_backend.core.prompt_lookup import PromptLookup
+from nereid_backend.core.draft_tokens.prompt_lookup import PromptLookup
 from nereid_backend.core.sequence import Sequence
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 from backend.core.test_scheduler import commit, make_scheduler, make_sequence
-from nereid_backend.core.fair_queue import fair_shares
+from nereid_backend.core.queues.fair_queue import fair_shares
 
 
 def steps_until_first_token(scheduler, name, limit=50):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All accepted requests that have not ended. Sequences without a row wait in a queue.
+"""The requests that were accepted and have not ended, and the queue of their waiting sequences.
 
 If a request has several sequences, the first one (the leader) computes the prompt. Meanwhile, the
 other sequences (the followers) are not in the queue. When the prompt is computed, the followers
@@ -68,7 +68,7 @@ class ActiveRequests:
         return request is not None and not request.is_prepared
 
     def add(self, sequences: list[Sequence], *, is_prepared: bool) -> None:
-        """Add all sequences of a new request.
+        """Add all sequences of a new request to the requests that have not ended.
 
         The caller must set the rank of each sequence before the call.
 
@@ -104,14 +104,14 @@ class ActiveRequests:
         self._enqueue(request)
 
     def admit(self, sequence: Sequence) -> None:
-        """Remove a sequence from the waiting queue, because it has just got a row and blocks."""
+        """Remove a sequence from the waiting queue, because it was given a place in the batch."""
         request = self.of(sequence)
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Put the followers of a request into the queue, after the leader has computed the prompt.
+        """Queue the other sequences of a request after one sequence has computed the shared prompt.
 
         `sequence` is the sequence that has computed the prompt. Example: sequence 0 of a request
         with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
@@ -123,7 +123,7 @@ class ActiveRequests:
             self._split(request)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended.
+        """Remove a sequence that has ended from its request.
 
         If the sequence was the leader and had not computed the prompt yet, the next follower
         becomes the leader.
@@ -139,12 +139,13 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         elif request.followers and request.is_prepared and not request.is_split:
-            # The leader ended before the prompt was computed, so a follower becomes the leader. If
-            # the request is not prepared, `_enqueue` will choose the leader later.
+            # The sequence that should have computed the prompt ended first, so the next sequence of
+            # the request computes the prompt. If the grammar of the request is still being
+            # compiled, `_enqueue` selects that sequence later.
             self.waiting.add(request.followers.pop(0))
 
     def check(self, num_running: int) -> None:
-        """Verify that no sequence was lost.
+        """Raise an AssertionError if a sequence of an accepted request was lost.
 
         Every sequence either runs, waits in the queue, or is held back until its prompt or its
         grammar is ready.
@@ -162,7 +163,7 @@ class ActiveRequests:
         assert all(r.row is None and not any(r.block_tables) for r in self.waiting)
 
     def _enqueue(self, request: Request) -> None:
-        """Put the leader, which is the first sequence of the request, into the waiting queue.
+        """Put the first sequence of a request, which computes the prompt, into the waiting queue.
 
         If sequences do not share prompts, put the followers into the queue, too.
         """
@@ -172,13 +173,13 @@ class ActiveRequests:
             self._split(request)
 
     def _split(self, request: Request) -> None:
-        """Put all followers of a request into the waiting queue."""
+        """Put the sequences that waited for the shared prompt into the waiting queue."""
         request.is_split = True
         for follower in request.followers:
             self.waiting.add(follower)
 
     def _remove_follower(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from the followers of its request.
+        """Remove a sequence from the sequences that wait for the shared prompt of their request.
 
         If no follower is left, release the blocks of the prompt.
         """
@@ -195,7 +196,7 @@ def _is_queued(request: Request, sequence: Sequence) -> bool:
 
 
 def _num_held_back(request: Request) -> int:
-    """Return how many sequences of a request are neither running nor in the queue."""
+    """Return how many sequences of a request are neither running nor in the waiting queue."""
     if not request.is_prepared:
         return len(request.sequences)
     return 0 if request.is_split else len(request.followers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of a LoRA adapter."""
+"""The class that identifies a LoRA adapter by its name, folder and content."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step plans for async scheduling. A plan is made while the previous step is still running.
+"""The plans of async scheduling. Each step is planned while the previous step is still running.
 
     plan            plan_ahead(A)       commit(A)   settle(B)   plan_ahead(B)       commit(B)
     A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...
@@ -22,7 +22,7 @@ _PENDING = -1
 
 
 class PendingPlans:
-    """The uncommitted plans, and the sequences that have ended but are still part of these plans.
+    """The plans of steps whose results are not applied yet, and the ended sequences in these plans.
 
     Attributes:
         is_planning: whether `plan_next` is making a plan at the moment.
@@ -59,7 +59,7 @@ class PendingPlans:
             The plan of the next step. A plan without chunks needs no commit.
         """
         sampling: list[Sequence] = []
-        # Unpacking a chunk is faster than reading its fields by name.
+        # Unpacking the tuple `chunk` takes less time than reading its fields by name.
         for sequence, start, num_tokens, samples, _is_first, _num_logits in before.chunks:
             sequence.num_computed_tokens = start + num_tokens
             if samples:
@@ -74,7 +74,8 @@ class PendingPlans:
                 sequence.token_ids.pop()
         if not plan.chunks:
             return plan
-        # For each sequence, the index of its sampled token in the running step.
+        # This dict maps each sequence that samples to the index of its token among the sampled
+        # tokens of the running step.
         sources = {sequence: source for source, sequence in enumerate(sampling)}
         planned = [chunk.sequence for chunk in plan.chunks]
         plan.pending.extend(
@@ -84,7 +85,7 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Return the part of a plan that is still valid after the previous step was committed.
+        """Return the part of a plan that is still valid once the previous step has ended.
 
         Example: the plan assumed that a sequence with 20 tokens gets one token, which the plan
         computes. If the grammar forced a second token, the sequence has 22 tokens. The chunk is
@@ -121,11 +122,11 @@ class PendingPlans:
         self._plans = [other for other in self._plans if other is not plan]
 
     def will_end(self, sequence: Sequence) -> bool:
-        """Return whether a sequence has ended, or reaches its length limit in the running step."""
+        """Return whether a sequence has ended or ends in the running step, by its length."""
         return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
     def take_free(self) -> list[Sequence]:
-        """Remove and return the sequences of `leaving` that no uncommitted plan contains."""
+        """Remove and return the ended sequences that are no longer part of any uncommitted plan."""
         busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         free = [sequence for sequence in self.leaving if sequence not in busy]
         for sequence in free:

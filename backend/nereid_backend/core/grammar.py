@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar and thinking specifications of requests, and the interface of guides.
+"""The grammars and reasoning budgets of requests, and the interface that applies them.
 
 A guide stores which tokens the grammar and the thinking budget of one sequence allow next. The
 package `nereid_backend.grammar` creates guides, and the sampler uses them. The core never looks
@@ -16,7 +16,9 @@ KINDS = ("structural_tag", "json_schema", "regex", "ebnf", "choice")
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar as text. Requests with equal specifications share one compiled grammar.
+    """A grammar in text form, as a request specifies it.
+
+    Requests with equal specifications share one compiled grammar.
 
     Attributes:
         kind: one of `KINDS`.
@@ -106,7 +108,7 @@ class ThinkingSpec(NamedTuple):
 
 
 class Guide(Protocol):
-    """Determines which tokens may come next in one sequence.
+    """The tokens that may come next in one sequence, according to its grammar and reasoning budget.
 
     A guide applies the grammar and the thinking budget of the request, and it advances with each
     token of the answer.
@@ -116,7 +118,7 @@ class Guide(Protocol):
     """
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance the state by new tokens of the answer.
+        """Advance the state of the grammar by new tokens of the answer.
 
         Args:
             token_ids: the new tokens, in order.

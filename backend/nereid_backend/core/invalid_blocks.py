@@ -22,7 +22,7 @@ class InvalidBlocks:
         pending_plans: PendingPlans,
         planner: StepPlanner,
     ) -> None:
-        """Store the parts of the scheduler that refer to blocks."""
+        """Store references to the objects of the scheduler that contain block ids."""
         self._tables = tables
         self._running = running
         self._pending_plans = pending_plans

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of the values that the engine returns, such as outputs of requests and statistics."""
+"""The values that the engine returns: updates, finished outputs, statistics and a description."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -27,8 +27,8 @@ class TokenLogprobs(NamedTuple):
     rank: int
 
 
-# The class is not frozen, because creating a frozen object takes several times as long. A step
-# creates one update for each sequence.
+# This class is not frozen, because creating a frozen object takes several times as long, and each
+# step creates one update for each sequence.
 @dataclass(slots=True)
 class RequestUpdate:
     """The tokens that one step adds to one sequence of a request.
@@ -70,7 +70,7 @@ class RequestUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished sequence.
+    """The output of one sequence that has ended.
 
     If a stop token ended the sequence, `token_ids` includes the stop token, but `text` does not.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the running sequence that is preempted if rows or blocks are missing."""
+"""Selects the running sequence that is preempted when the batch or the KV cache is full."""
 
 from collections import Counter
 from collections.abc import Container
@@ -89,7 +89,7 @@ def fair_victim(
 
 
 def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
-    """Return a sort key. The sequence with the smallest key should be preempted first.
+    """Return the sort key of a sequence. The sequence with the smallest key is preempted first.
 
     The order is: lower priority, fewer tokens to compute again, later arrival.
     """

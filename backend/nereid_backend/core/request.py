@@ -7,7 +7,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 class Request:
-    """The n sequences of one client request, which share a prompt.
+    """The n sequences that are generated for the prompt of one client request.
 
     One sequence, the leader, computes the prompt. Meanwhile, the other sequences, the followers,
     stay out of the scheduler's queue. When the prompt is computed, the request is split: the

@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 
-# The largest value of logprobs and of prompt_logprobs.
+# The largest allowed value of the parameters logprobs and prompt_logprobs.
 MAX_LOGPROBS = 20
-# The largest value of n.
+# The largest allowed value of the parameter n.
 MAX_SEQUENCES = 64
-# The largest length of prompt_cache_key in characters.
+# The largest allowed length of the parameter prompt_cache_key, in characters.
 MAX_CACHE_KEY_LENGTH = 256
-# The default of prompt_cache_ttl for requests with a prompt_cache_key.
+# The default of prompt_cache_ttl in seconds, for requests with a prompt_cache_key.
 _DEFAULT_CACHE_TTL_S = 300.0
-# The smallest integer that does not fit into a message between the processes.
+# Integers must be smaller than this number, so that they fit into a message between two processes.
 _TOO_LARGE = 2**64
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling parameters of one request. The names are those of vLLM's class `SamplingParams`.
+    """The sampling parameters of one request, with the same names as in vLLM's `SamplingParams`.
 
     This class declares each parameter with its type, its default and, as metadata, its range. The
     range is named like the arguments of pydantic's `Field`. The core imports only the standard
@@ -105,7 +105,7 @@ class SamplingParams:
 
     @property
     def retention_s(self) -> float:
-        """The time in seconds for which the cached prefixes of the request are retained."""
+        """The number of seconds for which the cached prefixes of the request are retained."""
         if self.prompt_cache_ttl is not None:
             return self.prompt_cache_ttl
         return _DEFAULT_CACHE_TTL_S if self.prompt_cache_key else 0.0

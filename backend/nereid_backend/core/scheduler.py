@@ -34,7 +34,7 @@ from nereid_backend.core.updates import append_sampled, common_prefix_len, make_
 
 
 class Scheduler:
-    """Plans the steps of all requests that have not ended, and applies the results of the steps.
+    """Plans each step, and applies the results of the step to the requests.
 
     The class is not thread-safe: one thread must call all its methods.
 
@@ -116,7 +116,8 @@ class Scheduler:
         self._invalid_blocks = InvalidBlocks(
             self._tables, self._running, self._pending_plans, self._planner
         )
-        # The last updates of sequences that ended outside of a step. The next commit returns them.
+        # The last updates of sequences that did not end in a step, for example of aborted
+        # sequences. The next call of `commit` returns these updates.
         self._ended: list[RequestUpdate] = []
 
     @property
@@ -126,7 +127,7 @@ class Scheduler:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the last plan was incomplete, because it was made ahead.
+        """Whether the last plan is incomplete, because it was made before the previous step ended.
 
         A plan is incomplete if it would have needed a preemption or a block copy, which a plan that
         is made ahead must not contain.
@@ -144,7 +145,7 @@ class Scheduler:
         return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request was added and its last update has not been returned yet."""
+        """Return whether a request was added and its last update is still to be returned."""
         return request_id in self._requests or any(
             update.request_id == request_id for update in self._ended
         )
@@ -154,7 +155,7 @@ class Scheduler:
         return self._requests.adapters()
 
     def is_preparing(self, request_id: str) -> bool:
-        """Return whether a request still needs a call of `start` or `refuse`."""
+        """Return whether a request still waits for a call of `start` or `refuse`."""
         return self._requests.is_preparing(request_id)
 
     def has_work(self) -> bool:
@@ -200,8 +201,8 @@ class Scheduler:
         Do nothing if the request is unknown.
         """
         sequences = self._requests.sequences_of(request_id)
-        # End the last sequence first. Otherwise, each sequence that ends would hand the computation
-        # of the prompt to the next sequence.
+        # End the last sequence first. If the first sequence ended first, the next sequence would
+        # have to compute the shared prompt, only to be ended as well.
         matching = [s for s in reversed(sequences) if index in (None, s.index)]
         ended = [self._end(sequence, "abort") for sequence in matching]
         self._ended += reversed(ended)
@@ -213,7 +214,7 @@ class Scheduler:
         return self._plan_step()
 
     def plan_ahead(self, before: StepPlan) -> StepPlan:
-        """Plan the next step while the current step is still running.
+        """Plan the next step before the current step has ended.
 
         Args:
             before: the plan of the running step, without draft tokens. If `before` was made ahead,
@@ -229,11 +230,11 @@ class Scheduler:
         return self._pending_plans.plan_next(before, self._plan_step)
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Return the valid part of a plan that was made ahead; see `PendingPlans.settle`."""
+        """Return the part of an early plan that is still valid; see `PendingPlans.settle`."""
         return self._pending_plans.settle(plan, device_token_ids)
 
     def drop(self, plan: StepPlan) -> None:
-        """Discard a plan that was made ahead.
+        """Discard a plan that was made before the previous step ended.
 
         The sequences keep the blocks that were allocated for the plan.
         """
@@ -255,7 +256,7 @@ class Scheduler:
         for chunk in plan.chunks:
             outcome = next(sampled) if chunk.samples else None
             if outcome is not None and outcome.error is not None:
-                # Other sequences may share the blocks, even if this sequence has ended already.
+                # Other sequences may share these blocks, even if this sequence has already ended.
                 self._invalid_blocks.add(chunk.sequence)
             if leaving and chunk.sequence in leaving:
                 continue
@@ -267,7 +268,7 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """End every sequence of a plan whose step failed, and return the last updates."""
+        """End every sequence of a plan whose step failed, and return the last update of each."""
         updates, self._ended = self._ended, []
         self._pending_plans.remove(plan)
         for chunk in plan.chunks:
@@ -282,20 +283,21 @@ class Scheduler:
         return updates
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
-        """Record the seconds that the forward pass and the sampling of a step have taken.
+        """Record how many seconds the forward pass and the sampling of a step took.
 
         These times show whether draft tokens save time. Steps with prefills are ignored.
         """
         if self.drafter is None:
             return
         num_drafts = plan.num_tokens - len(plan.chunks)
-        # A decode needs the logits of all its tokens: of its known token and of its draft tokens. A
-        # longer prefill needs fewer logits than it has tokens.
+        # A decode needs the logits of all its tokens: of the last known token and of the draft
+        # tokens. A chunk of a prompt has more tokens than it needs logits, so this step contains a
+        # prefill.
         if all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks):
             self.drafter.lengths.costs.add_step(len(plan.chunks), num_drafts, seconds)
 
     def check(self) -> None:
-        """Verify that the block tables, the reference counts and the rows agree.
+        """Raise an AssertionError if block tables, reference counts and rows disagree.
 
         Raises:
             AssertionError: if a block, a row or a sequence was lost.
@@ -317,7 +319,7 @@ class Scheduler:
 
         The argument `outcome` and the result are None if the chunk does not sample.
         """
-        # Unpacking a chunk is faster than reading its fields by name.
+        # Unpacking the tuple `chunk` takes less time than reading its fields by name.
         sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
         num_known = len(sequence.token_ids)
         computed_end = start + num_tokens
@@ -356,7 +358,7 @@ class Scheduler:
         return self._end(sequence, reason, update=update, stop_reason=stop_reason)
 
     def _verify_drafts(self, sequence: Sequence, new_token_ids: list[int]) -> None:
-        """Record how many draft tokens of a sequence were accepted, and delete the draft tokens.
+        """Record how many draft tokens of a sequence were accepted, and clear its draft tokens.
 
         A draft token was accepted if it and all draft tokens before it equal the new tokens.
         """
@@ -377,7 +379,7 @@ class Scheduler:
         error: str | None = None,
         is_refused: bool = False,
     ) -> RequestUpdate:
-        """Remove a sequence and return its last update.
+        """Remove a sequence that has ended from its request, and return its last update.
 
         If an uncommitted plan contains the sequence, the sequence keeps its row and its blocks
         until the plan is committed.
@@ -398,9 +400,9 @@ class Scheduler:
         return update
 
     def _release_ended(self) -> None:
-        """Release the rows and the blocks of sequences that have ended.
+        """Release the rows and blocks of ended sequences that no uncommitted plan contains.
 
-        If an uncommitted plan still contains a sequence, skip the sequence.
+        The other ended sequences stay in the list, because a running step still uses their blocks.
         """
         if self._pending_plans.leaving:
             for sequence in self._pending_plans.take_free():

@@ -84,7 +84,7 @@ class Sequence:
         self.index = 0
         self.rank: tuple[int, ...] = ()
         self.row: int | None = None
-        # What the request asked for.
+        # The parameters of the request.
         self.params = params
         self.max_total_tokens = max_total_tokens
         eos = () if params.ignore_eos else eos_token_ids
@@ -93,7 +93,8 @@ class Sequence:
         self.guide: Guide | None = None
         self.adapter: Adapter | None = None
         self.images: ImageInputs | None = None
-        # The tokens and their log-probabilities, and whether an update has been returned.
+        # The tokens of the sequence, their log-probabilities, and whether an update has been
+        # returned.
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.draft_token_ids: list[int] = []
@@ -141,7 +142,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the engine still has to compute log-probabilities of this sequence's prompt."""
+        """Whether log-probabilities of the prompt were requested and are not complete yet."""
         return (
             self.params.prompt_logprobs is not None
             and self.index == 0
@@ -149,7 +150,7 @@ class Sequence:
         )
 
     def all_sequences(self) -> list["Sequence"]:
-        """Return the n sequences of the request: this sequence, and n - 1 copies with other seeds.
+        """Return the n sequences of the request: this sequence and n - 1 copies with other seeds.
 
         This sequence has index 0, and the copies have the indices 1 to n - 1.
         """

@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 class SnapshotPlan(NamedTuple):
-    """The snapshots of recurrent states that a step loads, saves and deletes.
+    """The recurrent states that a step loads, saves and deletes, by the ids of their snapshots.
 
     Each pair contains the index of a chunk in the plan and the id of a snapshot. The forward path
     first loads, then deletes, then computes the chunks, and finally saves.
@@ -51,7 +51,7 @@ class SnapshotPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of one step. Chunks of one token come before longer chunks.
+    """The tokens that the model computes in one step. Chunks of one token come first.
 
     Attributes:
         chunks: one chunk for each sequence of the step, in the order of the batch. Every sequence
@@ -74,7 +74,7 @@ class StepPlan:
 
 
 class Sampled(NamedTuple):
-    """The tokens that a step generates for the sequence of one chunk.
+    """The tokens that one step generates for one sequence.
 
     The chunk ends with the last known token of the sequence, so that the next token can be sampled.
 
@@ -95,7 +95,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one step.
+    """The tokens and log-probabilities that one step has generated.
 
     Attributes:
         sampled: one entry for each chunk of the plan that samples, in the plan's order.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step planner, which decides which tokens the model computes in the next step.
+"""The step planner, which selects the tokens that the model computes in the next step.
 
 There is no prefill phase and no decode phase. The known tokens of a sequence are its prompt and the
 tokens that were sampled so far. The computed tokens of a sequence are those whose keys and values
@@ -49,7 +49,7 @@ from nereid_backend.core.step import Chunk, StepPlan
 
 @dataclass(slots=True)
 class StepPlanner:
-    """Plans steps, and allocates the blocks that the steps need.
+    """Plans each step, and allocates the blocks of the KV cache that the step needs.
 
     Attributes:
         pool: the blocks of the KV cache.
@@ -94,21 +94,22 @@ class StepPlanner:
         if has_several_clients and waiting:
             self._make_room(waiting.first())
         self.shares = self._prefill_shares() if has_several_clients else {}
-        # An overdue prompt did not fit into the budget of the last step, so it comes first now.
+        # The last step had no budget left for a prompt that cannot be divided, so this prompt comes
+        # first now.
         if not self.has_overdue_prompt:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # There are not enough free blocks for the overdue prompt. The running sequences would
-            # have waited for this prompt, but now they are computed instead.
+            # There are not enough free blocks for the prompt that should come first. Plan the
+            # running sequences instead, which would otherwise have waited for this prompt.
             self._plan_running(chunks, budget)
         if has_several_clients:
             for chunk in chunks:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
         if num_tokens > len(chunks):
-            # Attention processes all chunks with a single token in one group, so the plan lists
-            # these chunks first.
+            # The attention kernels process all chunks of a single token together, so these chunks
+            # come first.
             chunks.sort(key=_has_many_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
@@ -116,7 +117,7 @@ class StepPlanner:
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Preempt a running sequence: release its row and blocks, and let it wait in the queue."""
+        """Preempt a running sequence: release its row and blocks, and queue it again."""
         self.release(sequence)
         sequence.prompt_logprobs = []
         self.requests.waiting.add(sequence)
@@ -137,7 +138,7 @@ class StepPlanner:
         index = 0
         running = self.running.sequences
         is_ahead = self.pending_plans.is_planning
-        # The list of running sequences becomes shorter if the loop preempts a sequence.
+        # Preempting a sequence removes it from the list of running sequences during the loop.
         while index < len(running) and budget > 0:
             sequence = running[index]
             if is_ahead and self.pending_plans.will_end(sequence):
@@ -150,9 +151,9 @@ class StepPlanner:
                 and self.tables.has_block(sequence, start)
                 and self.drafter is None
             ):
-                # Nearly all chunks are decodes that need no new block. For such a decode, this
-                # branch creates the same chunk as `_plan_next_tokens`, but in less time. The
-                # arguments are positional, because keyword arguments take more time.
+                # Nearly all chunks are decodes that need no new block, so this branch creates them
+                # directly. The result is the same as that of `_plan_next_tokens`, but takes less
+                # time. The arguments are positional, because keyword arguments take more time.
                 num_tokens, samples, is_first, num_logits = 1, True, False, 1
                 chunk = Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
             else:
@@ -182,7 +183,7 @@ class StepPlanner:
         """
         sequence = self.running[index]
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-        # With whole_prefill, a running sequence has computed its whole prompt in its first step, so
+        # If `whole_prefill` is true, the first step of a sequence has computed its whole prompt, so
         # only the last sampled token remains.
         num_tokens = min(num_remaining, 1 if self.whole_prefill else limit)
         # A client with long prompts gets only its share of the budget.
@@ -203,8 +204,9 @@ class StepPlanner:
         have half of their blocks and wait for the other prompt's blocks forever.
         """
         if self.is_held_up:
-            # Some sequence needs a preemption, but a plan that is made ahead must not preempt.
-            # Leave the remaining blocks free for that sequence: admit no waiting sequence.
+            # A running sequence needs a preemption, but a plan that is made before the previous
+            # step ends must not preempt. Admit no waiting sequence, so that the free blocks remain
+            # for that sequence.
             return
         starts_with_overdue_prompt = self.has_overdue_prompt
         self.has_overdue_prompt = False
@@ -224,12 +226,12 @@ class StepPlanner:
             chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if starts_with_overdue_prompt:
-                # The running sequences have no chunks in this step. They wait for the overdue
-                # prompt, and they must not also wait for a second prompt.
+                # A prompt that comes first has used this step for itself, and the running sequences
+                # wait for it. They must not wait for a second such prompt as well.
                 break
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Give a row and blocks to a waiting sequence.
+        """Give a row and blocks to a waiting sequence, if possible, and return whether it got them.
 
         Returns:
             Whether the sequence got a row and blocks. False if there are not enough free blocks, or
@@ -237,14 +239,15 @@ class StepPlanner:
         """
         request = self.requests.of(sequence)
         if self.pending_plans.is_planning and sequence in request.followers:
-            # The sequence shares the prompt blocks of its request, and may need a copy of the last
-            # block. A plan that is made ahead must not copy blocks, so the sequence must wait.
+            # The sequence shares the prompt blocks of its request and may need a copy of the last
+            # block. A plan that is made before the previous step ends must not copy blocks, so the
+            # sequence must wait.
             self.is_held_up = True
             return False
         while not self.tables.try_admit(sequence, request):
-            # If no sequence is running, all used blocks contain prompts. Requests keep these
-            # prompts for their waiting sequences. Free the blocks of the oldest prompt. The waiting
-            # sequences of that request then compute the prompt again.
+            # No sequence is running, so all used blocks contain prompts that requests keep for
+            # their waiting sequences. Free the oldest of these prompts. The waiting sequences of
+            # that request then compute the prompt again.
             if self.running or not self.tables.drop_oldest_prompt():
                 return False
         self.requests.admit(sequence)
@@ -252,7 +255,7 @@ class StepPlanner:
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Preempt sequences of other clients if too few rows or blocks are left for `sequence`.
+        """Preempt sequences of other clients if `sequence` has a right to their rows or blocks.
 
         See `preemption.fair_victim` for the sequences that may be preempted.
         """
@@ -268,7 +271,7 @@ class StepPlanner:
             if victim is None:
                 return
             if self.pending_plans.is_planning:
-                # A plan that is made ahead must not preempt a sequence.
+                # A plan that is made before the previous step ends must not preempt a sequence.
                 self.is_held_up = True
                 return
             self.preempt(victim)
@@ -287,17 +290,17 @@ class StepPlanner:
             sequences += self.requests.waiting.firsts()
         for sequence in sequences:
             num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            # A sequence with one remaining token is a decode, which is always computed.
+            # A sequence with one remaining token is a decode, and decodes are always computed.
             if num_remaining > 1:
                 demands[sequence.params.client_id] += num_remaining
                 weights[sequence.params.client_id] = sequence.params.client_weight
         if len(demands) < 2:
             return {}
-        # Each running sequence gets at least one token of the budget.
+        # Every running sequence gets at least one token of the budget.
         return fair_shares(demands, weights, self.max_num_batched_tokens - len(self.running))
 
     def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of the next `num_tokens` tokens of a sequence may be computed.
+        """Return how many of the next `num_tokens` tokens the client's share of the budget allows.
 
         The limit is the rest of the client's share of the token budget. The returned number is
         subtracted from this rest. One token is always allowed.
@@ -311,7 +314,7 @@ class StepPlanner:
         return num_allowed
 
     def _free_some_blocks(self, index: int) -> bool:
-        """Free blocks for the running sequence at `index`.
+        """Free blocks of the KV cache for the running sequence at `index`.
 
         The call drops the prompt blocks of one request. If no request keeps prompt blocks, the call
         preempts one sequence. The preempted sequence comes after `index` in the order, so it has no
@@ -334,7 +337,7 @@ class StepPlanner:
         return victim is not sequence
 
     def _propose_drafts(self, drafter: Drafter, sequence: Sequence, limit: int) -> None:
-        """Set the draft tokens of a sequence if enough blocks are free for the draft tokens."""
+        """Set the draft tokens of a sequence if enough blocks are free to compute them."""
         num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
         drafts = drafter.propose(sequence, min(limit, num_allowed))
         if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):

@@ -19,7 +19,7 @@ def append_sampled(sequence: Sequence, sampled: Sampled) -> tuple[FinishReason |
         the length limit ended the sequence, the id is None.
     """
     token_ids, logprobs = sequence.token_ids, sampled.logprobs
-    # This function runs for each sequence of each step. `enumerate` takes less time than `zip`.
+    # This function runs for every sequence in every step. `enumerate` takes less time than `zip`.
     for index, token_id in enumerate(sampled.token_ids):
         token_ids.append(token_id)
         sequence.cumulative_logprob += logprobs[index]

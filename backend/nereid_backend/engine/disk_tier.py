@@ -27,15 +27,15 @@ from nereid_backend.runner import ForwardPath
 
 _MAX_WAIT_S = 5.0
 _NUM_READERS = 2
-# When the engine is closed, files are still written for at most this time.
+# The largest number of seconds that closing the engine waits for files to be written.
 _CLOSE_TIMEOUT_S = 10.0
-# The files whose content determines keys and values.
+# The names of the files whose content determines keys and values.
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
 
 
 @dataclass(slots=True)
 class _Read:
-    """The files of one request, which a thread is reading.
+    """The files that a thread reads for one request.
 
     Attributes:
         hashes: the hashes of all leading blocks of the request up to the last one that is read.
@@ -59,13 +59,13 @@ class _Read:
 
 
 class DiskTier:
-    """Copies blocks and snapshots between the prefix cache in memory and a folder.
+    """Copies blocks and snapshots between the prefix cache in memory and the files on disk.
 
     All methods must be called by the engine's thread.
     """
 
     def __init__(self, store: DiskStore, cache: PrefixCache, prefixes: StoredPrefixes) -> None:
-        """Create the tier. From now on, new blocks of `cache` are written to `store`.
+        """Create the disk tier, which from now on writes the new blocks of `cache` to `store`.
 
         Args:
             store: the folder.
@@ -105,7 +105,7 @@ class DiskTier:
         return True
 
     def take_ready(self) -> list[str]:
-        """Finish the reads that are done or have taken too long, and return their request ids."""
+        """Finish the reads that are complete or too slow, and return their request ids."""
         now = time.monotonic()
         ready = [
             request_id
@@ -117,7 +117,7 @@ class DiskTier:
         return ready
 
     def finish(self, request_id: str) -> None:
-        """Add the blocks and the snapshot that were read for a request to the prefix cache.
+        """Add what was read from disk for a request to the prefix cache in memory.
 
         Do nothing if no files were being read for the request.
         """
@@ -127,11 +127,11 @@ class DiskTier:
         read.is_cancelled = True
         contents = dict(zip(read.missing, list(read.contents), strict=False))
         if read.snapshot and (read.state is None or len(contents) < len(read.missing)):
-            # A recurrent model can use these blocks only together with the snapshot of the last
-            # block.
+            # A recurrent model can use these blocks only together with the snapshot at the end of
+            # the last block.
             return
-        # The cache can use a block only if all earlier blocks are in the cache. Therefore, only the
-        # blocks before the first missing block are added.
+        # The cache can use a block only if all earlier blocks are in the cache, too. Therefore,
+        # only the blocks before the first missing block are added.
         num_usable = next(
             (
                 index
@@ -155,14 +155,14 @@ class DiskTier:
             read.is_cancelled = True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a read is done, but at most `timeout_s`. Return False if there is no read."""
+        """Wait for one read, at most `timeout_s` seconds. Return False if there is no read."""
         futures = [read.future for read in self._reads.values() if read.future is not None]
         if futures:
             wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
         return bool(futures)
 
     def save(self) -> None:
-        """Hand the new blocks and snapshots to the writer thread, and delete invalid files."""
+        """Pass the new blocks and snapshots to the writer thread, and delete invalid files."""
         cache = self._cache
         for block_hash in cache.invalid:
             self._store.delete(_block(block_hash))
@@ -173,8 +173,8 @@ class DiskTier:
             block_hash = next(iter(cache.unsaved))
             block = cache.block_of(block_hash)
             if block is not None and not self._save_block(block_hash, block):
-                # The writer thread has not written the earlier blocks yet. The next call of `save`
-                # tries this block again.
+                # The writer thread still has earlier blocks to write. The next call of `save` tries
+                # this block again.
                 return
             del cache.unsaved[block_hash]
         snapshots = cache.snapshots
@@ -196,7 +196,7 @@ class DiskTier:
         self._store.flush(_CLOSE_TIMEOUT_S)
 
     def _has_block(self, block_hash: bytes) -> bool:
-        """Return whether the block is available, so that no request must compute the block again.
+        """Return whether a block is in memory or on disk, so that it need not be computed.
 
         A block is available if it is in memory or on disk. If the model has no KV cache, blocks
         contain no data and are always available.
@@ -208,7 +208,7 @@ class DiskTier:
         )
 
     def _save_block(self, block_hash: bytes, block: int) -> bool:
-        """Hand a block to the writer thread. Return False if the thread is too slow."""
+        """Pass a block to the writer thread. Return False if the thread is too slow."""
         if not self._prefixes.has_blocks or _block(block_hash) in self._store:
             return True
         return self._store.write(_block(block_hash), self._prefixes.read_block(block))
@@ -224,7 +224,7 @@ class DiskTier:
             self._prefixes.write_snapshot(snapshot_id, state)
 
     def _read(self, read: _Read) -> None:
-        """Read the files of a request; runs in a thread."""
+        """Read the files of a request. This method runs in a thread."""
         if read.snapshot:
             read.state = self._store.read(_state(read.hashes[-1]))
             if read.state is None:
@@ -234,16 +234,16 @@ class DiskTier:
             if read.is_cancelled:
                 return
             content = self._store.read(_block(block_hash)) if self._prefixes.has_blocks else b""
-            # After a damaged block, no later block of this request can be used. The loop reads the
-            # later blocks only because `DiskStore.read` deletes damaged files. Damaged files are
-            # then replaced by new files.
+            # After a damaged block, no later block of this request can be used. The later blocks
+            # are read nevertheless, because `DiskStore.read` deletes damaged files, which are then
+            # written again.
             is_usable = is_usable and content is not None
             if is_usable and content is not None:
                 read.contents.append(content)
 
 
 def prepare_folder(folder: str) -> None:
-    """Create the folder of the setting prefix_cache_disk if it does not exist.
+    """Create the folder that the setting prefix_cache_disk names, if it does not exist.
 
     Raises:
         ConfigError: if the folder cannot be created, read or written.
@@ -302,10 +302,10 @@ def model_digest(model: str) -> str:
 
 
 def _block(block_hash: bytes) -> bytes:
-    """Return the key of the file of a block."""
+    """Return the key under which a block is stored on disk."""
     return b"block" + block_hash
 
 
 def _state(block_hash: bytes) -> bytes:
-    """Return the key of the file of a snapshot."""
+    """Return the key under which a snapshot is stored on disk."""
     return b"state" + block_hash

@@ -30,7 +30,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
-        """Load the model, check the engine's logits, and allocate the KV cache.
+        """Load the model, compare its logits with a plain forward pass, and allocate the KV cache.
 
         The check compares the logits of the engine's steps with the logits of a plain forward pass.
 
@@ -52,12 +52,12 @@ class Engine:
 
     @property
     def info(self) -> EngineInfo:
-        """Facts about the loaded model and the engine."""
+        """A description of the loaded model and of the engine's limits."""
         return self._parts.info
 
     @property
     def sessions(self) -> PrefixSessions:
-        """The sessions of the prefix cache, which can be listed, extended and dropped."""
+        """The sessions of the prefix cache, which can be listed, extended and removed."""
         return self._parts.sessions
 
     def step(self) -> list[RequestUpdate]:
@@ -191,7 +191,7 @@ class Engine:
             parts.preparation.cancel(request_id)
 
     def has_work(self) -> bool:
-        """Return whether `step` must be called again.
+        """Return whether `step` must be called again, because there is work to do.
 
         This is the case if the next call would compute tokens, return updates or raise an error.
         """
@@ -200,7 +200,7 @@ class Engine:
         return parts.scheduler.has_work() or has_lost_rank
 
     def is_swapping(self) -> bool:
-        """Return whether the next call of `step` would check or use a compiled forward pass.
+        """Return whether the next call of `step` would test or activate a compiled forward pass.
 
         `has_work` ignores this work, because it belongs to no request. While no request runs, the
         caller can call `step` for this work, so that it does not delay later requests.
@@ -253,7 +253,7 @@ class Engine:
         return generate(self, [prompt.token_ids], params, self._parts.decode, add)[0]
 
     def image_prompt(self, messages: abc.Sequence[abc.Mapping[str, Any]]) -> ImagePrompt:
-        """Return the token ids and the images of a chat, for `add_request`.
+        """Return the token ids and the images of a chat, as arguments of `add_request`.
 
         Args:
             messages: as in `chat`.
@@ -270,7 +270,7 @@ class Engine:
 
     @property
     def compiled(self) -> list[tuple[str, float, float]]:
-        """The requests whose grammar was compiled before the last step; see `StepEngine`."""
+        """The requests whose grammars were compiled before the last step; see `StepEngine`."""
         return self._parts.preparation.compiled
 
     @property
@@ -304,7 +304,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Verify that the blocks, the rows and the requests agree.
+        """Raise an AssertionError if the blocks, rows and requests contradict each other.
 
         Raises:
             AssertionError: if a block, a row or a request was lost.

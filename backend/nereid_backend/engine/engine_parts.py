@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a model, and creates the parts of an engine that belong to the loaded model."""
+"""Loads a model, and creates the objects of the engine that depend on the model."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -35,7 +35,7 @@ Report = Callable[[str], None]
 
 
 class EngineParts:
-    """The parts of an engine that belong to one loaded model.
+    """The objects of an engine that depend on the loaded model, such as the scheduler.
 
     `Engine.reload` replaces this object; see reload_weights.py.
 
@@ -62,7 +62,7 @@ class EngineParts:
     """
 
     def __init__(self, config: EngineConfig, report: Report) -> None:
-        """Load the model and create the parts.
+        """Load the model, and create the objects that depend on the model.
 
         Args:
             config: the settings.
@@ -153,7 +153,7 @@ class EngineParts:
 
 
 def _read_layout(model: str) -> Layout | None:
-    """Return the shapes of a checkpoint's tensors; None if it has no safetensors files."""
+    """Return the shapes of a checkpoint's tensors, or None without safetensors files."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) or (folder / GGUF_LINK).is_file():
         return None
@@ -163,7 +163,7 @@ def _read_layout(model: str) -> Layout | None:
 def _load(
     config: EngineConfig, hook: AttentionHook, report: Report
 ) -> "tuple[Loaded, Ranks | None]":
-    """Return the loaded model, and the other processes of tensor parallelism if there are any."""
+    """Return the loaded model, and the other processes if several compute the model."""
     if config.tensor_parallel_size == 1:
         return load(config, hook, report), None
     # torch.distributed is imported only if it is used.
@@ -206,7 +206,7 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
 def _can_be_async(
     config: EngineConfig, loaded: Loaded, scheduler: Scheduler, report: Report
 ) -> bool:
-    """Return whether the engine uses async scheduling. Report why it is off despite the setting."""
+    """Return whether async scheduling is used. Report why not if it was requested."""
     if not config.async_scheduling:
         return False
     obstacle = _async_obstacle(loaded.info, loaded.images, scheduler)
@@ -216,7 +216,7 @@ def _can_be_async(
 
 
 def _async_obstacle(info: EngineInfo, images: ImageSupport, scheduler: Scheduler) -> str | None:
-    """Return the reason why async scheduling is impossible, or None if it is possible."""
+    """Return why async scheduling is impossible; None if it is possible."""
     if scheduler.drafter is not None:
         return "speculative decoding needs the last token before it can propose draft tokens"
     if images.name not in ("", "packed"):

@@ -42,7 +42,7 @@ class NewSequences:
             place_images: moves the images of a prompt to the device of the model.
         """
         self._max_num_waiting = config.max_num_waiting
-        # The source of the seeds of requests without a seed.
+        # Chooses the seeds of the requests that have no seed.
         self._seeds = random.Random(config.seed)
         self._info = info
         self._scheduler = scheduler
@@ -57,7 +57,7 @@ class NewSequences:
         params: SamplingParams,
         images: ImageInputs | None,
     ) -> Sequence:
-        """Check a new request, and return its first sequence.
+        """Validate a new request, and return the first of its sequences.
 
         `Engine.add_request` documents the arguments and the errors.
         """
@@ -109,9 +109,10 @@ class NewSequences:
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
         if not self._images.shares_blocks:
-            # This model stores no keys and values in the blocks of a prompt with images. Other
-            # prompts must therefore not reuse these blocks. With first_token=0, this also applies
-            # to the blocks of the text before the first image.
+            # This model stores no keys and values in the blocks of a prompt with images, so other
+            # prompts must not reuse these blocks. first_token=0 means that all keys and values
+            # depend on the images, so not even the blocks of the text before the first image are
+            # reused.
             images = replace(images, first_token=0)
         images = self._place_images(images)
         self._images.check(token_ids, images)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the outputs of a list of prompts with an engine, without a server."""
+"""Generates the outputs of a list of prompts directly with an engine, without a server."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def generate(
 def _add_requests(
     add_request: AddRequest, requests: deque[tuple[str, Sequence[int], SamplingParams]]
 ) -> None:
-    """Add requests to the engine until the engine accepts no more waiting requests.
+    """Add requests to the engine until its waiting queue is full or all are added.
 
     The added requests are removed from `requests`.
     """
@@ -83,14 +83,14 @@ def _add_requests(
 
 
 class _PartialOutput:
-    """Collects the updates of one request."""
+    """The updates that one unfinished request has received so far."""
 
     def __init__(self) -> None:
-        # Maps the index of each sequence to the updates of this sequence.
+        # A mapping from the index of each sequence to its updates.
         self._updates: dict[int, list[RequestUpdate]] = {}
 
     def add(self, update: RequestUpdate) -> None:
-        """Store an update of the request.
+        """Store an update that the engine returned for the request.
 
         Raises:
             RequestError: the engine refused the request.

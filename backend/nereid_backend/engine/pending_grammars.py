@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PendingGrammars:
-    """A mapping from request ids to futures. The result of a future is the guide of the request."""
+    """The requests whose grammars are being compiled, each with the future of its guide."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[Any]] = {}
@@ -17,11 +17,11 @@ class PendingGrammars:
         return len(self._futures)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether the future of a request was added and has not been removed."""
+        """Return whether the grammar of a request is still being compiled."""
         return request_id in self._futures
 
     def add(self, request_id: str, future: Future[Any]) -> None:
-        """Store the future whose result will be the guide of the request."""
+        """Store the future of a request. Its result will be the guide of the request."""
         self._futures[request_id] = future
         self._added[request_id] = time.monotonic()
 
@@ -33,7 +33,7 @@ class PendingGrammars:
             future.cancel()
 
     def take_done(self) -> list[tuple[str, Future[Any], float]]:
-        """Remove and return the finished futures. Do not wait.
+        """Remove and return the futures that are finished, without waiting.
 
         Each item contains the request id, the future, and the time by time.monotonic() at which
         `add` was called.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sessions whose cached prefixes are retained, for operators and clients.
+"""Lists, extends and removes the sessions whose cached prefixes are retained.
 
 A session is a client with a `prompt_cache_key` (core/blocks/eviction_order.py).
 """
@@ -12,18 +12,18 @@ from nereid_backend.core.blocks.eviction_order import SessionKey
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
 from nereid_backend.errors import RequestError
 
-# The largest number of sessions in the statistics. The sessions that expire last are listed.
+# The largest number of sessions that the statistics list. The sessions that expire last are listed.
 _MAX_LISTED = 1000
 
 
 class PrefixSessions:
-    """Lists, extends and drops the sessions of a prefix cache.
+    """The interface to the sessions of a prefix cache, for operators and clients.
 
     Only the engine's thread may call the methods.
     """
 
     def __init__(self, cache: PrefixCache | None, pool: BlockPool, block_size: int) -> None:
-        """Store the prefix cache (None if prefix caching is off) and its blocks."""
+        """Store the prefix cache and the pool of blocks. `cache` is None without prefix caching."""
         self._cache = cache
         self._pool = pool
         self._block_size = block_size
@@ -62,7 +62,7 @@ class PrefixSessions:
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
-        """Retain sessions for at least `seconds` from now on, and return the number of sessions.
+        """Extend the retention of sessions, and return how many sessions were extended.
 
         Args:
             client_id: the client of the session; None for the sessions of all clients.
@@ -76,7 +76,7 @@ class PrefixSessions:
         return len(sessions)
 
     def drop(self, client_id: str | None, prompt_cache_key: str | None) -> int:
-        """Remove cached blocks, and return the number of tokens in these blocks.
+        """Remove the cached blocks of sessions, and return the number of tokens in the blocks.
 
         Blocks that running sequences use stay in the cache.
 
@@ -93,7 +93,7 @@ class PrefixSessions:
         return sum(self._cache.drop_session(key) for key in keys) * self._block_size
 
     def call(self, operation: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one of the calls above for a client.
+        """Call one of the methods above by its name.
 
         Args:
             operation: "statistics", "extend" or "drop".
@@ -117,7 +117,7 @@ class PrefixSessions:
     def _matching(
         self, client_id: str | None, prompt_cache_key: str | None
     ) -> list[tuple[SessionKey, int, float]]:
-        """Return the sessions of a client with a key. None matches every client or every key."""
+        """Return the sessions of a client that have this key. None matches every value."""
         return [
             session
             for session in self._pool.idle.sessions()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the loaded model of an engine by a model with other weights."""
+"""Replaces the weights of the running engine by the weights of another checkpoint."""
 
 import gc
 from dataclasses import replace
@@ -21,7 +21,7 @@ from nereid_backend.model.limits import available_memory
 
 
 class PartsOwner:
-    """The owner of the parts of an engine. It replaces the parts when the weights are reloaded.
+    """Owns the objects that depend on the loaded model, and replaces them on a reload.
 
     Attributes:
         parts: the parts of the engine. No other object may store a reference to the parts, because
@@ -31,8 +31,8 @@ class PartsOwner:
     def __init__(self, config: EngineConfig, report: Report) -> None:
         """Load a model; see `EngineParts` for the arguments and the errors."""
         self.parts = EngineParts(config, report)
-        # The files of the first checkpoint, because later checkpoints may have no tokenizer. The
-        # files are read now, because new weights may come with other files in the same folder.
+        # The tokenizer files of the first checkpoint, because a later checkpoint may contain none.
+        # They are read now, because new weights may overwrite the files in the same folder.
         self._tokenizer_files = read_tokenizer_files(config.model)
 
     def reload(self, path: str, report: Report) -> None:
@@ -61,7 +61,8 @@ class PartsOwner:
         try:
             new_parts = EngineParts(new_config, report)
         except Exception as error:
-            # The request for new weights ends here. Loading can raise any exception.
+            # Loading can raise any exception. This is the end of the request to reload, so the
+            # client gets the error.
             raise _load_error(error) from error
         self._release()
         self.parts = new_parts
@@ -79,12 +80,13 @@ class PartsOwner:
         try:
             self.parts = EngineParts(new_config, report)
         except Exception as error:
-            # The request for new weights ends here. Loading can raise any exception.
+            # Loading can raise any exception. This is the end of the request to reload, so the
+            # client gets the error.
             self._restore(old_config, report)
             raise _load_error(error) from error
 
     def _release(self) -> None:
-        """Close the parts, and free the weights and the KV cache."""
+        """Close the objects of the engine, and free the weights and the KV cache."""
         self.parts.close()
         del self.parts
         # The modules of a model refer to each other in cycles, so only the garbage collector frees
@@ -92,7 +94,7 @@ class PartsOwner:
         gc.collect()
 
     def _restore(self, old_config: EngineConfig, report: Report) -> None:
-        """Load the old weights again.
+        """Load the previous checkpoint again, after the new checkpoint failed to load.
 
         Raises:
             EngineError: if the old weights cannot be loaded.
@@ -104,14 +106,14 @@ class PartsOwner:
 
 
 def _load_error(error: Exception) -> RequestError:
-    """Return the error for a client whose new weights cannot be loaded."""
+    """Return the error that a client gets if the new weights cannot be loaded."""
     return RequestError(f"path: the new weights cannot be loaded: {error}")
 
 
 def _check_reload(
     parts: EngineParts, new_config: EngineConfig, tokenizer_files: TokenizerFiles
 ) -> None:
-    """Check that a new checkpoint can replace the loaded model now.
+    """Raise a RequestError if a new checkpoint cannot replace the loaded model now.
 
     Args:
         parts: the loaded model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares requests for their first step: compiles grammars and reads cached prefixes from disk."""
+"""Prepares new requests: compiles their grammars and reads cached prefixes from disk."""
 
 import time
 from typing import TYPE_CHECKING
@@ -16,13 +16,13 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from nereid_backend.grammar import Guides
 
-# `wait` waits at most this long for a grammar. The time is short, because the engine receives no
-# new requests in the meantime.
+# The largest number of seconds for which `wait` blocks. The time is short, because the engine
+# receives no new requests while it waits.
 _GUIDE_WAIT_S = 0.02
 
 
 class RequestPreparation:
-    """The requests that wait for a grammar or for a prefix on disk.
+    """The requests that wait for a compiled grammar or for cached blocks from disk.
 
     Other threads compile the grammars and read the files. The scheduler starts a request only
     after its preparation.
@@ -40,7 +40,7 @@ class RequestPreparation:
         self._info = info
         self._scheduler = scheduler
         self._disk = disk
-        # The factory of guides; None until a request needs a grammar.
+        # Creates the guides of requests; None until a request needs a grammar.
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
 
@@ -50,7 +50,7 @@ class RequestPreparation:
         return self._guides is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Add a request to the scheduler, and begin to prepare the request.
+        """Add a request to the scheduler, and start to compile or read what it needs.
 
         `sequence` is the first sequence of the request.
         """
@@ -68,7 +68,7 @@ class RequestPreparation:
             self._disk.cancel(request_id)
 
     def start_prepared(self) -> None:
-        """Start the requests that are prepared. End the requests whose grammar is not valid.
+        """Start the requests that are ready, and end those whose grammars are invalid.
 
         A request with a grammar is prepared when its grammar has been compiled. A request without a
         grammar is prepared when its cached prefix has been read from disk, or when the time limit
@@ -107,9 +107,10 @@ class RequestPreparation:
             self._guides.close()
 
     def _load_guides(self) -> "Guides":
-        """Return the factory of guides. The first call creates the factory."""
+        """Return the factory of guides, which the first call creates."""
         if self._guides is None:
-            # The grammar libraries are imported only when a request needs a grammar.
+            # The grammar libraries take seconds to import, so they are imported only when a request
+            # needs a grammar.
             from nereid_backend.grammar import Guides
 
             config = self._config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of an engine for the code that drives its steps."""
+"""The interface of an engine, as the code that calls its steps needs it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,11 +11,11 @@ from nereid_backend.engine.prefix_sessions import PrefixSessions
 
 
 class StepEngine(Protocol):
-    """The interface of `Engine`, and of the scripted engine that replaces it in tests."""
+    """The interface that `Engine` and the scripted engine of the tests implement."""
 
     @property
     def info(self) -> EngineInfo:
-        """Facts about the engine."""
+        """A description of the loaded model and of the engine's limits."""
 
     @property
     def compiled(self) -> list[tuple[str, float, float]]:
@@ -27,7 +27,7 @@ class StepEngine(Protocol):
 
     @property
     def sessions(self) -> PrefixSessions:
-        """The sessions of the prefix cache, which can be listed, extended and dropped."""
+        """The sessions of the prefix cache, which can be listed, extended and removed."""
 
     @property
     def started(self) -> list[tuple[str, float]]:
@@ -49,7 +49,7 @@ class StepEngine(Protocol):
         """Add a request to the waiting queue."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences."""
+        """End a request, or only one of its sequences."""
 
     @property
     def lora_names(self) -> list[str]:
@@ -68,10 +68,10 @@ class StepEngine(Protocol):
         """Compute one step and return the updates of all requests."""
 
     def has_work(self) -> bool:
-        """Return whether `step` has work to do."""
+        """Return whether `step` must be called again, because there is work to do."""
 
     def is_swapping(self) -> bool:
-        """Return whether `step` must check or use a compiled forward pass.
+        """Return whether the next step would test or activate a compiled forward pass.
 
         This work belongs to no request; see `Engine.is_swapping`.
         """

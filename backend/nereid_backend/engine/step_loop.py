@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _NextStep:
-    """A step that was planned while the previous step was running.
+    """The next step, which was planned before the current step has ended.
 
     Attributes:
         plan: the plan of the step.
@@ -68,17 +68,18 @@ class StepLoop:
         self._runner = runner
         self._max_step_failures = max_step_failures
         self._is_async = is_async
-        # `step` starts a new list in each call, and the engine reads the list after the call.
+        # `step` creates a new list in each call, because the engine reads the previous list later.
         self.started: list[tuple[str, float]] = []
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The start of the last step that was not planned ahead, by time.perf_counter().
+        # The time.perf_counter() at which the last step started that was not started ahead of time.
         self._start_time = 0.0
-        # The step that was started ahead; None if the next call of `step` must plan a step.
+        # The next step, if it was started before the current step ended. If None, the next call of
+        # `step` plans a step.
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:
-        """Finish the running step, or plan and run a new one.
+        """Finish the running step, or plan and run a new step, and return the updates.
 
         If a step fails, its sequences end with an error, and the loop can continue.
 
@@ -124,7 +125,7 @@ class StepLoop:
         return updates if next_step is None else updates + self._sample_next(next_step, result)
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
-        """Start the step that follows the running step `step`.
+        """Start the next step while `step` is still running, if it can be planned.
 
         Return None if the next step cannot be planned yet.
         """
@@ -183,7 +184,7 @@ class StepLoop:
         return self._scheduler.fail(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
-        """Add those requests to `started` whose first tokens are computed in this step."""
+        """Add the requests whose first tokens this step computes to `started`."""
         now = time.monotonic()
         self.started += [
             (chunk.sequence.request_id, now)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that turn logits into tokens: masks, penalties, sampling and log-probabilities."""
+"""Turns logits into tokens: token masks, penalties, random sampling and log-probabilities."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verification of draft tokens in speculative decoding.
+"""The sampling positions of a step, with the positions that verify draft tokens.
 
 The model computes the last known token of a sequence together with k draft tokens. The forward pass
 returns the logits after each of these tokens. At each of these k + 1 positions, a token is sampled
@@ -20,7 +20,7 @@ from nereid_backend.core.step import StepPlan
 
 
 class Position(NamedTuple):
-    """A position in a sequence at which a token is sampled.
+    """A place in a sequence at which the next token is sampled.
 
     Attributes:
         sequence: the sequence with its known tokens.
@@ -62,7 +62,7 @@ def sampling_of(plan: StepPlan) -> Sampling:
     rows: list[int] = []
     counts: list[int] = []
     end = 0
-    # Unpacking a chunk is faster than reading its fields by name.
+    # Unpacking the tuple `chunk` takes less time than reading its fields by name.
     for sequence, _start, _num_tokens, samples, _is_first, num_logits in plan.chunks:
         end += num_logits
         if not samples:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling in one kernel launch on a GPU. The kernel is in `triton_sampling.py`.
+"""Samples the tokens of all rows with one kernel launch on a GPU (triton_sampling.py).
 
 The reference implementation is `random_sampling.sample_rows`. The kernel computes weights with the
 fast exponential function of the GPU and adds the weights exactly. The result of the kernel
@@ -17,17 +17,18 @@ from nereid_backend.device_transfer import upload
 from nereid_backend.errors import first_line
 from nereid_backend.sampling.random_sampling import SamplingBatch, sample_rows
 
-# The number of tokens in one tile, and the number of warps in one program. With these numbers, the
-# kernel keeps all its values in registers (loadtest/gpu/compile_kernels.py prints the number of
-# spilled registers).
+# The number of tokens that a program reads at once, and the number of its warps. With these
+# numbers, the kernel keeps all its values in registers (loadtest/gpu/compile_kernels.py prints the
+# number of spilled registers).
 _TILE = 4096
 _NUM_WARPS = 16
-# When the model is loaded, the kernel is compared with the reference on a batch of this size.
+# The number of rows in the test batch that compares the kernel with the reference when the model is
+# loaded.
 _NUM_CHECKED_ROWS = 16
 _CHECKED_VOCAB_SIZE = 9000
-# The number of tokens in the test batch that may differ from the reference because of rounding.
+# The number of rows of the test batch that may differ from the reference because of rounding.
 _MAX_DIFFERING = 1
-# The largest accepted difference of a log-probability in the test batch.
+# The largest difference of a log-probability from the reference that the test accepts.
 _MAX_LOGPROB_ERROR = 1e-4
 
 Settings = NDArray[np.float64]
@@ -73,14 +74,15 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 @functools.cache
 def why_unusable(device: torch.device) -> str | None:
-    """Return the reason why a device cannot use the kernel; None if the device can use the kernel.
+    """Return why the sampling kernel cannot run on a device; None if it can.
 
     The kernel is compared with the reference once for each device in each process.
     """
     try:
         differing = num_differing(device)
     except Exception as error:  # noqa: BLE001
-        # A compiler or a driver may raise any exception. Torch then samples the tokens instead.
+        # A compiler or a driver may raise any exception. If so, torch samples the tokens instead of
+        # the kernel.
         return f"{type(error).__name__}: {first_line(error)}"
     if differing > _MAX_DIFFERING:
         return (
@@ -91,20 +93,21 @@ def why_unusable(device: torch.device) -> str | None:
 
 
 def _test_batch() -> tuple[Tensor, SamplingBatch]:
-    """Return random logits [16, 9000] float32, and the sampling parameters of the 16 rows.
+    """Return the random logits and the sampling parameters of a test batch.
+
+    The logits have the shape [16, 9000] and the dtype float32.
 
     The rows combine four kinds of logits with four kinds of parameters.
     """
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
     logits = torch.from_numpy(normal * 3)
-    # There are four kinds of logits. The rows 0, 4, 8 and 12 keep the random logits, and the lines
-    # below change the other rows.
+    # The rows 0, 4, 8 and 12 keep the random logits. The lines below change the logits of the other
+    # rows, so that there are four kinds of logits.
     logits[1::4] = (logits[1::4] * 2).round()  # many equal logits
     logits[2::4, 1000:] = float("-inf")
     logits[3::4] /= 10  # nearly flat
-    # There are four kinds of sampling parameters. The rows 0 to 3 have the first kind, the rows 4
-    # to 7 have the second kind, and so on.
+    # There are four kinds of sampling parameters, each of which applies to four consecutive rows.
     kind = np.arange(_NUM_CHECKED_ROWS) // 4
     batch = SamplingBatch(
         temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[kind],
@@ -118,13 +121,14 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
 
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
-    """Return the number of rows of a test batch for which the kernel gives a wrong result."""
+    """Return in how many rows of a test batch the kernel's result is wrong."""
     logits, batch = _test_batch()
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)
     token_ids, logprobs, has_allowed = sample(device_logits, device_logits, settings)
     expected = logits.log_softmax(-1).gather(1, token_ids.cpu()[:, None]).squeeze(1)
     is_different = (token_ids.cpu() != sample_rows(logits, batch)) | ~has_allowed.cpu()
-    # A comparison with NaN is False, so `~(... <= ...)` also counts log-probabilities that are NaN.
+    # A comparison with NaN is False, so `~(difference <= limit)` is True for a log-probability that
+    # is NaN.
     is_different |= ~((logprobs.cpu() - expected).abs() <= _MAX_LOGPROB_ERROR)
     return int(is_different.sum())

@@ -80,7 +80,7 @@ class LogitsParams:
 
     @classmethod
     def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
-        """Prepare the logits parameters of a request."""
+        """Return the logits parameters of a request as arrays."""
         params = sequence.params
         bias = _bias_pairs(params)
         allowed = params.allowed_token_ids
@@ -113,7 +113,7 @@ class LogitsParams:
         return forbidden
 
     def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
-        """Return the last token of each bad word whose other tokens are at the end of the output.
+        """Return the last tokens of the bad words that the next token could complete.
 
         Example: with the bad word [5, 7, 9] and an output that ends with 5, 7, the result is [9].
         """
@@ -126,7 +126,8 @@ class LogitsParams:
         for before, last in self.bad_words.get(newest, ()):
             length = len(before)  # at least 1
             if length <= num_output:
-                # The draft tokens follow the known tokens.
+                # The position comes after draft tokens, which follow the known tokens of the
+                # sequence.
                 tail = known[-length:] + drafts
                 if tail[-length:] == before:
                     ends.append(last)
@@ -134,7 +135,7 @@ class LogitsParams:
 
 
 class LogitsProcessor:
-    """Applies the sampling parameters of requests to logits.
+    """Changes logits as the sampling parameters of the requests demand.
 
     The prepared parameters and the token counts of running requests are cached by row.
     """
@@ -215,7 +216,7 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int], int]]]:
-    """Return the bad words that consist of several tokens; see `LogitsParams.bad_words`."""
+    """Return the bad words of more than one token; see `LogitsParams.bad_words`."""
     words: dict[int, list[tuple[list[int], int]]] = {}
     for *before, last in params.bad_words_token_ids:
         if before:
@@ -224,7 +225,7 @@ def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int],
 
 
 def explain_no_token(sequence: Sequence) -> str:
-    """Return a sentence that names the fields of a request that together forbid every token."""
+    """Return a sentence with the fields of a request that together forbid every token."""
     params = sequence.params
     limits = [
         name
@@ -244,12 +245,12 @@ def explain_no_token(sequence: Sequence) -> str:
 
 def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
     """Return logit_bias as pairs of a token id and a bias."""
-    # SamplingParams stores the mapping as sorted pairs.
+    # CheckedSamplingParams has replaced the mapping by sorted pairs.
     return cast(tuple[tuple[int, float], ...], params.logit_bias)
 
 
 def _cache_row(position: Position, index_in_step: int) -> int:
-    """Return the row in which the caches store the data of a position's sequence.
+    """Return the row of the caches that belongs to the sequence at a position.
 
     A sequence outside a scheduler has no row. For such a sequence, the index of the position in the
     step is used. The caches compare the owner of a row with the sequence, so two sequences never
@@ -292,5 +293,5 @@ def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
 
 
 def _to_device(parts: abc.Sequence[Integers], like: Tensor) -> Tensor:
-    """Return some arrays as one int64 tensor on the device of `like`."""
+    """Concatenate arrays to one int64 tensor on the device of `like`."""
     return upload(np.concatenate(parts), like.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that compute on rows of logits with compiled CPU kernels (cpu_logits.cpp).
+"""Calls compiled CPU kernels (cpu_logits.cpp) that compute on rows of logits.
 
 The kernels are available if a C++ compiler is installed. Torch reads a whole vocabulary several
 times and writes as many values as it reads. The kernels read every logit once, in the model's
@@ -43,7 +43,9 @@ def can_read(logits: Tensor) -> bool:
 
 
 def argmax_logsumexp(logits: Tensor) -> ArgmaxLogsumexp:
-    """Compute the likeliest token and the logsumexp of each row, with torch if necessary.
+    """Return the likeliest token and the logsumexp of each row of logits.
+
+    If the kernels are not available, torch computes both.
 
     Args:
         logits: [n, vocab_size], any float dtype.
@@ -72,7 +74,7 @@ def argmax(logits: Tensor) -> Tensor:
     """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    # On a CPU, numpy uses vector instructions and takes a quarter of torch's time.
+    # On a CPU, numpy uses vector instructions, so it needs a quarter of torch's time.
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
@@ -106,7 +108,7 @@ def sample(
 def likeliest(
     logits: Tensor, temperature: NDArray[np.float32], width: int
 ) -> tuple[Tensor, Tensor]:
-    """Find the likeliest tokens of each row.
+    """Return the `width` likeliest tokens of each row and their probabilities.
 
     Args:
         logits: [n, vocab_size].
@@ -134,12 +136,12 @@ def likeliest(
 
 
 def _with_contiguous_rows(logits: Tensor) -> Tensor:
-    """Return logits whose last dimension is contiguous, as the kernels need it."""
+    """Return logits whose last dimension is contiguous, because the kernels require it."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
-    """Return the arguments that describe the logits and come first in every kernel call.
+    """Return the arguments that describe the logits in every call of a kernel.
 
     The arguments are: whether the dtype is bfloat16, the address, the number of rows, the distance
     between two rows, and the size of the vocabulary.

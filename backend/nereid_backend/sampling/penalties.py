@@ -19,12 +19,12 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.draft_verification import Position
 
-# Each row initially has memory for this number of distinct tokens.
+# The number of distinct tokens for which each row initially has memory.
 _FIRST_WIDTH = 64
 
 
 def asks_for_penalties(params: SamplingParams) -> bool:
-    """Return whether at least one of the three penalties is on."""
+    """Return whether a request uses at least one of the three penalties."""
     return (
         params.repetition_penalty != 1
         or params.presence_penalty != 0
@@ -34,7 +34,7 @@ def asks_for_penalties(params: SamplingParams) -> bool:
 
 @dataclass(slots=True)
 class _CountedTokens:
-    """The state of counting the tokens of one request.
+    """The tokens of one request that have been counted so far.
 
     Attributes:
         owner: the request.
@@ -58,7 +58,8 @@ class TokenCounts:
 
     def __init__(self) -> None:
         self._requests: dict[int, _CountedTokens] = {}
-        # [rows, width]: the token ids, and the number of times that the output contains each token.
+        # Both tables have the shape [rows, width]. They contain the token ids, and how often the
+        # output contains each token.
         self._ids: NDArray[np.int64] = np.zeros((0, _FIRST_WIDTH), np.int64)
         self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
 
@@ -92,14 +93,14 @@ class TokenCounts:
         counts = self._counts[rows, :width]
         for index, position in enumerate(positions):
             if position.drafts:
-                # Count the draft tokens only in `ids` and `counts`, which are copies. The tables
-                # stay unchanged, because draft tokens may be rejected.
+                # Count the draft tokens only in the copies `ids` and `counts`, not in the tables,
+                # because draft tokens may be rejected.
                 columns = dict(self._requests[rows[index]].columns)
                 _add(ids[index], counts[index], position.drafts, columns)
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
-        """Count the new tokens of a request, and return the number of its distinct tokens."""
+        """Count the new tokens of a request, and return how many distinct tokens it has."""
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:
             counted = self._begin(row, sequence)
@@ -112,7 +113,7 @@ class TokenCounts:
         return len(counted.columns)
 
     def _begin(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Clear a row for a request, and add the request's prompt tokens if they are needed."""
+        """Reset a row for a new request, and add the tokens of its prompt if they are needed."""
         self._lengthen(row + 1)
         counted = self._requests[row] = _CountedTokens(sequence, sequence.num_prompt_tokens)
         self._ids[row] = 0
@@ -121,13 +122,14 @@ class TokenCounts:
             prompt = list(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]))
             self._widen(len(prompt))
             self._ids[row, : len(prompt)] = prompt
-            # The unused end of the row repeats the first token, whose count is 0 (see the class).
+            # The unused elements of the row repeat the first token, whose count is 0 (see the
+            # class).
             self._ids[row, len(prompt) :] = prompt[0]
             counted.columns = {token_id: column for column, token_id in enumerate(prompt)}
         return counted
 
     def _lengthen(self, num_rows: int) -> None:
-        """Extend the tables to at least `num_rows` rows. The number of rows at least doubles."""
+        """Enlarge the tables to at least `num_rows` rows, and at least double their size."""
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -136,7 +138,7 @@ class TokenCounts:
             self._counts = np.pad(self._counts, padding)
 
     def _widen(self, width: int) -> None:
-        """Extend all rows to at least `width` elements. The width at least doubles."""
+        """Enlarge all rows to at least `width` elements, and at least double their width."""
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:
@@ -153,7 +155,7 @@ def apply_penalties(
     counts: NDArray[np.float32],
     params: abc.Sequence[SamplingParams],
 ) -> None:
-    """Change the logits of the tokens that the texts of the requests contain.
+    """Apply the penalties to the logits of the tokens in the prompts and outputs.
 
     The repetition penalty divides the positive logits and multiplies the negative logits of tokens
     in the prompt and the output. Then the frequency penalty is subtracted once for each occurrence
@@ -206,5 +208,5 @@ def _add(
             counts[column] = 0
         counts[column] += 1
         if column == 0:
-            # The unused end of the row repeats the first token and its count.
+            # The unused elements of the row repeat the first token and its count.
             counts[len(columns) :] = counts[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes random numbers from seeds, without a generator that has a state.
+"""Computes the random numbers for sampling from seeds and counters, without stored state.
 
 Each random number is a hash of the request's seed and the number of tokens in its output. The
 random numbers of a request therefore do not depend on other requests. If a request is computed a
@@ -24,7 +24,7 @@ def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> 
 
 
 def _mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the hash of each value: the output function of SplitMix64."""
+    """Return the hash of each value, computed by the output function of SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

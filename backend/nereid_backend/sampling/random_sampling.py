@@ -24,25 +24,25 @@ from nereid_backend.sampling.weighted_selection import select_indices
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
-# The number of likeliest tokens that are examined first. These tokens usually include all tokens
-# that top_k and top_p keep.
+# The first attempt to sample a token examines only this number of likeliest tokens. They usually
+# include all tokens that top_k and top_p keep.
 _LIKELIEST = 64
-# On a GPU, this number replaces _LIKELIEST. Uncertain rows are sampled again only when the next
-# step may already be running. If the new token differs, the next step is discarded. Examining more
-# tokens makes uncertain rows rare, and costs little time on a GPU.
+# The value of _LIKELIEST for GPUs. It is larger, because examining more tokens takes little time on
+# a GPU, whereas a row whose token is uncertain must be sampled again. By then the next step may
+# already be running, and it is discarded if the token changes.
 _LIKELIEST_DEFERRED = 512
-# On a CPU, a second attempt examines this number of likeliest tokens. Finding these tokens takes
-# the CPU kernel a third of the time that sorting all tokens takes.
+# The number of likeliest tokens that a second attempt examines on a CPU. The CPU kernel finds these
+# tokens in a third of the time that sorting all tokens takes.
 _LIKELIEST_SECOND = 2048
-# The first attempt examines the likeliest tokens of a row. A second attempt follows only if the
-# probabilities of these tokens add up to at least this number. If the sum is smaller, the
-# distribution is so flat that a second attempt is unlikely to suffice.
+# A second attempt is made only if the tokens of the first attempt have at least this total
+# probability. If their total is smaller, the distribution is so flat that a second attempt would
+# hardly suffice.
 _MIN_TOTAL_PROB = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters and random numbers of the positions whose tokens are sampled.
+    """The sampling parameters and random numbers of the positions of a batch.
 
     Each array has one element for each position.
 
@@ -78,7 +78,7 @@ class SamplingBatch:
         )
 
     def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":
-        """Return the parameters and random numbers of the positions at `index`."""
+        """Return the parameters and random numbers of the positions that `index` selects."""
         return SamplingBatch(
             self.temperature[index],
             self.top_p[index],
@@ -89,7 +89,7 @@ class SamplingBatch:
 
 
 class UncertainRows(NamedTuple):
-    """Rows of a batch whose sampled tokens may be wrong.
+    """Rows whose sampled tokens may be wrong, because not all tokens were examined.
 
     Only the likeliest tokens of these rows were examined. If the filters also keep other tokens,
     the row must be sampled again from all tokens.
@@ -104,7 +104,7 @@ class UncertainRows(NamedTuple):
 
 
 def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row. The random number of the row selects the token.
+    """Sample one token for each row, selected by the random number of the row.
 
     The filters are applied in the order temperature, min_p, top_k, top_p.
 
@@ -153,21 +153,21 @@ def sample_or_defer(
 
 
 def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row from all tokens. The rows have no filters."""
+    """Sample one token for each row from the whole vocabulary, without filters."""
     if native_logits.can_read(logits):
         return native_logits.sample(logits, batch.temperature, batch.uniform)
     return _select(_probs(logits, batch), batch)
 
 
 def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the probabilities after temperature, [n, vocab_size] float32."""
+    """Return the probabilities after the temperature is applied, [n, vocab_size] float32."""
     return (logits.float() / _column(batch.temperature, logits)).softmax(-1)
 
 
 def _sample_filtered(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sample one token for each row. Each row uses at least one of top_k, top_p and min_p.
+    """Sample one token for each row with at least one of top_k, top_p and min_p.
 
     The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
     If the filters may keep other tokens, too, the row is uncertain and is sampled again from all
@@ -209,8 +209,8 @@ def _sample_from_likeliest(
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
         probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)
-        # A row with fewer tokens ends with the id -1 and the probability 0. Replace -1 by a valid
-        # id, because the caller uses the ids as indices.
+        # If a row has fewer than `width` tokens, its last ids are -1 and their probabilities are 0.
+        # Replace -1 by a valid id, because the caller uses the ids as indices.
         token_ids.clamp_(min=0)
     else:
         probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
@@ -224,7 +224,7 @@ def _sample_from_likeliest(
 
 
 def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return a threshold for each row. The filters remove tokens below the threshold.
+    """Return the smallest probability that the filters keep in each row.
 
     Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three, whose
     sum is 0.95. With top_p=0.8, the remaining tokens must sum to at least 0.8 * 0.95 = 0.76, so the
@@ -243,20 +243,20 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
     smallest = probs[:, -1:]
     floor, is_certain = _top_k_min_p_threshold(probs, batch)
     kept = probs * (probs >= floor)
-    # top_p refers to the total probability of the tokens that the other filters keep. If the other
-    # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
-    # includes all tokens that the other filters keep.
+    # top_p refers to the total probability of the tokens that min_p and top_k keep. This total is
+    # known only if these two filters remove no token, which makes the total 1, or if `probs`
+    # contains all tokens that they keep.
     total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
     nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     last_of_nucleus = kept.gather(1, nucleus_size - 1)
     threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
     # The row is certain only if the least likely token in `probs` is below the threshold.
-    # Otherwise, tokens outside `probs` may also reach the threshold, and would be kept.
+    # Otherwise, the filters might also keep tokens that are not in `probs`.
     return threshold, is_certain & (smallest < threshold)
 
 
 def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return a threshold for each row. top_k and min_p remove tokens below the threshold.
+    """Return the probability below which top_k and min_p remove tokens, for each row.
 
     Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 alone gives the threshold 0.15,
     and min_p=0.5 alone gives 0.5 * 0.5 = 0.25. With both filters, the threshold is 0.25.
@@ -285,7 +285,7 @@ def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor,
 
 
 def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Apply min_p, top_k and top_p to all tokens of each row, and sample one remaining token."""
+    """Sample one token for each row after applying min_p, top_k and top_p to all tokens."""
     vocab_size = probs.shape[1]
     if batch.min_p.any():
         floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
@@ -300,12 +300,12 @@ def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """Select an index in each row of `weights` with the row's random number, [n] int64."""
+    """Return the index that the random number selects in each row of `weights`, [n] int64."""
     return select_indices(weights, _column(batch.uniform, weights))
 
 
 def _column(values: Numbers, like: Tensor) -> Tensor:
-    """Upload one number for each row, and return the numbers as a column [n, 1].
+    """Upload one number for each row as a column of the shape [n, 1].
 
     The column is on the device of `like`.
     """
@@ -318,7 +318,7 @@ def _filter_rows(
     keep: Callable[[Tensor, Numbers], Tensor],
     values: Numbers,
 ) -> Tensor:
-    """Apply a filter to the rows for which `is_selected` is True, and return all rows.
+    """Apply a filter only to the selected rows, and return all rows.
 
     Args:
         probs: [n, vocab_size]. Not changed.
@@ -351,9 +351,9 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
-    # A token belongs to the nucleus if the probabilities of all likelier tokens sum to less than
-    # top_p times the total. The probabilities of the token itself and of all less likely tokens
-    # then sum to more than `rest`.
+    # A token belongs to the nucleus if all likelier tokens together have less than top_p times the
+    # total probability. This is the case if the token and all less likely tokens together have more
+    # than `rest`.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= ascending.gather(1, first))

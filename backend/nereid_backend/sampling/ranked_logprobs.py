@@ -17,13 +17,13 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 
-# The largest number of logits in a slice; see `slices`.
+# The largest number of logits that are processed at once; see `slices`.
 _SLICE_LOGITS_CPU = 2**20
 _SLICE_LOGITS_GPU = 2**26
 
 
 class RankedRows(NamedTuple):
-    """The log-probabilities of sampled tokens and of the likeliest tokens, on the device.
+    """The log-probabilities and ranks of tokens, while they are still on the device.
 
     Each row belongs to one position.
 
@@ -45,7 +45,7 @@ class RankedRows(NamedTuple):
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-        """Return the log-probabilities of each row. The arguments are CPU copies of `tensors`."""
+        """Return the log-probabilities of each row, read from CPU copies of `tensors`."""
         return [
             TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
             for row_ids, row_values, rank, count in zip(
@@ -72,7 +72,7 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
 def rank_tokens(
     logits: Tensor, logsumexp: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> RankedRows:
-    """Compute the log-probability and the rank of the given token of each row.
+    """Return the log-probability and the rank of one given token in each row.
 
     Also find the likeliest tokens of each row and their log-probabilities.
 
@@ -87,7 +87,7 @@ def rank_tokens(
     token_logits = logits.gather(1, token_ids[:, None])
     is_likelier = logits > token_logits
     if logits.device.type == "cpu":
-        # `sum` would convert the whole mask to int64 first; `count_nonzero` on each row does not.
+        # `sum` would first convert the whole mask to int64, but `count_nonzero` does not.
         ranks = torch.tensor([int(row.count_nonzero()) + 1 for row in is_likelier])
     else:
         ranks = is_likelier.sum(-1) + 1
@@ -108,7 +108,7 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
-    """Compute the log-probabilities of prompt tokens for one slice of rows after another.
+    """Return the log-probabilities of prompt tokens, computed slice by slice.
 
     Args:
         logits: [n, vocab_size], any float dtype. The logits of row i predict token i.

@@ -37,7 +37,7 @@ NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The sampled tokens of some positions.
+    """The tokens that were sampled at some positions, with log-probabilities and errors.
 
     Attributes:
         token_ids: one token for each position. The token of a position with an error has no
@@ -56,7 +56,7 @@ class SampledTokens:
 
 
 class _SliceInputs(NamedTuple):
-    """The inputs for sampling at consecutive positions of a step, without the logits.
+    """The positions of a slice of the step, with their sampling parameters and masks.
 
     Attributes:
         start: the index of the first position in the step.
@@ -77,7 +77,7 @@ class _SliceInputs(NamedTuple):
         return _true_indices(self.params["has_logprobs"])
 
     def select(self, indices: list[int]) -> "_SliceInputs":
-        """Return the inputs for the positions at `indices`.
+        """Return the inputs that belong to the positions at `indices`.
 
         These positions need not be consecutive, so `start` of the result has no meaning.
         """
@@ -87,7 +87,7 @@ class _SliceInputs(NamedTuple):
 
 
 class _SampledRows(NamedTuple):
-    """One sampled token for each row of logits, on the device.
+    """The token that was sampled for each row of logits, still on the device.
 
     Attributes:
         token_ids: [n] int64, the sampled tokens.
@@ -102,7 +102,7 @@ class _SampledRows(NamedTuple):
 
 
 class _PendingSlice(NamedTuple):
-    """The results of sampling some positions of a step. The results are still on the device.
+    """The results for consecutive positions of a step, while they are on the device.
 
     The positions are consecutive.
 
@@ -122,7 +122,7 @@ class _PendingSlice(NamedTuple):
 
 
 class PendingTokens:
-    """The sampled tokens of a step, while they are copied from the device to the host.
+    """The sampled tokens of a step, which are being copied from the device to the host.
 
     Attributes:
         token_ids: [num_positions] int64, on the device.
@@ -144,7 +144,7 @@ class PendingTokens:
             sampled = _SampledRows(*map(torch.cat, columns))
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
-        # A slice may lack these tensors. The lists contain None for such a slice.
+        # Not every slice has these tensors, so the lists contain None for some slices.
         self._ranked_copies = [
             None if part.ranked is None else HostCopy(part.ranked.tensors) for part in parts
         ]
@@ -169,7 +169,7 @@ class PendingTokens:
         return sampled_tokens, device_token_ids
 
     def _read_top(self, sampled_tokens: SampledTokens) -> None:
-        """Wait for the log-probabilities that requests asked for. Mutates: `sampled_tokens`."""
+        """Store the log-probabilities that requests asked for in `sampled_tokens`."""
         for part, ranked_copy in zip(self._parts, self._ranked_copies, strict=True):
             if part.ranked is not None and ranked_copy is not None:
                 reports = part.ranked.read(*ranked_copy.wait())
@@ -177,7 +177,7 @@ class PendingTokens:
                 sampled_tokens.top.update(zip(indices, reports, strict=True))
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample those rows again whose tokens may be wrong. Mutates: `sampled_tokens`."""
+        """Sample the tokens that may be wrong again, and replace them in `sampled_tokens`."""
         for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
             if part.uncertain is not None and is_certain_copy is not None:
                 (is_certain,) = is_certain_copy.wait()
@@ -186,7 +186,7 @@ class PendingTokens:
                     self._sample_again(part, uncertain_rows, sampled_tokens)
 
     def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
-        """Find the positions at which no token could be sampled, and store the reasons.
+        """Store the reason for each position at which no token could be sampled.
 
         Args:
             has_allowed: for each position, whether any token was allowed.
@@ -299,11 +299,11 @@ class Sampler:
     def _launch_without_kernel(
         self, model_logits: Tensor, inputs: _SliceInputs, *, defers: bool
     ) -> _PendingSlice:
-        """Launch the sampling with torch operations or CPU kernels; see `_launch_slice`."""
+        """Launch the sampling with torch or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
         likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # `likeliest` contains the likeliest tokens before masks and penalties. If masks or
-        # penalties changed the logits, other tokens may be the likeliest.
+        # `likeliest` was computed from the model's own logits. If a mask or a penalty has changed
+        # the logits, the likeliest tokens may be different.
         token_ids, uncertain = _sample_rows(
             processed,
             likeliest if processed is model_logits else None,
@@ -311,13 +311,15 @@ class Sampler:
             defers=defers,
         )
         column = token_ids[:, None]
-        # Log-probabilities refer to the model's own distribution, before masks and penalties.
+        # Log-probabilities are reported for the model's own distribution, before masks and
+        # penalties.
         logprobs = model_logits.gather(1, column).squeeze(1).float() - logsumexp
-        # If every token of a row is forbidden, the sampled token is forbidden, too.
+        # If every token of a row is forbidden, the sampled token has the logit -inf.
         has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
         sampled = _SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
-        # Uncertain rows need a copy, because the next forward pass may overwrite the logits.
+        # Keep a copy of the logits of uncertain rows, because the next forward pass may overwrite
+        # the logits.
         saved_logits = None if uncertain is None else model_logits.clone()
         return _PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 
@@ -330,7 +332,7 @@ class Sampler:
 def _rank_positions(
     logits: Tensor, token_ids: Tensor, inputs: _SliceInputs, logsumexp: Tensor | None = None
 ) -> RankedRows | None:
-    """Compute the log-probabilities that requests ask for.
+    """Return the log-probabilities that requests ask for; None if there are none.
 
     Args:
         logits: [n, vocab_size], the model's own logits.
@@ -347,7 +349,8 @@ def _rank_positions(
         return None
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
-    # The parameter `logprobs` is set at these positions. `or 0` only narrows its type.
+    # At these positions, the request has set `logprobs`. `or 0` only tells the type checker that
+    # the value is no longer None.
     num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
     if len(indices) == len(inputs.positions):
         return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
@@ -358,7 +361,7 @@ def _rank_positions(
 def _sample_rows(
     logits: Tensor, likeliest: Tensor | None, inputs: _SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Return the likeliest token of every greedy row and a random token of every other row.
+    """Return the likeliest token of each greedy row and a random token of each other row.
 
     A row is greedy if the temperature of its request is 0.
 

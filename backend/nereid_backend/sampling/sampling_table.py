@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling parameters of running sequences in one array, with one row for each sequence.
+"""The sampling parameters of the running sequences, stored in the rows of one array.
 
 Most requests use the default of most sampling parameters. Therefore a step first reads one array,
 which shows the sequences that need random numbers, filters, log-probabilities or changed logits.
@@ -36,12 +36,12 @@ ROW = np.dtype(
         ("changes_logits", np.bool_),
     ]
 )
-# [n] ROW
+# An array of the shape [n] and the dtype ROW.
 SamplingRows = NDArray[np.void]
 
 
 class SamplingTable:
-    """The sampling parameters of all running sequences. Each sequence has its own row.
+    """The sampling parameters of the running sequences, one row for each sequence.
 
     A row is written when a sequence is first read in that row. The row then stays unchanged until
     another sequence gets the row, because the parameters of a request never change.
@@ -72,7 +72,7 @@ class SamplingTable:
         return self._rows[rows]
 
     def _grow(self, num_rows: int) -> None:
-        """Extend the table to at least `num_rows` rows. The number of rows at least doubles."""
+        """Enlarge the table to at least `num_rows` rows, and at least double its size."""
         num_new = max(num_rows, 2 * len(self._owners)) - len(self._owners)
         self._rows = np.concatenate([self._rows, np.zeros(num_new, ROW)])
         self._owners += [None] * num_new
@@ -90,7 +90,7 @@ def changes_logits(params: SamplingParams) -> bool:
 
 
 def _make_row(sequence: Sequence) -> tuple[object, ...]:
-    """Return the fields of `ROW` for a sequence."""
+    """Return the sampling parameters of a sequence as the fields of `ROW`."""
     params = sequence.params
     return (
         params.temperature,

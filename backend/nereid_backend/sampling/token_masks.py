@@ -28,23 +28,23 @@ from nereid_backend.sampling.draft_verification import Position
 
 logger = logging.getLogger(__name__)
 
-# If filling all masks of a step takes less than this time, no thread is started. The masks are then
-# filled after the forward pass is launched. On a GPU, the model is still computing at that time. On
-# a CPU, a second thread that competes for the Python interpreter would cost more time than it
-# saves.
+# Other threads fill masks only if one thread would take longer than this time for all masks of a
+# step. Otherwise, the masks are filled after the forward pass is launched. A GPU is still computing
+# at that time. On a CPU, a second thread that competes for the Python interpreter would cost more
+# time than it saves.
 _WORTH_A_THREAD_S = 5e-4
 
-# The smallest number of sequences whose masks one job fills. Starting a job takes about the same
-# time as filling a few masks.
+# The smallest number of sequences in one job for a thread. Starting a job takes about as long as
+# filling a few masks.
 _SEQUENCES_PER_JOB = 8
-# The largest number of threads that fill masks.
+# The largest number of threads that fill token masks.
 _MAX_THREADS = 4
-# The moving average `_seconds_per_mask` gives this weight to the newest step.
+# The weight of the newest step in the moving average `_seconds_per_mask`.
 _NEWEST_WEIGHT = 0.2
 
-# One byte of a mask belongs to 8 logits. For each value of the byte, the table contains the 8
-# float32 numbers (0 or -inf) that are added to the logits. numpy copies 8 numbers at once as one
-# item.
+# A table for reading the masks. One byte of a mask belongs to 8 logits. For each value of the byte,
+# the table has the 8 float32 numbers (0 or -inf) that are added to these logits. numpy copies the 8
+# numbers at once as one item.
 _BIAS_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -80,7 +80,7 @@ class MaskingGuide(Guide, Protocol):
         """
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar requires next; [] if several tokens are allowed."""
+        """Return the tokens that the grammar requires next; [] if it does not require any."""
 
 
 def guide_of(sequence: Sequence) -> MaskingGuide | None:
@@ -118,7 +118,7 @@ class StepMasks:
 
 
 class Job(Protocol):
-    """A job that fills masks, either in another thread or when `result` is called."""
+    """The filling of some token masks, in another thread or in the call of `result`."""
 
     def result(self) -> StepMasks:
         """Return the masks when they are filled."""
@@ -152,7 +152,8 @@ class _FillJob:
             try:
                 self._fill_first(guide_class, indices, masks)
             except Exception:  # noqa: BLE001 - the loop below reports the guide that fails
-                # Fill the masks one by one to find the guide that fails. A row may be filled twice.
+                # A guide has failed. Fill the masks one by one to find this guide; some rows are
+                # filled twice.
                 for index in indices:
                     self._fill_alone(guide_class, index, masks)
         for group in self.groups:
@@ -162,7 +163,7 @@ class _FillJob:
         return masks
 
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
-        """Group the first position of each sequence by the class of the sequence's guide.
+        """Group the first position of each sequence by the class of the guide.
 
         Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
         """
@@ -176,7 +177,7 @@ class _FillJob:
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
     ) -> None:
-        """Fill one mask for each sequence: the mask of the sequence's first position.
+        """Fill the mask of the first position of several sequences in one call.
 
         Args:
             guide_class: the class of the guides at these positions.
@@ -191,16 +192,16 @@ class _FillJob:
                 masks.by_position[index] = self.buffer[row]
 
     def _fill_alone(self, guide_class: type[MaskingGuide], index: int, masks: StepMasks) -> None:
-        """Fill the mask of one position. If the guide fails, store the error. Mutates: masks."""
+        """Fill the mask of one position, or store the error if the guide fails."""
         try:
             self._fill_first(guide_class, [index], masks)
         except Exception as error:  # noqa: BLE001
-            # The grammar library may raise any exception. The exception ends only the request whose
-            # grammar failed.
+            # The grammar library may raise any exception. Only the request with this grammar ends
+            # with an error.
             self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
-        """Fill the masks that follow the draft tokens of one sequence. Mutates: masks.
+        """Fill the masks for the positions after the draft tokens of one sequence.
 
         Stop at the first draft token that the grammar does not allow. The mask of the position
         before that token forbids the token, so the results of the later positions are discarded.
@@ -220,25 +221,25 @@ class _FillJob:
                 if guide.fill(mask):
                     masks.by_position[index] = mask
         except Exception as error:  # noqa: BLE001
-            # The grammar library may raise any exception. The exception ends only the request whose
-            # grammar failed.
+            # The grammar library may raise any exception. Only the request with this grammar ends
+            # with an error.
             self._store_error(group[0], error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
-        """Log an error in a grammar, and store it in `masks.errors[index]`."""
+        """Log the error of a guide, and store it in `masks.errors[index]`."""
         request_id = self.positions[index].sequence.request_id
         logger.error("The grammar of request %s failed.", request_id, exc_info=error)
         masks.errors[index] = f"The grammar of the request failed: {type(error).__name__}: {error}"
 
 
 class MaskFiller:
-    """Fills the masks of guides. If filling takes long, several threads fill the masks."""
+    """Fills the token masks of a step, in several threads if that takes long."""
 
     def __init__(self) -> None:
         self._max_jobs = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._max_jobs, thread_name_prefix="nereid-masks")
         self._buffer: TokenMasks = np.zeros((0, 0), np.int32)
-        # A moving average of the seconds that one mask takes.
+        # The moving average of the seconds that it takes to fill one mask.
         self._seconds_per_mask = 1e-3
 
     def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
@@ -266,7 +267,7 @@ class MaskFiller:
         return [self._threads.submit(job.result) for job in jobs]
 
     def join(self, jobs: Iterable[Job]) -> StepMasks:
-        """Wait for the jobs that `start` returned, and return their masks.
+        """Wait for the jobs that `start` returned, and return the masks of the step.
 
         The measured time updates the average with which `start` decides about threads.
         """
@@ -322,7 +323,8 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
         rows: the rows with a mask.
         packed: [len(rows), ceil(vocab_size / 32)] int32, their masks.
     """
-    # Every byte is a valid index of the table. mode="clip" only omits numpy's check of the indices.
+    # Each byte is a valid index into the table, so mode="clip" changes nothing. It only makes numpy
+    # skip the check of the indices.
     bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
     row_biases = torch.from_numpy(bias[:, : logits.shape[1]])
     if len(rows) == len(logits):
@@ -344,7 +346,7 @@ def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
 
 
 def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
-    """Group the indices of positions by sequence.
+    """Group the indices of positions into one list for each sequence.
 
     The first position of a sequence has no draft tokens. Example: positions with 0, 1, 2 and 0
     draft tokens give the groups [[0, 1, 2], [3]].

@@ -129,7 +129,10 @@ def search(
 
 @triton.jit
 def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
-    """Return value_3 if is_3 is true, else value_2 if is_2 is true, and so on; else value_0."""
+    """Return value_3 if is_3 is true, otherwise value_2 if is_2 is true, and so on.
+
+    If no condition is true, the result is value_0.
+    """
     return tl.where(is_3, value_3, tl.where(is_2, value_2, tl.where(is_1, value_1, value_0)))
 
 
@@ -140,8 +143,9 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
     Weights below the threshold `low` are treated as 0. `target` must be less than the sum of the
     other weights.
     """
-    # Find the tile with the token. `begin` is the first column of the next tile, `inside` is the
-    # sum of the tile that was loaded last, and `before` is the sum of all tiles before that tile.
+    # Find the tile that contains the token. `begin` is the first column of the next tile. `inside`
+    # is the sum of the weights in the last tile that was read, and `before` is the sum in all
+    # earlier tiles.
     begin = tl.full([], 0, tl.int32)
     before = tl.full([], 0, tl.int64)
     inside = before
@@ -151,7 +155,7 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
         bits = weight_bits(values, max_logit, factor)
         inside = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
         begin += TILE
-    # The tile that was read last contains the token. Read this tile again, and find the token.
+    # The last tile that was read contains the token. Read that tile again to find the token.
     begin -= TILE
     values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
     bits = weight_bits(values, max_logit, factor)
@@ -170,9 +174,9 @@ def sample_token(
     module's docstring).
     """
     factor = LOG2E / temperature
-    # Thresholds are the bit patterns of weights. The smallest threshold is 1, so tokens with the
-    # weight 0 are never sampled. min_p removes tokens whose weights are less than min_p times the
-    # largest weight. The largest weight is 1, so the bits of min_p are the threshold.
+    # Thresholds are the bit patterns of weights. The smallest threshold is 1, so a token with the
+    # weight 0 is never sampled. min_p removes the tokens whose weights are less than min_p times
+    # the largest weight, which is 1. The threshold of min_p is therefore its own bit pattern.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
@@ -193,15 +197,16 @@ def sample_token(
     return pick(logits, max_logit, factor, vocab_size, low, target, TILE)
 
 
-# The number of rows changes from step to step. With specialisation, Triton would compile separate
-# kernels for one row, for multiples of 16 rows, and for other numbers of rows.
+# The number of rows is different in every step. If Triton specialised the kernel by this number, it
+# would compile separate kernels for one row, for multiples of 16 rows, and for other numbers of
+# rows.
 @triton.jit(do_not_specialize=["num_rows"])
 def sample_kernel(
     logits, raw, settings, token_ids, logprobs, has_allowed,
     logits_stride, raw_stride, vocab_size, num_rows,
     IS_RAW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Sample the token of one row. Grid: (num_rows,).
+    """Sample the token of one row of logits. The grid is (num_rows,).
 
     `logits` and `raw` are [num_rows, vocab_size] with a contiguous last dimension. `raw` contains
     the model's own logits; it is the same tensor as `logits` if IS_RAW. `settings` is [5, num_rows]
@@ -213,7 +218,7 @@ def sample_kernel(
     logits += row * logits_stride
     raw += row * raw_stride
     # The first pass finds the largest logit and its token, which is the greedy token. Element i of
-    # these tensors describes the logits of the tokens i, i + TILE, i + 2 * TILE and so on.
+    # these tensors belongs to the tokens i, i + TILE, i + 2 * TILE and so on.
     column_max = tl.full([TILE], float("-inf"), tl.float32)
     columns_of_max = tl.zeros([TILE], tl.int32)
     raw_column_max = column_max
@@ -231,9 +236,9 @@ def sample_kernel(
     max_logit = tl.max(column_max, 0)
     token = tl.min(tl.where(column_max == max_logit, columns_of_max, vocab_size), 0)
     raw_max = tl.max(raw_column_max, 0)
-    # The logits of a row are invalid if they contain NaN or +inf, or if all of them are -inf.
+    # The logits of a row are invalid if one of them is NaN or +inf, or if all of them are -inf.
     is_finite = (tl.max(is_invalid, 0) == 0) & (raw_max > float("-inf"))
-    # The second pass adds the powers of the model's own logits, for the log-probability.
+    # The second pass sums the exponentials of the model's own logits, for the log-probability.
     powers = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):
         raw_values = load_logits(raw, begin + tl.arange(0, TILE), vocab_size)

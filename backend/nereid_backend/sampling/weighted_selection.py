@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects a random index in each row of a matrix. The elements of the matrix are the weights."""
+"""Selects a random index in each row of a matrix of weights."""
 
 import torch
 from torch import Tensor
 
-# If a row has at least _MIN_BLOCKS blocks of _BLOCK tokens, the row is searched block by block.
+# A row of at least _MIN_BLOCKS blocks of _BLOCK tokens is searched one block at a time.
 _BLOCK = 512
 _MIN_BLOCKS = 32
 
 
 def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Select one index in each row. The random number of the row determines the index.
+    """Return one index for each row, which the random number of the row determines.
 
     The result is the first index at which the cumulative weights exceed the random number times the
     sum of the row. Example: the weights [1, 0, 3] have the cumulative weights [1, 1, 4]. The random
@@ -35,7 +35,7 @@ def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the same indices as `select_indices`, for wide rows.
+    """Compute the result of `select_indices` for wide rows, in blocks.
 
     Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
     """
@@ -44,32 +44,35 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
     blocks = weights[:, : num_blocks * _BLOCK]
     sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
     sums[:, -1] += weights[:, num_blocks * _BLOCK :].sum(-1)
-    # Find the block with the result.
+    # Find the block that contains the selected index.
     cumulated = sums.cumsum(-1)
     target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
     sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # Read the weights of the selected block. The last block can be longer than the others, but all
-    # rows of a tensor must have the same length. Each row therefore reads as many weights as the
-    # last block has. In the other blocks, the weights after the end of the block are set to 0.
+    # Read the weights of the selected block. The last block can be longer than the other blocks,
+    # but all rows of a tensor must have the same length. Therefore, the length of the last block is
+    # read from each row, and the weights after the end of a shorter block are set to 0.
     last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
     columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
     block_weights = weights.gather(1, columns)
     block_weights[:, _BLOCK:] *= block == num_blocks - 1
-    # Find the result in the block.
+    # Find the selected index within the block.
     return block.squeeze(1) * _BLOCK + _search(block_weights.cumsum(-1), target - sum_before)
 
 
 def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
-    """Multiply the random number of each row by the row's total weight. Shape: [n, 1] float32."""
+    """Multiply the random number of each row by the total weight of the row.
+
+    Shape: [n, 1] float32.
+    """
     return (uniform * cumulated[:, -1:].double()).float()
 
 
 def _search(cumulated: Tensor, target: Tensor) -> Tensor:
     """Return the index of the first cumulative sum above `target` in each row, [n] int64."""
     total = cumulated[:, -1:]
-    # Rounding can make the target equal to the total. No cumulative sum would then be above the
-    # target, so the target is limited to the next number below the total.
+    # Rounding can make the target equal to the total, and no cumulative sum exceeds the total. The
+    # target is therefore limited to the next smaller number than the total.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
     return index.clamp_(max=cumulated.shape[1] - 1)

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 
-# The share of the blocks above which sessions have no advantage over other cached blocks.
+# If sessions retain more than this share of the blocks, their blocks are evicted in the same order
+# as all other cached blocks.
 _MAX_RETAINED_SHARE = 0.75
 
 
 class BlockPool:
-    """A fixed number of blocks. Each block has a reference count.
+    """A fixed number of KV cache blocks, each with a reference count.
 
     Attributes:
         num_blocks: the number of blocks.
@@ -34,7 +35,8 @@ class BlockPool:
         """Create a pool of free blocks. `clock` returns the time for sessions, in seconds."""
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        # The stack of free blocks. Its top is the end of the list, so block 0 is allocated first.
+        # The free blocks are a stack whose top is the end of the list. The list is in reverse
+        # order, so that block 0 is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
         self.idle: EvictionOrder[int] = EvictionOrder(int(num_blocks * _MAX_RETAINED_SHARE), clock)
         # All cached blocks, whether they are idle or in a block table.
@@ -43,7 +45,7 @@ class BlockPool:
 
     @property
     def null_block(self) -> int:
-        """The id that replaces a freed block in a block table. No block has this id."""
+        """The id that replaces a freed block in block tables. No real block has this id."""
         return self.num_blocks
 
     @property
@@ -62,7 +64,7 @@ class BlockPool:
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks and return their ids.
+        """Allocate `count` blocks of the KV cache and return their ids.
 
         Free blocks are allocated first, then idle blocks. The blocks get a reference count of 1.
         The caller must make sure that `count` is at most `num_free`. Example: the stack of free
@@ -113,7 +115,7 @@ class BlockPool:
                 self._free.append(block)
 
     def count_idle(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` have a reference count of 0."""
+        """Return how many of `blocks` have the reference count 0."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def mark_cached(self, block: int) -> None:
@@ -129,7 +131,7 @@ class BlockPool:
         self.idle.retain((block for block in blocks if block in self._cached), key, seconds)
 
     def unmark_cached(self, block: int) -> None:
-        """Mark a block as not cached. If the block is idle, the block becomes free."""
+        """Mark a block as not cached. A block that no block table contains becomes free."""
         self._cached.discard(block)
         is_idle = block in self.idle
         self.idle.forget(block)
@@ -137,7 +139,7 @@ class BlockPool:
             self._free.append(block)
 
     def on_reuse(self, callback: Callable[[int], None]) -> None:
-        """Set the function that is called when an idle block is allocated.
+        """Set the function that is called when a cached block is allocated for other tokens.
 
         The argument of the function is the id of the block.
         """

@@ -93,8 +93,8 @@ class BlockTables:
         ]
         num_dropped = self._nums_null(tables)
         shared = _used(tables, num_dropped)
-        # `num_free` includes all idle blocks. The idle blocks in `shared` get used by this
-        # sequence, so they cannot be allocated as new blocks.
+        # `num_free` also counts the cached blocks that no block table contains. This sequence
+        # shares some of those blocks, so they cannot be allocated to it as new blocks.
         num_available = self._pool.num_free - self._pool.count_idle(shared)
         if sum(num_new) > num_available:
             return False
@@ -109,19 +109,19 @@ class BlockTables:
         return True
 
     def _find_cached(self, sequence: Sequence) -> list[list[int]]:
-        """Return the blocks of the longest cached prefix of a sequence, for its block tables.
+        """Return block tables with the blocks of the longest cached prefix of a sequence.
 
         The blocks before the attention window of a group are replaced by the null block.
         """
-        # Cached tokens are not computed, so there are no logits from which the log-probabilities of
-        # the prompt could be computed.
+        # Return no blocks if the request wants log-probabilities of the prompt, because the model
+        # computes no logits for tokens that are found in the cache.
         if self.cache is None or sequence.wants_prompt_logprobs:
             return [[] for _ in self._windows]
         return self.cache.find(sequence)
 
     @property
     def snapshots(self) -> StateSnapshots | None:
-        """The snapshots of recurrent states; None if this engine saves no snapshots."""
+        """The saved copies of recurrent states; None if this engine saves no copies."""
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
@@ -137,11 +137,11 @@ class BlockTables:
             self.cache.num_hit_tokens += sequence.num_reused_tokens
 
     def has_block(self, sequence: Sequence, position: int) -> bool:
-        """Return whether a sequence has blocks for the token at `position` in all groups."""
+        """Return whether a sequence has blocks for the token at `position` in every table."""
         return position < sequence.num_tokens_with_blocks
 
     def num_first_blocks(self, sequence: Sequence) -> int:
-        """Return how many blocks a waiting sequence without cached tokens needs when it starts."""
+        """Return how many blocks a sequence needs at its start if no token is cached."""
         return sum(self._num_first_blocks(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -157,8 +157,8 @@ class BlockTables:
             return True
         num_blocks = self._num_blocks(num_tokens)
         tables = sequence.block_tables
-        # A group with a window has fewer blocks than a group with full attention while the prompt
-        # is computed.
+        # While a prompt is computed, a group of layers with an attention window has fewer blocks
+        # than a group with full attention.
         num_missing = sum([max(0, num_blocks - len(table)) for table in tables])
         if num_missing > self._pool.num_free:
             return False
@@ -181,7 +181,7 @@ class BlockTables:
         ):
             if window is None:
                 continue
-            # Consecutive groups often have the same window.
+            # Consecutive groups of layers often have the same attention window.
             if window is not window_before:
                 position = window.first_visible(sequence.num_computed_tokens)
                 first, window_before = position // self._block_size, window
@@ -213,7 +213,7 @@ class BlockTables:
         self._set_reused(sequence, 0, [0] * len(self._windows))
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
-        """Let the other sequences of a request share the prompt blocks of the sequence `leader`.
+        """Let the other sequences of a request share the prompt blocks that `leader` has computed.
 
         The leader has computed these blocks. The other sequences are called followers. If the model
         has a recurrent state, the followers do not share the blocks here, because they also need
@@ -222,8 +222,8 @@ class BlockTables:
         Example with one group: the prompt has 10 tokens, block_size is 4, and the leader's block
         table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
         """
-        # The followers have the same prompt as the leader. They get the same number of cached
-        # tokens and the same block hashes.
+        # The other sequences of the request have the same prompt as the leader, so their block
+        # hashes and their number of cached tokens are the same, too.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
@@ -245,14 +245,14 @@ class BlockTables:
         self._requests_with_prompt[id(request)] = request
 
     def drop_prompt(self, request: Request) -> None:
-        """Release the prompt blocks of a request. Do nothing if the request has none."""
+        """Release the prompt blocks that a request keeps. Do nothing if the request keeps none."""
         if self._requests_with_prompt.pop(id(request), None) is not None:
             tables = request.block_tables
             self._pool.release(_used(tables, self._nums_null(tables)))
             request.block_tables = []
 
     def drop_oldest_prompt(self) -> bool:
-        """Find the request that has kept its prompt blocks the longest, and release these blocks.
+        """Release the prompt blocks of the request that has kept them for the longest time.
 
         Returns:
             False if no request has prompt blocks.
@@ -270,13 +270,13 @@ class BlockTables:
                 self.drop_prompt(request)
 
     def forget(self, blocks: set[int]) -> None:
-        """Remove `blocks` from the prefix cache."""
+        """Remove `blocks` from the prefix cache, so that no new sequence finds them."""
         if self.cache is not None:
             for block in blocks:
                 self.cache.forget(block)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pending block copies as pairs (from, to), and clear the list of copies."""
+        """Return the pending block copies as pairs (source, destination), and clear the list."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -285,7 +285,7 @@ class BlockTables:
         return chain(*(request.block_tables for request in self._requests_with_prompt.values()))
 
     def check(self, running: abc.Iterable[Sequence]) -> None:
-        """Verify the block tables of the running sequences.
+        """Raise an AssertionError if a block table of a running sequence is wrong.
 
         Every group has a table. Its freed blocks are null blocks, and no other entry is.
 
@@ -308,7 +308,7 @@ class BlockTables:
                 )
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
-        """Allocate the blocks of a sequence that shares the prompt blocks of its request.
+        """Allocate the blocks of a sequence, and share the prompt blocks of its request.
 
         Example with one group: the prompt has 10 tokens in the blocks [4, 9, 1] of 4 tokens. The
         follower computes the last prompt token again, so it reuses 9 tokens. The blocks 4 and 9 are
@@ -336,7 +336,7 @@ class BlockTables:
         return True
 
     def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: list[int]) -> None:
-        """Set the token and block counts of a sequence that reuses `num_reused` computed tokens."""
+        """Set the numbers of tokens and blocks that a sequence reuses from the prefix cache."""
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         sequence.num_findable_blocks = num_reused // self._block_size
@@ -344,18 +344,18 @@ class BlockTables:
         self._note_change(sequence)
 
     def _note_change(self, sequence: Sequence) -> None:
-        """Update the attributes that depend on the block tables of a sequence."""
+        """Update the attributes that are derived from the block tables of a sequence."""
         sequence.num_tokens_with_blocks = self._num_tokens(sequence.block_tables)
         sequence.table_version += 1
 
     def _num_tokens(self, tables: list[list[int]]) -> int:
-        """Return for how many leading tokens all block tables have a place."""
+        """Return for how many leading tokens every block table of a sequence has a block."""
         return min(map(len, tables)) * self._block_size
 
     def _num_first_blocks(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return the length of a block table in one group when a waiting sequence starts.
+        """Return how many blocks a waiting sequence gets at its start in one group of layers.
 
         With an attention window, the first step needs blocks only for the tokens of the window and
         the tokens of the step, because leading blocks are freed after the step. Example: a sequence
@@ -369,7 +369,7 @@ class BlockTables:
         return self._num_blocks(num_tokens)
 
     def _nums_null(self, tables: list[list[int]]) -> list[int]:
-        """Return for each block table how many of its entries are the null block."""
+        """Return the number of null blocks in each block table."""
         null = self._pool.null_block
         return [
             0 if window is None else table.count(null)
@@ -381,7 +381,7 @@ class BlockTables:
 
 
 def _used(tables: list[list[int]], num_dropped: list[int]) -> list[int]:
-    """Return the entries of all block tables after the leading null blocks.
+    """Return the entries of all block tables, without the leading null blocks.
 
     Example: the tables [[4, 9], [null, 3]] with the numbers [0, 1] give [4, 9, 3].
     """

@@ -27,11 +27,12 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _SUFFIX = ".prefix"
 _TEMPORARY_SUFFIX = ".prefix-part"
-# An unfinished file that is older than this number of seconds was left by a process that crashed.
-# A younger file may still be written by another process.
+# A process that crashes leaves an unfinished file. Only a file older than this number of seconds is
+# deleted, because another process may still be writing a younger file.
 _UNFINISHED_S = 60
-# The largest number of bytes that may wait to be written. Above this limit, `write` does nothing
-# and returns False. Without a limit, the waiting bytes could fill the memory if the disk is slow.
+# The largest number of bytes in the queue of the writer thread. If the queue would become larger,
+# `write` does nothing and returns False. Without this limit, the queue could fill the memory while
+# the disk is slow.
 _MAX_PENDING_BYTES = 256 * 2**20
 
 
@@ -63,8 +64,8 @@ class DiskStore:
         # A mapping from the name of a file to its size. The least recently used file is first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0
-        # The changes that the writer thread has not made yet: a mapping from the name of a file to
-        # the bytes to write. None means that the file is to be deleted.
+        # The changes that the writer thread must still make. The dict maps the name of a file to
+        # the bytes to write, or to None if the file must be deleted.
         self._pending: dict[str, bytes | None] = {}
         self._num_pending_bytes = 0
         self._has_warned = False
@@ -75,7 +76,7 @@ class DiskStore:
         self._writer.start()
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether the file of a key exists, or is waiting to be written."""
+        """Return whether a file with this key exists or is waiting to be written."""
         name = self._name(key)
         with self._lock:
             if name in self._pending:
@@ -88,7 +89,7 @@ class DiskStore:
         return self._num_bytes
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the bytes that are stored for a key; None if the key has no valid file."""
+        """Return the bytes that were stored with a key; None if the key has no valid file."""
         name = self._name(key)
         with self._lock:
             if name in self._pending:
@@ -133,7 +134,7 @@ class DiskStore:
         return True
 
     def delete(self, key: bytes) -> None:
-        """Let the writer thread delete the file of a key. The file need not exist."""
+        """Delete the file of a key in the background, if the file exists."""
         name = self._name(key)
         with self._lock:
             self._num_pending_bytes -= len(self._pending.get(name) or b"")
@@ -141,12 +142,12 @@ class DiskStore:
         self._queue.put(name)
 
     def flush(self, timeout_s: float) -> None:
-        """Write all waiting files, and stop the writer thread, within `timeout_s` seconds."""
+        """Write all waiting files, and stop the writer thread. Wait at most `timeout_s` seconds."""
         self._queue.put(None)
         self._writer.join(timeout_s)
 
     def _scan(self) -> None:
-        """Read the sizes of the files of earlier processes, and delete their unfinished files."""
+        """Read the sizes of the existing files, and delete unfinished files."""
         found = []
         oldest_unfinished = time.time() - _UNFINISHED_S
         for path in self._folder.iterdir():
@@ -176,14 +177,15 @@ class DiskStore:
                     "Further such errors are not reported."
                 )
             with self._lock:
-                # If the same key was written again in the meantime, `_pending` contains the newer
-                # bytes, and `name` is in the queue a second time. Keep the newer bytes.
+                # If `write` was called again with the same key, `_pending` contains newer bytes,
+                # and the queue contains the name once more. Leave the newer bytes in `_pending` for
+                # the next turn of the loop.
                 if name in self._pending and self._pending[name] is data:
                     del self._pending[name]
                     self._num_pending_bytes -= len(data or b"")
 
     def _apply(self, name: str, data: bytes | None) -> None:
-        """Write the file `name`, or delete the file if `data` is None."""
+        """Write the bytes `data` to the file `name`. If `data` is None, delete the file."""
         path = self._folder / name
         if data is None:
             path.unlink(missing_ok=True)
@@ -208,7 +210,7 @@ class DiskStore:
             self._num_bytes += len(data)
 
     def _make_room(self, size: int) -> None:
-        """Delete files until a new file of `size` bytes does not exceed the limit.
+        """Delete the least recently used files until a new file of `size` bytes fits.
 
         The least recently used files are deleted first.
         """
@@ -225,17 +227,17 @@ class DiskStore:
             self._num_bytes -= self._sizes.pop(name, 0)
 
     def _header(self, key: bytes, content: bytes) -> bytes:
-        """Return the header of a file. The header contains no newline."""
+        """Return the header line of a file, without a newline."""
         checksum = hashlib.blake2b(content, digest_size=16).hexdigest()
         about = {"key": key.hex(), "size": len(content), "checksum": checksum}
         return json.dumps({**self._identity, **about}).encode()
 
     def _name(self, key: bytes) -> str:
-        """Return the file name for a key. Stores with different identities use different names."""
+        """Return the file name for a key. The name also depends on the identity of this store."""
         return hashlib.blake2b(key, digest_size=20, key=self._name_key).hexdigest() + _SUFFIX
 
     def _warn(self, message: str) -> None:
-        """Log a warning if this is the first warning of this store."""
+        """Log a warning, but only the first time that this store calls the method."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(message)

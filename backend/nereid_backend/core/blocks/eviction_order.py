@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
 
-# Expired sessions are looked for at most once in this number of seconds.
+# The smallest number of seconds between two searches for expired sessions.
 _EXPIRY_INTERVAL_S = 1.0
 
 
@@ -62,7 +62,7 @@ class _Session(Generic[Item]):
 
 
 class EvictionOrder(Generic[Item]):
-    """The idle items of a cache, and the sessions that retain items."""
+    """The cached items that no sequence uses, in the order in which they are evicted."""
 
     def __init__(self, max_retained: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Create an order without items.
@@ -74,8 +74,8 @@ class EvictionOrder(Generic[Item]):
         """
         self._max_retained = max_retained
         self._clock = clock
-        # The idle items without a session, from the oldest on, each with the number of the change
-        # that made it idle.
+        # A mapping from each idle item that no session retains to the number of the change that
+        # made the item idle. The oldest item comes first.
         self._plain: OrderedDict[Item, int] = OrderedDict()
         # The session that was used longest ago comes first.
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
@@ -83,13 +83,13 @@ class EvictionOrder(Generic[Item]):
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # idle items of all sessions
         self._num_changes = 0
-        # The session that has lost the last item. It is chosen again while it has enough items, so
-        # that most evictions need no search.
+        # The session that has lost the last item. The same session loses the next items, until it
+        # has fewer items than the mean. Most evictions therefore need no search.
         self._victim: _Session[Item] | None = None
         self._expiry_due = clock()
 
     def __contains__(self, item: Item) -> bool:
-        """Return whether an item is idle."""
+        """Return whether an item is idle, which means that no sequence uses the item."""
         session = self._session_of.get(item)
         return item in (self._plain if session is None else session.idle)
 
@@ -121,7 +121,7 @@ class EvictionOrder(Generic[Item]):
         self._num_retained += 1
 
     def remove(self, item: Item) -> None:
-        """Remove an idle item, because a sequence uses the item now. Its session stays the same."""
+        """Remove an item that a sequence has started to use from the idle items."""
         session = self._session_of.get(item)
         if session is None:
             del self._plain[item]
@@ -131,7 +131,7 @@ class EvictionOrder(Generic[Item]):
         self._num_retained -= 1
 
     def pop(self) -> Item:
-        """Remove and return the item that is evicted next. At least one item must be idle."""
+        """Remove and return the item that must be evicted next. At least one item must be idle."""
         self._expire()
         if self._plain and not self._prefers_sessions():
             return self._plain.popitem(last=False)[0]
@@ -141,7 +141,7 @@ class EvictionOrder(Generic[Item]):
         return item
 
     def forget(self, item: Item) -> None:
-        """Remove an item that leaves the cache. Do nothing if the item is unknown."""
+        """Remove an item that is deleted from the cache. Do nothing if the item is unknown."""
         session = self._session_of.pop(item, None)
         if session is None:
             self._plain.pop(item, None)
@@ -153,7 +153,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def retain(self, items: Iterable[Item], key: SessionKey, seconds: float) -> None:
-        """Retain items for a session, from now on for a number of seconds.
+        """Retain items for a session for the next `seconds` seconds.
 
         The time of all items of the session is extended. An item that another session retains for
         a longer time stays with the other session.
@@ -187,7 +187,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def extend(self, key: SessionKey, seconds: float) -> bool:
-        """Retain the items of a session for at least `seconds` from now on.
+        """Extend the retention of a session, so that it lasts for at least `seconds` more seconds.
 
         Return False if the session does not exist.
         """
@@ -199,7 +199,7 @@ class EvictionOrder(Generic[Item]):
         return True
 
     def idle_items(self, key: SessionKey) -> list[Item]:
-        """Return the idle items of a session; an empty list if the session does not exist."""
+        """Return the idle items of a session; none if the session does not exist."""
         self._expire()
         session = self._sessions.get(key)
         return [] if session is None else list(session.idle)
@@ -214,7 +214,7 @@ class EvictionOrder(Generic[Item]):
         ]
 
     def _expire(self) -> None:
-        """End the retention of the sessions that have expired."""
+        """Remove the sessions whose retention has expired. Their items are no longer retained."""
         if not self._sessions:
             return
         now = self._clock()
@@ -222,7 +222,8 @@ class EvictionOrder(Generic[Item]):
             return
         self._expiry_due = now + _EXPIRY_INTERVAL_S
         for session in [one for one in self._sessions.values() if one.expires <= now]:
-            # Each item is moved before all earlier items, so the last item is moved first.
+            # `move_to_end(last=False)` moves an item to the front, so the items are moved in
+            # reverse order.
             for item in reversed(session.idle):
                 self._plain[item] = 0
                 self._plain.move_to_end(item, last=False)
@@ -234,7 +235,7 @@ class EvictionOrder(Generic[Item]):
             self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether a session loses an item although items without a session are idle."""
+        """Return whether retained items must be evicted before items without a session."""
         if self._num_retained <= self._max_retained:
             return False
         return self._next_victim().last_use < next(iter(self._plain.values()))
@@ -255,7 +256,7 @@ class EvictionOrder(Generic[Item]):
         return self._victim
 
     def _drop_if_empty(self, session: _Session[Item]) -> None:
-        """Remove the session if it has no items."""
+        """Remove a session that has no items left."""
         if session.num_items == 0:
             del self._sessions[session.key]
             if self._victim is session:

@@ -60,16 +60,17 @@ class PrefixCache:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.snapshots = snapshots
-        # The hashes of blocks that are not on disk yet; None if there is no cache on disk.
+        # The hashes of the blocks that must still be written to disk; None if there is no cache on
+        # disk.
         self.unsaved: dict[bytes, None] | None = None
-        # The hashes of blocks whose content has turned out to be invalid.
+        # The hashes of the blocks whose content is known to be invalid.
         self.invalid: list[bytes] = []
         self._before_reuse: Callable[[bytes, int], object] | None = None
         self._pool = pool
         self._block_size = block_size
         self._windows = tuple(windows)
         self._has_windows = any(window is not None for window in windows)
-        # For each group, a mapping from hashes to blocks.
+        # One mapping from hashes to blocks for each group of layers.
         self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
         self._hashes: dict[int, bytes] = {}
         pool.on_reuse(self._drop)
@@ -108,7 +109,7 @@ class PrefixCache:
         return [found]
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
-        """Start to record the new blocks in `unsaved`, so that they can be saved on disk.
+        """Record the hashes of new blocks in `unsaved`, so that the blocks can be saved on disk.
 
         The model must have only one group of layers.
 
@@ -131,11 +132,11 @@ class PrefixCache:
         return self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """Return the cached block of the first group with a hash; None if there is none."""
+        """Return the cached block with a hash in the first group of layers, or None."""
         return self._blocks[0].get(block_hash)
 
     def insert(self, hashes: list[bytes]) -> list[tuple[bytes, int]]:
-        """Allocate blocks for tokens that were computed earlier, and add the blocks to the cache.
+        """Allocate blocks for tokens that were computed earlier, and add them to the cache.
 
         The caller must write the content of the blocks before the next step. The model must have
         only one group of layers.
@@ -193,7 +194,7 @@ class PrefixCache:
         retained = []
         for blocks, first in zip(self._blocks, sequence.num_dropped_blocks, strict=True):
             hashes = sequence.block_hashes[first:end]
-            # If blocks are idle already, the last block of the sequence is evicted first.
+            # Of the blocks that no sequence uses, the last block of the sequence is evicted first.
             retained += [blocks[one] for one in reversed(hashes) if one in blocks]
         self._pool.retain(retained, key, params.retention_s)
         if self.snapshots is not None:
@@ -201,7 +202,7 @@ class PrefixCache:
             self.snapshots.retain(hashes, key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
-        """Retain the prefixes of a session for at least `seconds` from now on.
+        """Extend the retention of a session's prefixes to at least `seconds` more seconds.
 
         Return False if the session does not exist.
         """
@@ -210,7 +211,9 @@ class PrefixCache:
         return self._pool.idle.extend(key, seconds)
 
     def drop_session(self, key: SessionKey) -> int:
-        """Remove the blocks of a session that no running sequence uses. Return their number.
+        """Remove the cached blocks of a session, except those that a running sequence uses.
+
+        Return the number of removed blocks.
 
         The files of these blocks are deleted from the cache on disk, too.
         """
@@ -220,7 +223,7 @@ class PrefixCache:
         return len(blocks)
 
     def drop_all(self) -> int:
-        """Remove all blocks that no running sequence uses, and return their number."""
+        """Remove all cached blocks that no running sequence uses, and return their number."""
         blocks = list(self._pool.idle)
         for block in blocks:
             self.forget(block)
@@ -235,7 +238,7 @@ class PrefixCache:
         self._pool.unmark_cached(block)
 
     def check(self) -> None:
-        """Verify that every block that the pool marks as cached has exactly one hash and one group.
+        """Raise an AssertionError if hashes and cached blocks do not match.
 
         Raises:
             AssertionError: if the hashes and the cached blocks do not match.
@@ -245,7 +248,7 @@ class PrefixCache:
             assert all(self._hashes[block] == block_hash for block_hash, block in blocks.items())
 
     def _find_visible(self, hashes: list[bytes]) -> list[list[int]]:
-        """Return the blocks of the longest cached prefix of a model with attention windows.
+        """Return the longest cached prefix for a model whose layers have attention windows.
 
         The token after a prefix attends only to the blocks of its window. The prefix counts as
         cached if the cache contains these blocks in every group. The null block replaces the blocks
@@ -258,12 +261,13 @@ class PrefixCache:
         """
         null = self._pool.null_block
         tables = [[blocks.get(one, null) for one in hashes] for blocks in self._blocks]
-        # For each window and index, the last block up to the index that a group does not have.
+        # For each window and each index, this list has the largest index up to there whose block is
+        # missing from a group with that window.
         missing: dict[AttentionWindow | None, list[int]] = {}
         for window, table in zip(self._windows, tables, strict=True):
             last = _last_missing(table, null)
             missing[window] = list(map(max, missing.get(window, last), last))
-        # A group with full attention needs all blocks of the prefix.
+        # A group of layers with full attention needs all blocks of the prefix.
         longest = bisect_right(missing.pop(None), -1) if None in missing else len(hashes)
         for num_blocks in range(longest, 0, -1):
             if self.snapshots is not None and hashes[num_blocks - 1] not in self.snapshots:
@@ -280,7 +284,10 @@ class PrefixCache:
         return [[] for _ in self._windows]
 
     def _first_block(self, window: AttentionWindow | None, num_blocks: int) -> int:
-        """Return the index of the first block that the token after `num_blocks` blocks reads."""
+        """Return the index of the first block that the next token reads.
+
+        The next token is the token that follows `num_blocks` blocks.
+        """
         if window is None:
             return 0
         return window.first_visible(num_blocks * self._block_size) // self._block_size
@@ -292,7 +299,7 @@ class PrefixCache:
                 del self.unsaved[block_hash]
                 assert self._before_reuse is not None
                 self._before_reuse(block_hash, block)
-            # A block belongs to one group.
+            # A block belongs to exactly one group of layers.
             del next(one for one in self._blocks if one.get(block_hash) == block)[block_hash]
             if self.snapshots is not None:
                 self.snapshots.delete(block_hash)
@@ -324,7 +331,7 @@ class PrefixCache:
 
 
 def _last_missing(table: list[int], null_block: int) -> list[int]:
-    """Return for each index of a table the last index of a null block up to there, or -1.
+    """For each index of a table, return the index of the last null block up to there, or -1.
 
     Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
     """
@@ -338,7 +345,7 @@ def _last_missing(table: list[int], null_block: int) -> list[int]:
 
 
 def _first_hash(sequence: Sequence) -> bytes:
-    """Return the hash of a sequence's salt and adapter.
+    """Return the hash that replaces the previous block's hash for the first block of a sequence.
 
     The hash of the first block is computed from this hash. The hash function has its own
     personalisation string, so that no salt has the hash of a block.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots, which are saved copies of recurrent states. A later request can continue from a copy.
+"""Snapshots, which are saved copies of a recurrent model's state after a prefix of the tokens.
 
 The blocks of a sequence contain the keys and values of each token. A recurrent state, however,
 contains only one summary of all tokens so far, so a request can continue a cached prefix only where
@@ -40,13 +40,13 @@ _INTERVAL = 32
 # A prompt is divided at the position of a snapshot only if the previous snapshot is at least this
 # number of blocks before that position. Each division costs another forward pass.
 _MIN_DISTANCE = 8
-# The share of the memory for states above which the snapshots of sessions have no advantage over
-# other snapshots.
+# If sessions retain more snapshots than this share of the memory for states, their snapshots are
+# evicted in the same order as all other snapshots.
 _MAX_RETAINED_SHARE = 0.75
 
 
 class StateSnapshots:
-    """A mapping from the hash of a block to the id of the snapshot at the end of the block.
+    """The snapshots of recurrent states, each with the hash of the last block before it.
 
     The forward path stores the copies of the states under the ids of the snapshots.
     """
@@ -80,7 +80,8 @@ class StateSnapshots:
         # added, because each new snapshot replaces the previous one. The last snapshot is added
         # when the blocks of the sequence are released.
         self.unsaved: dict[bytes, None] | None = None
-        # The ids of deleted snapshots. The next plan tells the forward path to free their memory.
+        # The ids of deleted snapshots. The next step plan passes these ids to the forward path,
+        # which frees the memory.
         self._deleted: list[int] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -92,7 +93,7 @@ class StateSnapshots:
         return len(self._ids)
 
     def use(self, sequence: Sequence, num_reused: int) -> None:
-        """Let a sequence start with the snapshot that covers its first `num_reused` tokens.
+        """Let a sequence start from the snapshot after its first `num_reused` tokens.
 
         If `num_reused` is 0, the sequence starts without a snapshot.
         """
@@ -104,7 +105,7 @@ class StateSnapshots:
             self._note_use(block_hash)
 
     def cut(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of the next `num_tokens` tokens of a sequence one chunk should compute.
+        """Return how many of the next `num_tokens` tokens the next chunk should compute.
 
         The chunk ends where a snapshot is worth a forward pass of its own. Otherwise, a chunk that
         does not reach the last known token ends at the end of a block, if it can.
@@ -123,7 +124,7 @@ class StateSnapshots:
         return num_tokens
 
     def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
-        """Return the snapshots that a step loads, saves and deletes.
+        """Return the snapshots that the next step loads, saves and deletes.
 
         Args:
             chunks: the chunks of the step.
@@ -149,7 +150,7 @@ class StateSnapshots:
         return SnapshotPlan(loads, saves, deleted)
 
     def add(self, sequence: Sequence) -> None:
-        """Let requests find the snapshot that the last step has saved for a sequence.
+        """Add the snapshot that the last step has saved, so that requests can find it.
 
         The hash of the block before the snapshot must be in `sequence.block_hashes`.
         """
@@ -169,12 +170,13 @@ class StateSnapshots:
             self._write_to_disk_later(block_hash)
         previous = sequence.num_snapshot_tokens
         if previous > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
-            # The next turn of the chat needs only the last snapshot of the answer.
+            # The next turn of the chat starts after the answer, so only the last snapshot of the
+            # answer is useful.
             self.delete(sequence.block_hashes[previous // self._block_size - 1])
         sequence.num_snapshot_tokens = position
 
     def discard(self, sequence: Sequence) -> None:
-        """Stop saving snapshots for a sequence whose blocks are released.
+        """Delete or keep the snapshots of a sequence whose blocks are being released.
 
         - If the running step saves a snapshot of the sequence, delete this new snapshot.
         - If the sequence already has a snapshot in its answer, keep this snapshot, and write it to
@@ -193,11 +195,11 @@ class StateSnapshots:
             self._write_to_disk_later(sequence.block_hashes[num_blocks - 1])
 
     def id_of(self, block_hash: bytes) -> int | None:
-        """Return the id of a block's snapshot; None if the block has no snapshot."""
+        """Return the id of the snapshot at the end of a block; None if there is no snapshot."""
         return self._ids.get(block_hash)
 
     def insert(self, block_hash: bytes) -> int | None:
-        """Add a snapshot that was saved earlier, and return its id.
+        """Insert a snapshot that was read from disk, and return its id.
 
         The caller must store the state under this id before the next step.
 
@@ -225,11 +227,11 @@ class StateSnapshots:
         self._order.retain((one for one in hashes if one in self._ids), key, seconds)
 
     def extend(self, key: SessionKey, seconds: float) -> None:
-        """Retain the snapshots of a session for a longer time; see `EvictionOrder.extend`."""
+        """Extend the retention of a session's snapshots; see `EvictionOrder.extend`."""
         self._order.extend(key, seconds)
 
     def _note_use(self, block_hash: bytes) -> None:
-        """Make a snapshot the last one that was used."""
+        """Mark a snapshot as the most recently used one."""
         self._order.remove(block_hash)
         self._order.add(block_hash)
 
@@ -246,7 +248,7 @@ class StateSnapshots:
             self.unsaved[block_hash] = None
 
     def _targets(self, sequence: Sequence) -> list[int]:
-        """Return the positions at which a prompt is divided so that a snapshot can be saved."""
+        """Return the positions at which a prompt is divided so that snapshots are saved."""
         if sequence.images is not None:
             return []
         size = self._block_size
@@ -255,10 +257,13 @@ class StateSnapshots:
         return [p for p in (sequence.branch_position, last_but_one) if p >= max(first, size)]
 
     def _is_worth_saving(self, chunk: Chunk) -> bool:
-        """Return whether a snapshot is saved after a chunk; see the module's docstring."""
+        """Return whether the state should be saved after a chunk.
+
+        The module's docstring lists the rules.
+        """
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
-        # Sequences with images are computed by another forward path, which cannot copy states.
+        # Another forward path computes the sequences with images, and that path cannot copy states.
         if end % self._block_size or sequence.images is not None:
             return False
         is_answer = end > sequence.num_prompt_tokens

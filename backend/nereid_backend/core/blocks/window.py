@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The attention limits of a group of layers.
+    """The limits on how many earlier tokens the layers of a group attend to.
 
     The class is used only if every layer of the group has a limit.
 
@@ -68,7 +68,7 @@ def max_sequence_blocks(
     max_step_tokens: int | None,
     block_size: int,
 ) -> int:
-    """Return the largest number of blocks that a sequence has at the same time in all groups.
+    """Return the largest number of blocks that a sequence has at once in all groups of layers.
 
     Example with 16 tokens in a block and steps of 100 tokens: a sequence of 1000 tokens has 63
     blocks in a group with full attention, and at most 12 in a group with a window of 64 tokens.

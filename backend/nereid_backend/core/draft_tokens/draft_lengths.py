@@ -23,12 +23,12 @@ from nereid_backend.core.sequence import Sequence
 
 # The assumed probability that a draft token is accepted, before the first draft is verified.
 _FIRST_RATE = 0.8
-# A new sequence starts with the rate of all sequences. This rate has the weight of a measurement
-# with this number of draft tokens.
+# The acceptance rate of a new sequence starts at the rate of all sequences so far. This initial
+# rate counts as much as a measurement with this number of draft tokens.
 _FIRST_WEIGHT = 3.0
-# Before a new draft is added, the counts of the sequence are multiplied by the first factor. The
-# counts of all sequences together are multiplied by the second factor. Old drafts therefore lose
-# their weight.
+# Factors by which the old counts are multiplied before a new draft is counted, so that old drafts
+# gradually lose their weight. The first factor is for the counts of one sequence, the second one
+# for the counts of all sequences together.
 _DECAY, _OVERALL_DECAY = 0.9, 0.99
 # If drafts cost more time than they save, the sequence gets no drafts for 32 steps. After this
 # pause, a draft of one token is tried. Each further pause is twice as long, up to 1024 steps.
@@ -37,12 +37,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
 # limited.
 _FIRST_RATIO = 0.25
 _MIN_RATIO, _MAX_RATIO = 0.02, 4.0
-# A measured value is the median of this number of recent measurements.
+# Each measured value is the median of the most recent measurements, at most this number of them.
 _NUM_MEASUREMENTS = 9
-# With fewer measurements, the assumed cost ratio is used. The first steps with drafts can be slow.
+# With fewer measurements than this, the assumed cost ratio is used, because the first steps with
+# drafts can be slow.
 _MIN_MEASUREMENTS = 3
-# The number of steps with drafts before a step without drafts is measured: 8 before the first such
-# measurement, and 64 before each further one.
+# A step without drafts is measured after this number of steps with drafts. The first number is used
+# before the first such measurement, the second number before each further one.
 _MEASURE_AFTER = 8
 _MEASURE_EVERY = 64
 
@@ -74,7 +75,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _History:
-    """The drafts of one sequence.
+    """The acceptance rate of one sequence's drafts, and the pauses between its drafts.
 
     Attributes:
         rate: the share of accepted draft tokens.
@@ -105,13 +106,13 @@ class _Measured:
 
 
 class StepCosts:
-    """Measures the cost ratio of draft tokens, by the number of sequences in a step."""
+    """The measured cost of draft tokens, by the number of sequences in a step."""
 
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
 
     def add_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Add the time of a step.
+        """Record the duration of a step.
 
         The step has computed one known token of each sequence, and `num_drafts` draft tokens.
         """
@@ -141,13 +142,13 @@ class StepCosts:
         return ratio
 
     def needs_plain_step(self, num_sequences: int) -> bool:
-        """Return whether the next step should contain no drafts, so that its time is measured."""
+        """Return whether the next step should have no drafts, so that it is measured."""
         measured = self._of(num_sequences)
         period = _MEASURE_EVERY if measured.plain else _MEASURE_AFTER
         return measured.num_since_plain >= period
 
     def _of(self, num_sequences: int) -> _Measured:
-        """Return the measurements for a number of sequences.
+        """Return the measurements for steps with about this number of sequences.
 
         From 16 on, neighbouring numbers share their measurements. Example: 16 and 17 share theirs,
         and so do the numbers from 64 to 71.
@@ -180,7 +181,10 @@ class DraftLengths:
         self._is_plain_step = False
 
     def begin_step(self, num_sequences: int) -> None:
-        """Prepare for the next step, which has about `num_sequences` sequences."""
+        """Set the approximate number of sequences of the next step.
+
+        The cost of a draft token depends on this number.
+        """
         if num_sequences > 0:
             self._ratio = self.costs.ratio(num_sequences)
             self._is_plain_step = self.costs.needs_plain_step(num_sequences)

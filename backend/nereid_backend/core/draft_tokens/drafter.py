@@ -9,7 +9,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens for running sequences.
+    """The interface of a class that proposes draft tokens for running sequences.
 
     Attributes:
         lengths: chooses the lengths of drafts, and measures their acceptance and their cost.
@@ -18,7 +18,7 @@ class Drafter(Protocol):
     lengths: DraftLengths
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Prepare the drafts of the next step. `sequences` are the running sequences."""
+        """Prepare to propose drafts for the next step of the running `sequences`."""
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Return at most `limit` draft tokens that may follow the last token of a sequence.
@@ -27,4 +27,4 @@ class Drafter(Protocol):
         """
 
     def forget(self, sequence: Sequence) -> None:
-        """Delete the state of a sequence that ended."""
+        """Delete what is stored about a sequence that has ended."""

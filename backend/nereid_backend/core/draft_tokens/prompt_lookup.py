@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.sequence import Sequence
 
-# The number of tokens in an n-gram. The n-gram at the end of a sequence is looked up among the
-# earlier n-grams of the sequence.
+# The length of an n-gram in tokens. The last n-gram of a sequence is searched among the earlier
+# n-grams of the same sequence.
 _NGRAM = 3
 
 
 @dataclass(slots=True)
 class _Index:
-    """The positions of the n-grams of one sequence.
+    """The positions at which the n-grams of one sequence end.
 
     Attributes:
         ends: a mapping from each n-gram to the index of the token that follows the last occurrence
@@ -35,7 +35,7 @@ class _Index:
     num_indexed: int = 0
 
     def add(self, tokens: list[int]) -> None:
-        """Index the n-grams that were added since the last call, except the n-gram at the end.
+        """Index the n-grams that are new since the last call, except the last n-gram.
 
         No token follows the n-gram at the end yet.
         """
@@ -61,7 +61,9 @@ class PromptLookup:
         self.lengths.begin_step(len(sequences))
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return draft tokens that may follow the last token of a sequence, or an empty list.
+        """Return draft tokens that may follow the last token of a sequence.
+
+        The list is empty if the last tokens of the sequence do not occur earlier in the sequence.
 
         The call also indexes the tokens that the sequence got since the previous call. Example: the
         tokens of the sequence are [1, 2, 3, 4, 5, 1, 2, 3]. The last three tokens also occur at the
@@ -80,9 +82,10 @@ class PromptLookup:
         continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
         if continuation is None:
             return []
-        # If fewer than `limit` tokens follow the earlier n-gram, the text probably repeats these
-        # tokens again and again, and so does the draft. Example: for the tokens 1 2 1 2 1 2 and
-        # limit=5, the n-gram 2 1 2 is followed by 1 2, so the draft is 1 2 1 2 1.
+        # If the earlier n-gram is so near the end that fewer than `limit` tokens follow it, the
+        # sequence probably repeats those tokens, so the draft repeats them, too. Example: for the
+        # tokens 1 2 1 2 1 2 and limit=5, the n-gram 2 1 2 is followed by 1 2, so the draft is 1 2 1
+        # 2 1.
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of sequences, by arrival and priority. The sequence with the lowest rank comes first.
+"""Assigns each sequence a rank by arrival and priority. The lowest rank is scheduled first.
 
 A rank begins with the number of the step in which the request arrived, plus a fixed number of steps
 for each level of priority. A sequence that has waited for a long time therefore comes before a
@@ -12,9 +12,9 @@ from collections import abc
 
 from nereid_backend.core.sequence import Sequence
 
-# A request with `priority` 1 is ordered as if it had `priority` 0 and had arrived this number of
-# steps later (some seconds with a large model). Priorities are limited to the range from
-# -_MAX_LEVEL to _MAX_LEVEL, so that every request is scheduled eventually.
+# A request with `priority` 1 is scheduled as if it had `priority` 0 and had arrived this number of
+# steps later, which takes some seconds with a large model. Every request is scheduled eventually,
+# because priorities are limited to the range from -_MAX_LEVEL to _MAX_LEVEL.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
 
@@ -28,7 +28,7 @@ class ArrivalRanks:
         self._num_steps = 0
 
     def note_step(self) -> None:
-        """Record that a step is planned."""
+        """Count one more planned step. The ranks of new requests depend on the number of steps."""
         self._num_steps += 1
 
     def assign(self, sequences: abc.Sequence[Sequence]) -> None:
@@ -37,6 +37,7 @@ class ArrivalRanks:
         level = max(-_MAX_LEVEL, min(_MAX_LEVEL, priority))
         arrival = self._num_steps + level * AGEING_STEPS
         for sequence in sequences:
-            # Ranks are compared number by number. The last two numbers make each rank unique.
+            # Ranks are tuples, which Python compares element by element. The last two elements make
+            # each rank unique.
             sequence.rank = (arrival, priority, self._num_requests, sequence.index)
         self._num_requests += 1

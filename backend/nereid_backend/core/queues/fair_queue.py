@@ -23,11 +23,11 @@ class FairQueue:
 
     def __init__(self) -> None:
         """Create an empty queue without active clients."""
-        # The waiting sequences of each client with at least one waiting sequence, by rank.
+        # A mapping from each client with waiting sequences to these sequences, sorted by rank.
         self._queues: dict[str, RankedSequences] = {}
         # The number of waiting sequences of all clients.
         self._num_waiting = 0
-        # The number of sequences of each active client that have not ended, waiting or running.
+        # The number of waiting and running sequences of each active client.
         self._num_sequences: Counter[str] = Counter()
         # The service of each active client, in tokens divided by the client's weight.
         self._service: dict[str, float] = {}
@@ -62,7 +62,7 @@ class FairQueue:
             del self._num_sequences[client], self._service[client]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Charge the client of `sequence` for `num_tokens` tokens that a step computes.
+        """Add `num_tokens` computed tokens to the service of a sequence's client.
 
         The tokens increase the service of the client; see the module's docstring.
         """
@@ -92,18 +92,18 @@ class FairQueue:
         return self._queues[client][0]
 
     def firsts(self) -> list[Sequence]:
-        """Return the first waiting sequence of each client."""
+        """Return the first waiting sequence of every client."""
         return [queue[0] for queue in self._queues.values()]
 
     def _turn(self, client: str) -> tuple[float, int]:
-        """Return the sort key of a client. The client with the smallest key comes first."""
+        """Return the sort key of a client. The client with the smallest key is served next."""
         return self._service[client], self._num_sequences[client]
 
 
 def fair_shares(
     demands: Mapping[str, int], weights: Mapping[str, float], budget: int
 ) -> dict[str, int]:
-    """Divide a budget among clients by weight. No client gets more than its demand.
+    """Divide a budget among clients by their weights, and give no client more than it demands.
 
     If a client demands less than its share, the rest is divided among the other clients. Every
     client gets at least 1.
@@ -114,8 +114,8 @@ def fair_shares(
     shares: dict[str, int] = {}
     left = budget
     total_weight = sum(weights[client] for client in demands)
-    # The client with the smallest ratio of demand to weight comes first. The part of the budget
-    # that this client does not need is then known before the other clients get their shares.
+    # Start with the client that has the smallest ratio of demand to weight. If this client does not
+    # need its whole share, the rest is divided among the clients that follow.
     for client in sorted(demands, key=lambda client: demands[client] / weights[client]):
         fair = int(left * weights[client] / total_weight)
         shares[client] = max(1, min(demands[client], fair))

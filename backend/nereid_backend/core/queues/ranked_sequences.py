@@ -52,7 +52,7 @@ class RankedSequences:
 
 
 class RunningSequences(RankedSequences):
-    """The running sequences, each of which has a row in the runner's tables.
+    """The running sequences, each of which has a row in the tables of the batch.
 
     Attributes:
         free_rows: the rows that no sequence has. The row at the end of the list is used first.
@@ -69,7 +69,7 @@ class RunningSequences(RankedSequences):
         super().add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from the list, and free the row of the sequence.
+        """Remove a sequence from the list and free its row.
 
         The list must contain the sequence.
         """
@@ -79,7 +79,7 @@ class RunningSequences(RankedSequences):
         sequence.row = None
 
     def check(self) -> None:
-        """Verify that every row is either free or belongs to exactly one sequence.
+        """Raise an AssertionError if a row of the batch was lost or belongs to two sequences.
 
         Raises:
             AssertionError: if a row was lost or has two owners.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder in which Nereid stores the results of computations that need not be repeated."""
+"""The folder in which Nereid caches the results of slow computations."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder for built kernels, compiled models and chat formats.
+    """Return the cache folder for built kernels, compiled models and chat formats.
 
     The folder is `nereid` in the folder XDG_CACHE_HOME, or in ~/.cache if that is not set.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the CPU and a GPU that do not block the CPU.
+"""Copies data between the CPU and a GPU without making the CPU wait.
 
 A copy from pinned memory to a GPU is only queued, and the CPU continues at once. For a copy from
 other memory, the CPU waits until the GPU has finished all earlier work. Copies from a GPU into
@@ -17,23 +17,23 @@ from torch import Tensor
 
 Integers = NDArray[np.int64]
 
-# The number of int64 values in 64 bytes, the size of a cache line. Each array starts at a multiple
-# of 64 bytes, because the Triton language compiles a second kernel for addresses that are not
-# multiples of 16 bytes.
+# The number of int64 values in 64 bytes, the size of a cache line. Each array in a packed tensor
+# starts at a multiple of 64 bytes, because the Triton language compiles a second kernel for
+# addresses that are not multiples of 16 bytes.
 _ALIGNED_VALUES = 64 // 8
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor on the device. On a CPU, the tensor shares the array's memory."""
+    """Copy an array to the device and return the tensor. On a CPU, share the memory."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
-    # torch does not use this pinned memory for other tensors before the copy has ended.
+    # torch keeps this pinned memory reserved until the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    """Return integer arrays as tensors of the same shapes on the device.
+    """Copy integer arrays to the device, and return a tensor of the same shape for each.
 
     A single copy transfers all arrays to a GPU.
     """
@@ -70,7 +70,7 @@ def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: Sequence[Integers]) -> list[Tensor]:
-    """Return views of a packed tensor, with the shapes of the arrays given to `pack`."""
+    """Return one view for each array of a tensor that `pack` returned."""
     tensors = []
     start = 0
     for array in arrays:
@@ -80,7 +80,10 @@ def unpack(packed: Tensor, arrays: Sequence[Integers]) -> list[Tensor]:
 
 
 class HostCopy:
-    """Copies of tensors to the CPU. Later work on the GPU may overwrite the original tensors."""
+    """Copies of tensors that are being transferred from the device to the CPU.
+
+    Later work on the GPU may overwrite the original tensors.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Queue the copies on the current stream."""
@@ -92,18 +95,18 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copies and return the tensors on the CPU."""
+        """Wait until the copies are complete, and return the tensors on the CPU."""
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
 
 
 def _begin_copy(tensor: Tensor) -> Tensor:
-    """Queue the copy of a tensor into pinned memory."""
+    """Start to copy a tensor into pinned memory."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 
 
 def _aligned_size(array: Integers) -> int:
-    """Return the number of int64 values that an array takes in a packed tensor."""
+    """Return how many int64 values an array and its padding need in a packed tensor."""
     return -(-array.size // _ALIGNED_VALUES) * _ALIGNED_VALUES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model that generates draft tokens for the sequences of the large model.
+"""Generates draft tokens for speculative decoding with a small model.
 
 Before each step of the large model, the draft model runs a few passes. Each pass generates one
 draft token for each sequence. Example for one sequence, of which the draft model has already
@@ -48,12 +48,12 @@ from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
 
 logger = logging.getLogger(__name__)
 
-# A sequence gets draft tokens only if the large model still has to compute at most this number of
-# the sequence's known tokens. More tokens are left while a prompt is computed, and after a
-# preemption.
+# The largest number of known tokens that the large model may still have to compute for a sequence
+# that gets draft tokens. The number is larger while a prompt is computed and after a preemption,
+# and drafts are not worth their time then.
 _MAX_REMAINING = 16
-# The time of drafting is measured only if the draft model has to compute at most this number of
-# known tokens for each sequence. Otherwise, the known tokens would need most of the time.
+# The largest number of known tokens for each sequence that the draft model may have to compute if
+# the time of drafting is measured. More known tokens would take most of the measured time.
 _MAX_TIMED_TOKENS = 4
 
 
@@ -82,7 +82,7 @@ class DraftSizes:
 
 @dataclass(slots=True)
 class _Draft:
-    """The state of a sequence in the draft model.
+    """The state of one sequence in the draft model.
 
     Attributes:
         target: the sequence in the large model.
@@ -103,11 +103,11 @@ class _Draft:
 
     @property
     def tokens(self) -> list[int]:
-        """The draft tokens."""
+        """The draft tokens that the draft model has generated for the next step."""
         return self.own.token_ids[self.num_known :]
 
     def update(self, *, keeps_accepted: bool) -> None:
-        """Replace the draft tokens by the tokens that the large model has accepted or sampled.
+        """Replace the draft tokens by the tokens that the large model has chosen.
 
         In the next pass, the draft model computes the tokens that differ from its draft tokens. It
         always computes the last token, because sampling needs the logits of the last token.
@@ -126,7 +126,7 @@ class _Draft:
 
 
 class DraftModel:
-    """Generates draft tokens with a small model; see `Drafter`.
+    """Generates draft tokens with a small model; see the interface `Drafter`.
 
     Attributes:
         lengths: chooses the lengths of drafts, and measures their acceptance and their cost.
@@ -154,7 +154,7 @@ class DraftModel:
         self._tables = BlockTables(pool, sizes.block_size, cache)
         self._free_rows = list(range(sizes.max_num_seqs))
         self._drafts: dict[Sequence, _Draft] = {}
-        # The draft tokens for the next step.
+        # The draft tokens of each sequence for the next step.
         self._proposals: dict[Sequence, list[int]] = {}
         self._is_broken = False
 
@@ -168,7 +168,8 @@ class DraftModel:
             return
         self.lengths.begin_step(len(sequences))
         for target in [target for target in self._drafts if target.row is None]:
-            # The sequence was preempted.
+            # The large model has preempted this sequence, so release its row and its blocks here,
+            # too.
             self._release(target)
         drafts = [draft for target in sequences if (draft := self._begin(target)) is not None]
         if not drafts:
@@ -176,7 +177,8 @@ class DraftModel:
         try:
             self._generate(drafts, len(sequences))
         except Exception:
-            # The draft model is never used again. The requests continue without draft tokens.
+            # The draft model has failed and is never used again. All requests continue without
+            # draft tokens.
             logger.exception("The draft model failed. The engine continues without draft tokens.")
             self._is_broken = True
             self._proposals = {}
@@ -188,7 +190,7 @@ class DraftModel:
         return self._proposals.get(sequence, [])[: max(0, limit)]
 
     def forget(self, sequence: Sequence) -> None:
-        """Release the row and the blocks of a sequence that ended."""
+        """Release the row and the blocks of a sequence that has ended."""
         self.lengths.forget(sequence)
         if self._mtp is not None:
             self._mtp.hidden.forget(sequence)
@@ -196,12 +198,12 @@ class DraftModel:
             self._release(sequence)
 
     def close(self) -> None:
-        """Unregister the draft model from transformers."""
+        """Remove the draft model's attention function from transformers."""
         if self._hook is not None:
             self._hook.remove()
 
     def _begin(self, target: Sequence) -> _Draft | None:
-        """Update and return the draft of a sequence.
+        """Update the draft of a sequence and return it, or return None.
 
         Return None if the sequence gets no draft tokens in this step.
         """
@@ -222,8 +224,8 @@ class DraftModel:
         draft.update(keeps_accepted=self._mtp is None)
         draft.length = length
         if self._tables.cache is not None:
-            # At this moment, `draft.own` contains only known tokens. Draft tokens must not get into
-            # the prefix cache, because they may be rejected.
+            # `draft.own` contains only known tokens here. Draft tokens must not get into the prefix
+            # cache, because the large model may reject them.
             self._tables.cache.add(draft.own)
         if not self._tables.try_extend(draft.own, draft.num_known + length):
             self._release(target)
@@ -231,7 +233,7 @@ class DraftModel:
         return draft
 
     def _admit(self, target: Sequence) -> _Draft | None:
-        """Give a row and blocks of the draft model to a sequence.
+        """Give a sequence a row and blocks in the draft model.
 
         Return None if there are not enough free blocks.
         """
@@ -279,7 +281,7 @@ class DraftModel:
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
 
     def _run_pass(self, drafts: list[_Draft]) -> list[_Draft]:
-        """Compute the uncomputed tokens of some drafts, and sample the next token of each draft.
+        """Compute the new tokens of some drafts, and sample the next draft token of each.
 
         If a draft has more uncomputed tokens than one pass may compute, several steps compute these
         tokens. The draft gets no draft token before the last of these steps.
@@ -298,7 +300,7 @@ class DraftModel:
             start, has_last = draft.own.num_computed_tokens, num_tokens == num_missing
             chunk = Chunk(draft.own, start, num_tokens, has_last, draft.is_new, int(has_last))
             planned.append((draft, chunk))
-        # Attention expects chunks of one token before longer chunks.
+        # The attention code expects chunks of one token before longer chunks.
         planned.sort(key=lambda pair: pair[1].num_tokens)
         chunks = [chunk for _, chunk in planned]
         plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
@@ -310,7 +312,7 @@ class DraftModel:
         return self._sample(logits, sampling) if sampling else []
 
     def _sample(self, logits: torch.Tensor, drafts: list[_Draft]) -> list[_Draft]:
-        """Append a sampled token to each draft, and return the drafts that need more tokens.
+        """Append one sampled token to each draft, and return the drafts that need more.
 
         Args:
             logits: [num_drafts, vocab_size].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions of this package, as one hierarchy.
+"""The exceptions that this package raises, all derived from one base class.
 
 NereidError
 ├── RequestError          the request is wrong: a bad field, a prompt that is too long
@@ -18,7 +18,7 @@ the message. Example: `temperature: the value must be at least 0, but it is -1.`
 
 
 class NereidError(Exception):
-    """The base class of all exceptions that this package raises deliberately."""
+    """The base class of the exceptions that this package raises on purpose."""
 
 
 class RequestError(NereidError):
@@ -26,11 +26,11 @@ class RequestError(NereidError):
 
 
 class CapacityError(NereidError):
-    """The server has no capacity for the request now. The same request may succeed later."""
+    """The server is too busy for the request. The same request may succeed later."""
 
 
 class DeadlineError(NereidError):
-    """A request exceeded its time limit. Its generated text is lost."""
+    """A request has exceeded its time limit, so its generated text is discarded."""
 
 
 class ConfigError(NereidError):
@@ -58,12 +58,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# If the text of an error contains one of these texts, the process cannot use the GPU any more.
+# If an error message contains one of these texts, the process can no longer use the GPU.
 _LOST_DEVICE_TEXTS = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "AcceleratorError")
 
 
 def is_lost_device(message: str) -> bool:
-    """Return whether an error message shows that the GPU is unusable for this process.
+    """Return whether an error message shows that this process can no longer use the GPU.
 
     After such an error, every later GPU call of the process fails, too.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes imports of torch and transformers faster.
+"""Makes the import of torch and transformers faster.
 
 During its import, transformers reads the source files of all its models, to find the names that
 each file defines. This takes about a second of CPU time in each process. The result, an index,
@@ -37,7 +37,7 @@ _SCIPY_FUNCTION = "linear_sum_assignment"
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Make the imports in this context faster.
+    """Turn off garbage collection and slow parts of transformers while imports run.
 
     Garbage collection is turned off during the imports, because importing torch creates about a
     hundred thousand permanent objects and no garbage.
@@ -55,7 +55,7 @@ def importing() -> Iterator[None]:
 
 
 def use_cached_index() -> None:
-    """Make the first import of transformers read the index of all models from a file.
+    """Let the import of transformers read its index of all models from a file.
 
     The file is in Nereid's cache folder.
 
@@ -67,15 +67,18 @@ def use_cached_index() -> None:
 
 
 class _Placeholder(ModuleType):
-    """Takes the place of the module `_SCIPY_MODULE` in `sys.modules` during the imports."""
+    """Replaces the module `_SCIPY_MODULE` in `sys.modules` while transformers is imported."""
 
     def remove(self) -> None:
-        """Remove the placeholder, so that the next import of its name imports the module."""
+        """Remove the placeholder, so that the next import loads the real module."""
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the module
-        """Return a function that calls `_SCIPY_FUNCTION`, or an attribute of the module itself."""
+        """Return a function that imports the real module only when it is called.
+
+        For any other name, return the attribute of the real module.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
         if name == _SCIPY_FUNCTION:
@@ -83,13 +86,13 @@ class _Placeholder(ModuleType):
         return getattr(self._import(), name)
 
     def _import(self) -> ModuleType:
-        """Import the module whose place this object takes."""
+        """Import the real module that the placeholder replaces."""
         self.remove()
         return importlib.import_module(self.__name__)
 
 
 class _Finder(MetaPathFinder):
-    """Makes Python load the module `_MODULE` with `_Loader`."""
+    """Makes Python's import system load the module `_MODULE` with `_Loader`."""
 
     def find_spec(
         self,
@@ -107,10 +110,10 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads the module `_MODULE` and replaces the function `_FUNCTION` in the module."""
+    """Loads the module `_MODULE`, and replaces its function `_FUNCTION`."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, and replace the function `_FUNCTION` if the module contains it."""
+        """Execute the module, and replace its function `_FUNCTION` if there is one."""
         super().exec_module(module)
         compute = getattr(module, _FUNCTION, None)
         if compute is not None:
@@ -118,7 +121,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
-    """Return a function that returns the same index as `compute`, but takes less time.
+    """Return a function that reads the result of `compute` from a file if possible.
 
     The returned function reads the index from a file. If the file does not exist, the function
     calls `compute` and creates the file.
@@ -145,7 +148,7 @@ def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any],
 
 
 def _fingerprint(package: Path) -> str:
-    """Return a hash for the name of the file in which the index is stored.
+    """Return a hash that changes whenever the stored index is no longer valid.
 
     The hash depends on the folder and the version of transformers, the time at which the folder of
     the models was changed, and the version of Python. If one of them changes, the stored index is
@@ -158,7 +161,7 @@ def _fingerprint(package: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read the index from a file. Return None if the file is missing or damaged."""
+    """Read the index from a file; None if the file is missing or damaged."""
     try:
         index = marshal.loads(path.read_bytes())
     except (OSError, EOFError, ValueError, TypeError):
@@ -167,11 +170,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, index: dict[str, Any]) -> None:
-    """Store the index. If that fails, the next process computes the index again."""
+    """Write the index to a file. If that fails, later processes compute the index again."""
     with contextlib.suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read the index at the same time. The index is therefore written to a
-        # temporary file, which is renamed when it is complete.
+        # Another process may be reading the index, so it is written to a temporary file, which is
+        # renamed when it is complete.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             written = Path(folder) / path.name
             written.write_bytes(marshal.dumps(index))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of request fields with pydantic, and the error messages for wrong values."""
+"""Checks the fields of requests with pydantic, and writes the error messages for wrong values."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from nereid_backend.errors import RequestError
 
 _MAX_SHOWN_CHARS = 80
 
-# For each error type of pydantic, the end of the sentence "the value must be ...".
+# For each error type of pydantic, the end of a sentence that begins with "the value must be".
 _REQUIREMENTS = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -46,8 +46,8 @@ _REQUIREMENTS = {
 TokenId = Annotated[int, Field(ge=0, lt=2**64)]
 TokenIds = Annotated[Sequence[TokenId], AfterValidator(tuple)]
 _SomeTokenIds = Annotated[TokenIds, Field(min_length=1)]
-# The validation turns the biases into a tuple of sorted pairs. `dataclasses.replace` validates this
-# tuple again, so this type must accept a tuple, too.
+# The validation converts the biases to a tuple of sorted pairs. `dataclasses.replace` validates
+# this tuple again, so the type must also accept a tuple.
 _Biases = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(lambda value: dict(value) if isinstance(value, tuple) else value),
@@ -56,7 +56,7 @@ _Biases = Annotated[
 
 
 def shown(value: object) -> str:
-    """Return a request value as JSON text, cut to 80 characters.
+    """Return the value of a request field as JSON text of at most 80 characters.
 
     Examples: `True` gives `true`, `"hot"` gives `"hot"`, and None gives `no value`, because a
     field with the value null counts as missing.
@@ -68,7 +68,7 @@ def shown(value: object) -> str:
 
 
 def to_request_error(error: ValidationError) -> RequestError:
-    """Return a RequestError that describes the first wrong field of a validation error.
+    """Return a RequestError about the first wrong field in a validation error.
 
     Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".`
     """
@@ -81,7 +81,7 @@ def to_request_error(error: ValidationError) -> RequestError:
     if place:
         subject = "each key" if place[-1] == "[key]" else "each item"
     limits = _limits(detail.get("ctx", {}))
-    # If a list has a wrong number of items, show the number instead of the items.
+    # If a list has a wrong number of items, the message contains that number instead of the items.
     value = limits.get("actual_length", detail["input"])
     return RequestError(
         f"{name}: {subject} must be {requirement.format(**limits)}, but the request has "
@@ -90,7 +90,7 @@ def to_request_error(error: ValidationError) -> RequestError:
 
 
 def _limits(context: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits that a pydantic error contains. A float such as 2.0 becomes an integer.
+    """Return the limits in a pydantic error. Convert a float such as 2.0 to an integer.
 
     A message then contains "at most 2" instead of "at most 2.0", as in the API's documentation.
     """
@@ -105,7 +105,7 @@ _CONFIG = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class CheckedSamplingParams(SamplingParams):
-    """Sampling parameters whose types and ranges are checked when the object is created.
+    """Sampling parameters that are validated when the object is created.
 
     Lists are stored as tuples, and `logit_bias` is stored as sorted pairs. The fields below are
     declared again because the types of the core cannot limit the items of a list.
@@ -128,7 +128,7 @@ class CheckedSamplingParams(SamplingParams):
         values: Any,  # noqa: ANN401 - the arguments of the constructor
         check: ModelWrapValidatorHandler[Self],
     ) -> Self:
-        """Check all values. Raise a RequestError for the first wrong value."""
+        """Convert pydantic's error about a wrong value to a RequestError."""
         try:
             params = check(values)
         except ValidationError as error:

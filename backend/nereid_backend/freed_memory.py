@@ -13,17 +13,17 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
-# The memory is returned each time that this number of bytes was freed. A call takes about 1 ms.
+# Memory is returned after this number of bytes has been freed, because each call takes about 1 ms.
 _STEP_BYTES = 32 * 2**20
 _PAGE_BYTES = mmap.PAGESIZE
 
 
 class FreedMemory:
-    """Counts freed bytes, and returns the memory from time to time."""
+    """Counts freed bytes, and returns memory to the operating system when there are many."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        # Only glibc has this function.
+        # This function exists only in glibc.
         function = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._trim = cast("Callable[[int], int] | None", function)
 
@@ -41,7 +41,7 @@ class FreedMemory:
 
 
 def discard_pages(address: int, num_bytes: int) -> None:
-    """Return memory whose contents are no longer needed to the operating system before it is freed.
+    """Return the pages of unneeded memory to the operating system before it is freed.
 
     Only whole pages are returned. The memory stays allocated, and may contain zeros afterwards. On
     systems other than Linux, nothing happens.
@@ -52,6 +52,6 @@ def discard_pages(address: int, num_bytes: int) -> None:
     start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
     end = (address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES
     if sys.platform == "linux" and end > start:
-        # The call only saves memory, so its errors are ignored.
+        # The call is only meant to save memory, so its errors are ignored.
         advise = ctypes.CDLL(None).madvise
         advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory in huge pages, for data that a CPU reads completely in every step.
+"""Allocates memory in huge pages, for data that a CPU reads completely in every step.
 
 A processor caches the addresses of a few thousand memory pages. The weights of even a small model
 have more pages of 4 KiB than that. Memory in huge pages of 2 MiB is read 20 to 40 % faster
@@ -20,17 +20,17 @@ from nereid_backend.freed_memory import FreedMemory, discard_pages
 
 _HUGE_BYTES = 2 * 2**20
 _PAGE_BYTES = 4096
-# Each tensor starts at a multiple of this number of bytes, the size of a cache line. A CPU vector
-# that spans two cache lines would need two reads.
+# The alignment of each tensor in bytes, which is the size of a cache line. A CPU vector that spans
+# two cache lines would need two reads.
 _ALIGNMENT = 64
-# The number of bytes that are moved at a time.
+# The number of bytes that are copied at once.
 _SLICE_BYTES = 4 * 2**20
-# Smaller tensors are not moved.
+# The size in bytes below which tensors are not moved.
 _MIN_BYTES = 64 * 2**10
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros on the CPU, whose memory is aligned to a page.
+    """Return a tensor of zeros on the CPU, in huge pages if possible.
 
     The operating system provides the memory of a page when the page is first written.
     """
@@ -64,15 +64,15 @@ def move_weights(model: nn.Module) -> None:
     freed = FreedMemory()
     freed.give_back()
     while sharing:
-        # `pop` removes the old tensors from `sharing`, so that each iteration frees the memory of
-        # its old tensors. Otherwise, all weights would be in memory twice at the end.
+        # `pop` removes the last references to the old tensors, so that their memory is freed in
+        # each iteration. Otherwise, all weights would be in memory twice at the end of the loop.
         tensors = sharing.pop(next(iter(sharing)))
         storage = tensors[0].untyped_storage()
         size = storage.nbytes()
         _move(storage, mapped[start:], len(tensors))
         for tensor in tensors:
             tensor.data = _view_of_copy(tensor, mapped, start)
-        # These names also refer to the old memory.
+        # These variables still refer to the old memory, so they are deleted.
         del storage, tensors
         start += _aligned(size)
         freed.add(size)
@@ -80,7 +80,7 @@ def move_weights(model: nn.Module) -> None:
 
 
 def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:
-    """Copy a storage to the beginning of `target`.
+    """Copy the memory of some tensors to the beginning of `target`.
 
     If only the tensors that are moved use the storage, its pages are returned to the operating
     system while they are copied. The memory then never contains a large weight twice.
@@ -91,7 +91,7 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
         target: bytes, uint8. Mutated.
         num_tensors: the number of tensors that are moved with this storage.
     """
-    # The variable `storage` of the caller also counts.
+    # The variable `storage` of the caller is one more reference.
     is_unshared = torch._C._storage_Use_Count(storage._cdata) <= num_tensors + 1
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
@@ -102,18 +102,18 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
 
 
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
-    """Return a tensor that equals `tensor`, but uses the memory of `mapped`.
+    """Return a tensor with the values of `tensor` that uses the memory of `mapped`.
 
     Args:
         tensor: a tensor whose storage was copied to `mapped[start:]`.
         mapped: bytes, uint8.
         start: the index of the copy's first byte in `mapped`, a multiple of the item size.
     """
-    # The storage of `mapped` may begin before `mapped`, so the offset of `mapped` is added. `set_`
-    # expects offsets as numbers of items, not as bytes.
+    # The storage of `mapped` may begin before `mapped` does, so the offset of `mapped` is added.
+    # `set_` takes offsets in items, not in bytes.
     start_of_copy = (mapped.storage_offset() + start) // tensor.itemsize
-    # torch has inference tensors and normal tensors. The new tensor must be of the same kind as the
-    # old tensor.
+    # torch distinguishes inference tensors from normal tensors. The new tensor must be of the same
+    # type as the old tensor.
     with torch.inference_mode(tensor.is_inference()):
         return torch.tensor([], dtype=tensor.dtype).set_(
             mapped.untyped_storage(),
@@ -124,24 +124,24 @@ def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Return the tensors without duplicates, in their order."""
+    """Return the tensors without duplicates, in the order of their first occurrence."""
     return {id(tensor): tensor for tensor in tensors}.values()
 
 
 def _aligned(size: int) -> int:
-    """Return a size in bytes, rounded up to the alignment."""
+    """Return a size in bytes, rounded up to a multiple of the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _mapped(size: int) -> Tensor:
-    """Return zero bytes from the operating system, in huge pages if possible.
+    """Allocate zeroed memory from the operating system, in huge pages if possible.
 
     The tensor has at least `size` bytes.
     """
     is_large = size >= _HUGE_BYTES
     alignment = _HUGE_BYTES if is_large else _PAGE_BYTES
-    # The size is rounded up to whole huge pages. Otherwise, the end of the memory would consist of
-    # small pages.
+    # Round the size up to whole huge pages, because the rest would otherwise consist of small
+    # pages.
     rounded = -(-size // alignment) * alignment
     pages = mmap.mmap(-1, rounded + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if is_large and hasattr(mmap, "MADV_HUGEPAGE"):

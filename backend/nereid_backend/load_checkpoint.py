@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a Hugging Face checkpoint into the model code of transformers."""
+"""Loads the config and the weights of a Hugging Face checkpoint into a model of transformers."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded model and the description in its files.
+    """A loaded model, together with what its files say about it.
 
     Attributes:
         model: the model on `device`, in eval mode.
@@ -112,7 +112,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     rounded_bits: int | None = None,
     distributed: "DistributedConfig | None" = None,
 ) -> Checkpoint:
-    """Load the weights of a checkpoint into the model code of transformers.
+    """Load the weights of a checkpoint into the model class of transformers.
 
     Args:
         path: the folder of the checkpoint, or a GGUF file.
@@ -174,7 +174,9 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
 
 
 def check_files(folder: Path) -> None:
-    """Check that a folder has a config.json and all its weights, without reading the weights.
+    """Raise a ModelError if a file of a checkpoint is missing, incomplete or damaged.
+
+    The config.json and all files with weights are checked, but the weights are not read.
 
     Raises:
         ModelError: a file is missing, incomplete or damaged.
@@ -217,7 +219,11 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _describe_newer_version(folder: Path) -> str:
-    """Return a sentence about the version of transformers that wrote a config.json."""
+    """Return a sentence that suggests a newer version of transformers.
+
+    If config.json was written by a version that is newer than the installed one, the sentence names
+    that version.
+    """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         written = Version(str(config["transformers_version"]))
@@ -234,7 +240,7 @@ def _describe_newer_version(folder: Path) -> str:
 def _choose_dtype(
     name: str, config: PretrainedConfig, text_config: PretrainedConfig, device: torch.device
 ) -> torch.dtype:
-    """Return the data type of the weights for the setting `dtype`.
+    """Return the data type that the weights have in memory for the setting `dtype`.
 
     On a CPU with slow bfloat16, "auto" means float32. If float32 replaces the checkpoint's
     bfloat16, or if the setting is bfloat16, log a warning.

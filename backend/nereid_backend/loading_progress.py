@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
-# The seconds between two lines. A loop that is faster causes no line.
+# The smallest number of seconds between two reports. A loop that takes less time reports nothing.
 _INTERVAL_S = 5.0
 
 
 def report_items(
     items: Collection[Item], what: str, progress: Callable[[str], None]
 ) -> Iterator[Item]:
-    """Yield the items of a loop, and report every few seconds how many items were used.
+    """Yield the items of a loop, and report every few seconds how many were processed.
 
     Example of a line: "reading weights: 120 of 310".
 
@@ -32,5 +32,5 @@ def report_items(
 
 
 def no_progress(line: str) -> None:
-    """Ignore a line of progress."""
+    """Ignore a report about the progress of loading."""
     del line

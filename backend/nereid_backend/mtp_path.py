@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path of an MTP layer (multi-token prediction), which generates draft tokens.
+"""The forward path of an MTP layer, which generates draft tokens. MTP means multi-token prediction.
 
 An MTP layer belongs to the checkpoint of the large model. Its inputs are a token and the hidden
 state of the large model at the token before. Example for the tokens a b c, of which the large model
@@ -28,35 +28,37 @@ from nereid_backend.paths.model_call import join_logits
 from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import ForwardPath
 
-# The largest number of hidden states that are stored for one sequence. The MTP layer computes
-# entries without a hidden state as if it were zero, so their draft tokens are less often right.
+# The largest number of hidden states that are stored for one sequence. If a hidden state is
+# missing, the MTP layer uses zeros in its place, so its draft tokens are less often right.
 _MAX_STATES = 4096
-# Hidden states of later steps are appended to a tensor with fewer hidden states than this, so that
-# few tensors are stored.
+# New hidden states are appended to the last tensor if it has fewer hidden states than this number,
+# so that a sequence has only few tensors.
 _MAX_APPENDED = 256
 
 
 class HiddenStates:
-    """The hidden states of the large model that the MTP layer has not used yet.
+    """The hidden states of the large model that the MTP layer has not read yet.
 
     The object wraps the forward path of the large model, and records its hidden states.
     """
 
     def __init__(self, path: ForwardPath, decoder: torch.nn.Module) -> None:
-        """Wrap `path`, whose decoder is `decoder`."""
+        """Wrap the forward path `path` of the large model, whose decoder is `decoder`."""
         self._path = path
-        # The outputs of the decoder in the running step.
+        # The outputs of the decoder during the running step.
         self._outputs: list[Tensor] = []
         self._handle = decoder.register_forward_hook(self._record)
-        # For each sequence, parts with the position of the first hidden state, and the hidden
-        # states [num_tokens, hidden_size]. A later part replaces equal positions of earlier parts.
+        # For each sequence, a list of pairs: the position of the first hidden state, and hidden
+        # states [num_tokens, hidden_size]. If two pairs contain the same position, the later pair
+        # is valid.
         self._parts: dict[Sequence, list[tuple[int, Tensor]]] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Compute the logits of a step; see `ForwardPath.forward`."""
         self._outputs.clear()
         logits = self._path.forward(plan, sampled)
-        # A step with images can call the decoder several times, or for single sequences.
+        # In a step with images, the decoder may be called several times, or for one sequence at a
+        # time.
         if len(self._outputs) == 1 and self._outputs[0].shape[:2] == (1, plan.num_tokens):
             self._add(plan.chunks, self._outputs[0][0])
         self._outputs.clear()
@@ -87,7 +89,7 @@ class HiddenStates:
         self._parts[sequence] = [part for part in parts if part[0] + len(part[1]) > end]
 
     def forget(self, sequence: Sequence) -> None:
-        """Delete the hidden states of a sequence that ended."""
+        """Delete the hidden states of a sequence that has ended."""
         self._parts.pop(sequence, None)
 
     def close(self) -> None:
@@ -96,11 +98,14 @@ class HiddenStates:
         self._parts.clear()
 
     def _record(self, module: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401, ARG002
-        """Store the hidden states of the running step; the signature is that of a hook."""
+        """Store the outputs of the decoder. The signature is that of a forward hook."""
         self._outputs.append(output.last_hidden_state)
 
     def _add(self, chunks: list[Chunk], output: Tensor) -> None:
-        """Store the hidden states of a step, [num_tokens, hidden_size], for its sequences."""
+        """Store the hidden states of a step for each of its sequences.
+
+        The hidden states are [num_tokens, hidden_size].
+        """
         step_parts = torch.split(output, [chunk.num_tokens for chunk in chunks])
         for chunk, part in zip(chunks, step_parts, strict=True):
             if chunk.sequence.images is not None:
@@ -109,17 +114,19 @@ class HiddenStates:
             first, states = parts[-1] if parts else (chunk.start, part[:0])
             num_kept = chunk.start - first
             if 0 <= num_kept <= len(states) < _MAX_APPENDED:
-                # Draft tokens after the first `num_kept` tokens were rejected.
+                # The draft tokens after the first `num_kept` tokens were rejected, so their hidden
+                # states are not stored.
                 parts[-1:] = [(first, torch.cat([states[:num_kept], part]))]
             else:
-                # A view would keep the hidden states of the whole step in memory.
+                # Copy the hidden states, because a view would keep those of the whole step in
+                # memory.
                 parts.append((chunk.start, part.clone()))
             while sum(len(each) for _, each in parts[1:]) >= _MAX_STATES:
                 del parts[0]
 
 
 class MtpPath:
-    """The forward path of an MTP layer; see `ForwardPath`.
+    """The forward path of an MTP layer, which implements `ForwardPath`.
 
     The tokens of its sequences are those of the large model from the second token on. The first
     token has no hidden state before it.
@@ -150,13 +157,13 @@ class MtpPath:
         self._layers = layers
         self._cache, self._builder = blocks
         self.hidden = hidden
-        # The sequence of the large model for each sequence of this path.
+        # For each sequence of this path, the sequence of the large model to which it belongs.
         self._targets: dict[Sequence, Sequence] = {}
-        # The output of the MTP layer at the last token of each sequence, [hidden_size].
+        # For each sequence, the output of the MTP layer at its last token, [hidden_size].
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
-        """Use the hidden states of `target` for the sequence `own`."""
+        """Use the hidden states of the large model's sequence `target` for the sequence `own`."""
         self._targets[own] = target
 
     def release(self, own: Sequence) -> None:
@@ -182,13 +189,16 @@ class MtpPath:
         return logits[0]
 
     def clear(self, sequence: Sequence) -> None:
-        """Set the blocks of a sequence to zero; see `ForwardPath.clear`."""
+        """Fill the blocks of a sequence with zeros; see `ForwardPath.clear`."""
         self._cache.clear(sequence.block_table)
 
     def _inputs(self, chunk: Chunk) -> Tensor:
-        """Return the hidden state before each token of a chunk, [num_tokens, hidden_size]."""
+        """Return the hidden states that precede the tokens of a chunk.
+
+        The shape is [num_tokens, hidden_size].
+        """
         target = self._targets[chunk.sequence]
-        # The last known token has the index `num_known - 1` in the sequence of this path.
+        # In this path, the last known token of the sequence has the index `num_known - 1`.
         num_known = len(target.token_ids) - 1
         if chunk.start >= num_known:
             return self._last_outputs[chunk.sequence][None]
@@ -199,7 +209,7 @@ class MtpPath:
 
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401
-    """Run the first MTP layer on a row of tokens.
+    """Run the first MTP layer on a row of tokens, and return its hidden states.
 
     Args:
         mtp_model: an MtpModel of transformers.

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on the memory and the CPU time of a process that handles untrusted input."""
+"""Limits the memory and the CPU time of a child process that handles untrusted input."""
 
 import os
 import resource
 
-# Child processes must not slow down the steps of the engine.
+# The priority of child processes, which must not slow down the steps of the engine.
 _NICENESS = 5
 
 
 def limit_child(max_bytes: int, timeout_s: float) -> None:
-    """Limit this forked child process. The process cannot raise the limits again.
+    """Limit the memory and the CPU time of this forked child process.
+
+    The process cannot raise the limits again.
 
     Args:
         max_bytes: the memory that the process can allocate beyond its present memory.
@@ -24,7 +26,7 @@ def limit_child(max_bytes: int, timeout_s: float) -> None:
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Limit the address space of this process to its present size and `max_bytes` more bytes."""
+    """Limit the address space of this process to `max_bytes` more than it has now."""
     with open("/proc/self/statm", encoding="ascii") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

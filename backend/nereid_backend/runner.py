@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner, which executes the plan of a step: a forward pass, followed by sampling.
+"""Runs the plan of a step on the device: the forward pass, followed by sampling.
 
 Three calls execute a step. The first two calls only launch work on the device:
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardPath(Protocol):
-    """The interface of a forward path.
+    """The interface of an object that runs the model in one particular way.
 
     A forward path runs the model, and owns the KV cache and the other state of the sequences.
     """
@@ -54,7 +54,7 @@ class ForwardPath(Protocol):
         """
 
     def clear(self, sequence: Sequence) -> None:
-        """Reset the state of a sequence whose computation failed, so that the state has no NaN.
+        """Reset the state of a sequence whose computation failed.
 
         The blocks of the sequence may contain NaN. Without this call, the NaN would reach the next
         sequence that gets these blocks.
@@ -63,7 +63,7 @@ class ForwardPath(Protocol):
 
 @dataclass(slots=True)
 class RunningStep:
-    """The state of a step that was started and is not finished.
+    """A step that was started and has not finished yet.
 
     Attributes:
         plan: the plan of the step.
@@ -88,14 +88,14 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """The log-probabilities of some prompt tokens, which are being copied to the host."""
+    """The log-probabilities of some prompt tokens, while they are copied to the host."""
 
     ranked: RankedRows
     copy: HostCopy
 
 
 class Runner:
-    """Executes the plans of steps on one model."""
+    """Runs the plans of steps on one model."""
 
     def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
         """Create a runner.
@@ -107,8 +107,8 @@ class Runner:
         self._path = path
         self._sampler = Sampler(has_kernel=sampling_kernel)
         self._masks = MaskFiller()
-        # The size of the vocabulary is unknown before the first forward pass. In the first step,
-        # the masks are therefore filled after the forward pass. In later steps, the masks are
+        # The size of the vocabulary, which is unknown before the first forward pass. Therefore, the
+        # masks of the first step are filled after its forward pass. The masks of later steps are
         # filled during the forward pass.
         self._vocab_size: int | None = None
 
@@ -140,7 +140,8 @@ class Runner:
             try:
                 logits = self._path.forward(plan, sampled)
             except BaseException:
-                # Wait for the threads that fill masks, because they still use the guides.
+                # Wait for the threads that fill masks before the error is raised, because they
+                # still use the guides.
                 self._masks.join(mask_jobs or ())
                 raise
         self._vocab_size = logits.shape[1]
@@ -184,7 +185,7 @@ class Runner:
         return StepResult(sampled, reports, device_token_ids)
 
     def _clear_not_finite(self, plan: StepPlan, sampled: list[Sampled]) -> None:
-        """Clear the state of the sequences whose logits contain NaN or infinity.
+        """Clear the state of sequences whose logits contain NaN or infinity.
 
         Args:
             plan: the plan of the step.
@@ -209,7 +210,7 @@ class Runner:
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """Clear the state of the plan's sequences if the code in the `with` block fails."""
+        """Clear the state of the plan's sequences if the code in the context raises an error."""
         try:
             yield
         except BaseException:
@@ -219,7 +220,7 @@ class Runner:
 
 
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
-    """Launch the computation of the prompt's log-probabilities for requests that ask for them.
+    """Launch the computation of the log-probabilities of prompt tokens.
 
     The logits at one token give the log-probability of the next token. Example: a chunk computes
     the tokens 0 to 3 of a prompt of 10 tokens. Its logits give the log-probabilities of the tokens
@@ -240,7 +241,7 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
         num_top = sequence.params.prompt_logprobs
         if num_top is None:
             continue
-        # `end` - 1 is the index of the token that the last logits of the chunk predict.
+        # The last logits of the chunk predict the token with the index `end` - 1.
         end = chunk.start + chunk.num_tokens + 1
         first_predicted = end - chunk.num_logits
         tokens = sequence.token_ids[first_predicted : min(end, sequence.num_prompt_tokens)]
@@ -251,7 +252,7 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
 
 
 def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
-    """Wait for the log-probabilities of a chunk's prompt tokens, and return them in order."""
+    """Wait for the log-probabilities of a chunk's prompt tokens, and return them."""
     logprobs: list[TokenLogprobs] = []
     for report in reports:
         logprobs += report.ranked.read(*report.copy.wait())
@@ -261,7 +262,7 @@ def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
 def _read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
-    """Return the new tokens of each chunk for which tokens were sampled.
+    """Return the new tokens of each chunk that samples.
 
     Example: the first chunk has 1 position, and the second chunk has 3 positions, because it has 2
     draft tokens. The sampled token with the index 0 belongs to the first chunk. The sampled tokens
@@ -275,8 +276,8 @@ def _read_sampled(
     """
     token_ids, logprobs = sampled_tokens.token_ids, sampled_tokens.logprobs
     if _have_single_tokens(sampling, sampled_tokens):
-        # This condition is true in nearly all steps. The branch returns the same result as the loop
-        # below in less time.
+        # This condition is true in nearly all steps. The branch returns the same as the loop below,
+        # but takes less time.
         return [
             Sampled([token_id], [logprob])
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
@@ -288,7 +289,7 @@ def _read_sampled(
         sequence = sampling.positions[first].sequence
         if count == 1 and sequence.guide is None and not sampled_tokens.errors:
             # Nearly all sequences have no draft tokens and no grammar. For them, this branch
-            # returns the same result as `_accept` in less time.
+            # returns the same as `_accept`, but takes less time.
             top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
             sampled.append(Sampled([token_ids[first]], [logprobs[first]], None, top))
         elif first in masks.errors:
@@ -300,7 +301,7 @@ def _read_sampled(
 
 
 def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether exactly one token is added to each sequence: the sampled token.
+    """Return whether every sequence of the step gets just its one sampled token.
 
     This is the case if no chunk has draft tokens or a grammar, no request asks for
     log-probabilities, and no position has an error.
@@ -310,7 +311,7 @@ def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bo
         len(positions) == len(sampling.counts)
         and not sampled_tokens.top
         and not sampled_tokens.errors
-        # A list takes less time here than the generator of `any`.
+        # Building a list takes less time here than passing a generator to `any`.
         and not [None for sequence, _ in positions if sequence.guide is not None]
     )
 
@@ -318,7 +319,7 @@ def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bo
 def _accept_or_end(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
-    """Return the result of `_accept`. If the grammar fails, return an error instead.
+    """Return the new tokens of a sequence, or an error if its grammar fails.
 
     The error ends the sequence.
     """
@@ -334,7 +335,7 @@ def _accept_or_end(
 def _accept(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
-    """Verify the draft tokens of a sequence, and return the new tokens of the sequence.
+    """Return the new tokens of a sequence, after verifying its draft tokens.
 
     The new tokens are sampled tokens, each followed by the tokens that the grammar forces next. As
     long as the new tokens equal the draft tokens, the next sampled token is valid, too, because the
@@ -356,9 +357,10 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The model has computed the logits after `token_ids` if all of them are draft tokens. This is
-    # also the case if there is no new token yet. After the last draft token, the loop adds one more
-    # sampled token. `token_ids` is then longer than `drafts`, so the loop ends.
+    # The loop continues while all new tokens are draft tokens, because the model has then computed
+    # the logits that follow them. This is also true if there are no new tokens yet. After the last
+    # draft token, the loop adds one more sampled token, which makes `token_ids` longer than
+    # `drafts` and ends the loop.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
@@ -374,7 +376,8 @@ def _accept(
             forced = _forced(sequence, guide.forced(), len(token_ids))
             token_ids += forced
             logprobs += [0.0] * len(forced)
-            # `top` gets no entries, because `_forced` returns [] if the request asks for them.
+            # `top` needs no entries for forced tokens, because `_forced` returns [] if the request
+            # asks for them.
             if token_ids[-1] in stops:
                 break
             if forced:
@@ -383,7 +386,7 @@ def _accept(
 
 
 def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
-    """Return the first tokens of `forced` that can be added without a forward pass.
+    """Return the forced tokens that can be added without another forward pass.
 
     The result ends with the first stop token. Example: if 9 is a stop token, [4, 9, 6] gives
     [4, 9], or [4] if min_tokens does not allow the end yet.

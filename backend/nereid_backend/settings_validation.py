@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decorator of settings classes, the types of settings, and the conversion of text to settings.
+"""Declares and validates settings: the decorator of settings classes and the types of settings.
 
 A settings class declares each setting once, as a field with a type, a default and a docstring:
 
@@ -44,7 +44,7 @@ _CONFIG = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
 
-# Phrases of pydantic's messages, and the shorter phrases that replace them.
+# Phrases in pydantic's error messages, and the simpler phrases that replace them.
 _PHRASES = {
     "a valid integer": "an integer",
     "a valid number": "a number",
@@ -57,7 +57,7 @@ _PHRASES = {
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
-    """Make `cls` a frozen dataclass that validates its values when an object is created.
+    """Turn a class into a frozen dataclass that validates its values.
 
     A wrong value raises a ConfigError. A text is not converted to another type, except to a size in
     bytes: max_num_seqs="8" is wrong, and kv_cache_memory="2GiB" is allowed.
@@ -81,7 +81,7 @@ def settings_class(cls: type[SettingsT]) -> type[SettingsT]:
 
 
 def _check_checkpoint(path: str) -> str:
-    """Return the folder of a checkpoint. A GGUF file is described by a folder in the cache."""
+    """Return the folder of a checkpoint. For a GGUF file, this is a folder in the cache."""
     if not path:
         raise ValueError("the path of a checkpoint")
     return checkpoint_folder(path)
@@ -106,7 +106,7 @@ def _check_size(value: object) -> object:
 
 
 def _parse_adapters(value: object) -> object:
-    """Return the folders of LoRA adapters by name. Text has the form "name=/path,other=/path"."""
+    """Convert text of the form "name=/path,other=/path" to a dict of folders by name."""
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         value = {name.strip(): path.strip() for name, _, path in pairs}
@@ -116,7 +116,7 @@ def _parse_adapters(value: object) -> object:
 
 
 def _parse_switch(value: object) -> object:
-    """Return True, False or "auto". Other texts are converted as for a boolean setting.
+    """Convert a value to True, False or "auto".
 
     Example: "1", "on" and "true" become True.
     """
@@ -137,14 +137,14 @@ GpuShare = Annotated[float, Field(gt=0, le=1)]
 SIZE_IN_BYTES = GetPydanticSchema(
     lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
 )
-"""The annotation of a size in bytes. A size is an integer or text such as "2GiB"."""
+"""The annotation of a setting that is a size in bytes: an integer, or text such as "2GiB"."""
 
 
 # ---- the conversion of text
 
 
 def from_texts(kind: type[SettingsT], texts: Mapping[str, str], *, prefix: str = "") -> SettingsT:
-    """Return an object of a settings class, built from text values.
+    """Create an object of a settings class from text values, such as environment variables.
 
     Example: `from_texts(EngineConfig, {"model": "/m", "max_num_seqs": "8"})` returns
     `EngineConfig(model="/m", max_num_seqs=8)`.
@@ -164,12 +164,12 @@ def from_texts(kind: type[SettingsT], texts: Mapping[str, str], *, prefix: str =
 
 
 def setting_names(*kinds: type) -> list[str]:
-    """Return the names of all settings in these settings classes, without repetitions."""
+    """Return the names of all settings in one or several settings classes."""
     return list(dict.fromkeys(field.name for kind in kinds for field in fields(kind)))
 
 
 def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "") -> None:
-    """Raise a ConfigError for the first of `names` that is not one of the `known` names.
+    """Raise a ConfigError if one of `names` is not the name of a setting.
 
     The message suggests the most similar known name. In the message, `prefix` precedes each name.
     """
@@ -185,7 +185,7 @@ def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "")
 
 @contextmanager
 def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
-    """Convert pydantic's ValidationError for a settings class to a ConfigError with one sentence.
+    """Convert pydantic's ValidationError in the context to a ConfigError.
 
     Example of a message: "max_num_seqs: the value must be greater than 0, but it is 0."
     """
@@ -193,7 +193,7 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
         yield
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        # For a positional argument, pydantic gives the index of the argument instead of its name.
+        # If the argument is positional, pydantic gives its index instead of its name.
         [location] = problem["loc"]
         name = setting_names(kind)[location] if isinstance(location, int) else location
         if problem["type"] == "unexpected_keyword_argument":
@@ -202,7 +202,7 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
 
 
 def _describe(problem: ErrorDetails) -> str:
-    """Return the end of the error message about a wrong value or a missing setting.
+    """Return the second part of the error message about a setting.
 
     Example: pydantic's message "Input should be a valid integer, unable to parse string as an
     integer" becomes "the value must be an integer, but it is 'many'."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of one step: the slots and blocks of the KV cache that attention uses.
+"""The metadata of one step for attention: where its tokens are stored, and what they attend to.
 
 A packed step is one row of tokens. Decodes (sequences that add one token) come first, because
 attention computes them together. Prefills (chunks of several tokens) follow, one after the other:
@@ -19,7 +19,7 @@ from nereid_backend.attention.layers import LayerWindow
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Several new tokens of one sequence.
+    """The new tokens of one sequence that adds more than one token in a step.
 
     Attributes:
         start: the index of the first new token in the packed row.
@@ -41,7 +41,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class VisibleBlocks:
-    """The blocks that a group of decodes attends to, for one attention window.
+    """The KV cache blocks that a group of decodes reads for one attention window.
 
     Attributes:
         blocks: [num_decodes, n] int64. A row may contain any block after the sequence's last block.
@@ -55,7 +55,7 @@ class VisibleBlocks:
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Decodes of sequences with similar lengths.
+    """Sequences of similar lengths that each add one token in a step.
 
     Results that are equal for all layers with the same window are computed once and cached.
 
@@ -82,7 +82,7 @@ class DecodeGroup:
         return visible
 
     def rows(self, window: LayerWindow, num_heads: int) -> Tensor:
-        """Return the cache rows of the visible blocks, for a layer with `num_heads` key heads."""
+        """Return the cache rows of the blocks that a layer with `num_heads` key heads reads."""
         rows = self._rows.get((window, num_heads))
         if rows is None:
             rows = self._rows[window, num_heads] = gather_rows(
@@ -91,7 +91,7 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes attend to, and a bias that hides invisible positions.
+        """Return the blocks that the decodes read, and a bias that hides other positions.
 
         Example: with blocks of 4 tokens and a window of 4 tokens, a decode with 11 tokens attends
         to the positions 7 to 10. The window covers at most 2 blocks, so of the block table
@@ -105,16 +105,15 @@ class DecodeGroup:
         first = torch.zeros_like(lens)
         if not window.is_full:
             first = _first_visible(lens - 1, window)
-        # The index of the first block that is read, [num_decodes, 1].
+        # For each decode, the index of the first block that is read, [num_decodes, 1].
         offset = torch.zeros_like(lens)
-        # A window of `limit` tokens can overlap with at most this number of blocks.
+        # At most this number of blocks can overlap with a window of `limit` tokens.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
             offset = torch.div(first, size, rounding_mode="floor")
             columns = offset + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
-        # The position of each token that is read, counted from the start of its sequence. The
-        # shape is [num_decodes, n * block_size].
+        # The position in its sequence of each token that is read, [num_decodes, n * block_size].
         positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
         if not window.is_full:
@@ -126,7 +125,7 @@ class DecodeGroup:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """The metadata of one step. It is built once and read by all layers.
+    """The metadata of one step for attention, which all layers read.
 
     Attributes:
         slots: [num_tokens] int64, the slots in which the keys and values of each token are stored.
@@ -151,7 +150,7 @@ class AttentionBatch:
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
-        """Return the cache rows in which a layer stores the keys or values of this step.
+        """Return the cache rows to which a layer writes the keys or values of this step.
 
         `num_heads` is the number of key heads of the layer.
         """
@@ -161,7 +160,7 @@ class AttentionBatch:
         return rows
 
     def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:
-        """Return a mask of the tokens that each new token of prefills[index] attends to.
+        """Return which tokens each new token of `prefills[index]` attends to.
 
         The mask is [num_tokens, seq_len] bool.
         """
@@ -176,7 +175,7 @@ class AttentionBatch:
 
 
 def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
-    """Return, for each of `positions`, the first position that its token attends to.
+    """Return the first position that the token at each of `positions` attends to.
 
     Example: with a window of 4, the positions [2, 9] give [0, 6].
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the KV cache class for a device. The class determines the attention code.
+"""Chooses the class of the KV cache for a device, and thereby the implementation of attention.
 
 Outside the folder attention/gpu, only this module refers to the GPU kernels for attention.
 The GPU kernels are used only if `cache_type` returns `GpuKVCache`.
@@ -35,9 +35,9 @@ _NAMES: dict[type[KVCache], str] = {
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
 # The classes of KV cache that the reference implementation can read.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
-# kv_cache_dtype replaces a class with unrounded numbers by a class with rounded numbers. Example:
-# "int8" replaces GpuKVCache by GpuInt8KVCache. The CPU kernels do not support fp8, so the reference
-# implementation reads fp8 caches on a CPU.
+# If the setting kv_cache_dtype is not auto, a class with rounded numbers replaces the class with
+# unrounded numbers. Example: "int8" replaces GpuKVCache by GpuInt8KVCache. The CPU kernels do not
+# support fp8, so the reference implementation reads fp8 caches on a CPU.
 _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     gpu_attention.GpuKVCache: {
         "int8": gpu_attention.GpuInt8KVCache,
@@ -46,8 +46,8 @@ _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     cpu_attention.CpuKVCache: {"int8": CpuInt8KVCache, "fp8": Float8KVCache},
     KVCache: {"int8": Int8KVCache, "fp8": Float8KVCache},
 }
-# The kernels need asynchronous copies and bfloat16 matrix products. GPUs have both from this
-# compute capability on.
+# The lowest compute capability of the supported GPUs. The kernels need asynchronous copies and
+# bfloat16 matrix products, which older GPUs do not have.
 _MIN_CAPABILITY = (8, 0)
 
 
@@ -71,7 +71,7 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
-    """Return the KV cache class that stores its values in a given data type.
+    """Return the class of the KV cache for the setting kv_cache_dtype.
 
     Args:
         kind: the class for unrounded keys and values.
@@ -95,7 +95,7 @@ def proven_type(
     dtype: torch.dtype,
     device: torch.device,
 ) -> type[KVCache]:
-    """Check that the GPU kernels compute correct results, and return the KV cache class to use.
+    """Test the GPU kernels, and return the KV cache class that can be used.
 
     For GPU kernels, run each kind of layer once in this process and compare the result with the
     reference. If the results of a layer differ, log a warning and return the class that the
@@ -111,7 +111,7 @@ def proven_type(
     if not issubclass(kind, gpu_attention.GpuKVCache) or device.type != "cuda":
         return kind
     for spec in dict.fromkeys(layers):
-        # mypy does not accept a class as a hashable argument.
+        # The type checker does not accept a class as a hashable argument.
         reason = gpu_check.why_unusable(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
         if reason is not None:
             logger.warning(_NO_GPU_KERNELS, reason)
@@ -128,7 +128,7 @@ def attend(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Store the keys and values of one packed step in one layer, and return the attention.
+    """Store the keys and values of a step in one layer's cache, and compute its attention.
 
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
@@ -154,7 +154,7 @@ def attend(
 def store_layer(
     key: Tensor, value: Tensor, layer: tuple[int, LayerSpec], cache: KVCache, batch: AttentionBatch
 ) -> None:
-    """Store the keys and values of a step in one layer; shapes as in `attend`. Mutates: cache."""
+    """Store the keys and values of a step in one layer's cache; see `attend`."""
     if isinstance(cache, gpu_attention.GpuKVCache):
         gpu_attention.store_layer(key, value, layer, cache, batch)
         return
@@ -173,7 +173,7 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Compute the attention of a step whose keys and values are already in the cache.
+    """Compute the attention of a step whose keys and values are in the cache already.
 
     The CPU kernels do not support this, because they store the keys and values in the same call
     that computes the attention. Apart from `out`, the arguments are those of `attend`.
@@ -197,12 +197,12 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
 
 
 def uses_gpu_kernels(cache: KVCache) -> bool:
-    """Return whether attention over a KV cache runs in the GPU kernels."""
+    """Return whether the GPU kernels compute the attention over a KV cache."""
     return isinstance(cache, gpu_attention.GpuKVCache)
 
 
 def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | None:
-    """Return the layout of the arrays that only GPU kernels read; None if no GPU kernel is used.
+    """Return the layout of the arrays that only GPU kernels read, or None.
 
     Args:
         cache: the KV cache of a model.
@@ -214,7 +214,7 @@ def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | Non
 
 
 def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
-    """Select attention libraries that are correct and faster than the project's kernels.
+    """Select the attention libraries that are faster than the project's kernels.
 
     Args:
         cache: the KV cache of a model. Mutated. Nothing changes if no GPU kernel is used.
@@ -243,17 +243,17 @@ def _fastest_backends(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ChosenBackends:
-    """Call `fastest_backends`. The result is cached, so that a process measures only once."""
+    """Return the result of `fastest_backends`, which is measured once in a process."""
     return fastest_backends(kind, layers, block_size, dtype, device)
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """Return the name that reports use for the attention code of a KV cache class."""
+    """Return the name of the attention implementation for reports."""
     return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 
 def gpu_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the reason why the GPU kernels cannot be used, or None if they can.
+    """Return why the GPU kernels cannot be used; None if they can.
 
     The reason is a clause without a final period.
 

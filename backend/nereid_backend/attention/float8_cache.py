@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache of 8-bit floating point numbers in the format e4m3.
+"""A KV cache that stores 8-bit floating point numbers in the format e4m3.
 
 A number has 1 sign bit, 4 exponent bits and 3 mantissa bits. The rounding error is at most 1/16 of
 the number itself, even if other numbers of its vector are much larger. This holds because each

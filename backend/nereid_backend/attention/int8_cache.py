@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache of 8-bit integers.
+"""A KV cache that stores 8-bit integers.
 
 The rounding error is at most half of 1/127 of the largest number in the vector. If the numbers of a
 vector have similar sizes, this error is a quarter of the error of 8-bit floating point numbers. If
@@ -36,7 +36,7 @@ class Int8KVCache(ScaledKVCache):
 
 
 class CpuInt8KVCache(Int8KVCache, CpuKVCache):
-    """An Int8KVCache in the layout that the CPU kernels read.
+    """A KV cache of 8-bit integers in the layout that the CPU kernels read.
 
     The keys of each block are transposed.
     """

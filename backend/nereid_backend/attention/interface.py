@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention function that this engine registers in transformers' attention interface.
+"""Registers the attention function of an engine in transformers' attention interface.
 
 Transformers finds an attention function by its name at every call. Each engine therefore registers
 a function under its own name, so that two engines in one process are independent. The metadata of a
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 class AttentionForward(Protocol):
-    """A callable that computes the attention calls of one forward pass."""
+    """The interface of an object that computes the attention of one forward pass."""
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
@@ -41,7 +41,7 @@ class AttentionForward(Protocol):
 
 
 class AttentionHook:
-    """The attention function that one engine registers in transformers.
+    """The attention function of one engine, registered in transformers.
 
     Attributes:
         name: the value of a model's `attn_implementation` that selects this function. No mask
@@ -49,14 +49,14 @@ class AttentionHook:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        """Register the function under `name`. By default, the name is new."""
+        """Register the function under `name`. Without a name, generate a unique one."""
         self.name = name or f"nereid_paged_{next(_numbers)}"
         self._forward: AttentionForward | None = None
         AttentionInterface.register(self.name, self._call)
 
     @contextmanager
     def serving(self, forward: AttentionForward) -> Iterator[None]:
-        """Use `forward` for all attention calls of the model, until the context ends."""
+        """Let `forward` compute all attention calls of the model while the context is open."""
         self._forward = forward
         try:
             yield
@@ -79,20 +79,20 @@ class AttentionHook:
         attention_mask: Tensor | None,  # noqa: ARG002 - models build no mask for this name
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """Compute one attention call; the signature is that of transformers."""
+        """Compute one attention call. The signature is defined by transformers."""
         if self._forward is None:
             raise EngineError("The model was called outside of a step of the engine.")
         return self._forward(module, query, key, value, **kwargs), None
 
 
 class PagedForward:
-    """The attention of one packed step over the paged KV cache.
+    """Computes the attention of one packed step over the paged KV cache.
 
     An instance is used for one forward pass. Its n-th call belongs to the n-th attention layer.
     """
 
     def __init__(self, layers: list[LayerSpec], cache: KVCache, batch: AttentionBatch) -> None:
-        """Prepare the attention of a step.
+        """Store the metadata of a step.
 
         Args:
             layers: the attention layers of the model, in order.
@@ -111,7 +111,7 @@ class PagedForward:
         return self._batches[0].slots.numel()
 
     def native(self) -> AbstractContextManager[None]:
-        """Return a context manager that lets compiled models call the CPU kernels without Python.
+        """Return a context in which compiled models call the CPU kernels without Python.
 
         For other kinds of KV cache, the context manager does nothing.
         """
@@ -122,7 +122,7 @@ class PagedForward:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Store the step's keys and values in the cache, and compute attention over all tokens."""
+        """Store the keys and values of a call in the cache, and compute the attention."""
         number = next(self._numbers, None)
         if number is None:
             raise EngineError(
@@ -141,7 +141,7 @@ class PagedForward:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute attention in one layer; shapes as in `AttentionForward`.
+        """Compute the attention of one layer; shapes as in `AttentionForward`.
 
         Args:
             number: the index of the layer.
@@ -159,7 +159,7 @@ class PagedForward:
 
 
 def scale_of(module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]) -> float:
-    """Return the factor of the scores.
+    """Return the factor by which the scores of an attention call are multiplied.
 
     The factor is the argument `scaling` of the call. If the call has none, the factor is the
     attribute `scaling` of the module, or else 1 / sqrt(key_dim).

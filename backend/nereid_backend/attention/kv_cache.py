@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged KV cache: one tensor of keys and one of values for each attention layer."""
+"""The paged KV cache, which has one tensor of keys and one of values for each attention layer."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec, single_group
 
 
 class KVCache:
-    """The keys and values of all blocks.
+    """The keys and values of all blocks, as tensors.
 
     A block belongs to one group of layers (`LayerGroups`). Layers of different groups that have the
     same place in their groups share one tensor, because they never share a block.
@@ -77,19 +77,19 @@ class KVCache:
         return 1 + max(self.group_of, default=0)
 
     def _first_layers(self) -> list[int]:
-        """Return the first layer of each place, in the order of the places."""
+        """Return the first layer of each place in the groups, in the order of the places."""
         return [self._places.index(place) for place in range(len(set(self._places)))]
 
     def _for_layers(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensor of each layer. `tensors` has one tensor for each place."""
+        """Return the tensor that each layer uses. `tensors` has one tensor for each place."""
         return [tensors[place] for place in self._places]
 
     def _for_places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensor of each place. `tensors` has one tensor for each layer."""
+        """Return the tensor of each place in the groups. `tensors` has one for each layer."""
         return [tensors[index] for index in self._first_layers()]
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """Write the keys and values of one step.
+        """Write the keys and values of one step into the cache of one layer.
 
         Args:
             layer: the index of the layer.
@@ -117,7 +117,7 @@ class KVCache:
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the cache, each [num_blocks + 1, ...]."""
+        """Return all tensors of the cache. Their first dimension is the block."""
         return [*self._for_places(self.keys), *self._for_places(self.values)]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -135,7 +135,7 @@ class KVCache:
             tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
 
     def read_block(self, block: int) -> bytes:
-        """Return the bytes that all tensors of the cache store for a block.
+        """Return the keys and values of a block in all layers as bytes.
 
         The bytes are concatenated in the order of `tensors`.
         """
@@ -143,7 +143,7 @@ class KVCache:
         return torch.cat(parts).cpu().numpy().tobytes()
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Write back the contents of blocks that `read_block` returned. Mutates: this cache."""
+        """Write bytes that `read_block` returned into blocks. Mutates: this cache."""
         joined = bytearray().join(contents)
         rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1).to(self.device)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
@@ -155,14 +155,14 @@ class KVCache:
             start = end
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Fill some blocks with zeros. Mutates: this cache."""
+        """Fill some blocks of the cache with zeros. Mutates: this cache."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for tensor in self.tensors():
             tensor.index_fill_(0, index, 0)
 
 
 def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the cache rows in which the keys or values of some tokens are stored.
+    """Return the cache rows to which the keys or values of some tokens are written.
 
     Each token has one row for each head.
 
@@ -202,8 +202,9 @@ def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros; on a CPU, in huge pages if possible."""
-    # Uninitialised memory may contain NaN. Masked values are multiplied by 0, and 0 * NaN is NaN.
+    """Return a tensor of zeros. On a CPU, its memory has huge pages if possible."""
+    # The memory must not be uninitialised, because it may contain NaN. Masked values are multiplied
+    # by 0, and 0 * NaN is NaN.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return huge_pages.zeros(shape, dtype)

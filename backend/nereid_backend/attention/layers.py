@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The properties of a model's attention layers, their windows, and their groups."""
+"""The properties of a model's attention layers, including their attention windows and groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nereid_backend.core.blocks.window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class LayerWindow:
-    """The attention window of one layer, which limits the earlier tokens that a token attends to.
+    """The limits on the earlier tokens that a token attends to in one layer.
 
     A layer may have neither limit, one of the limits, or both limits.
 
@@ -64,7 +64,7 @@ class LayerSpec:
     has_sinks: bool = False
 
     def bytes_per_token(self, itemsize: int, scale_bytes: int = 0) -> int:
-        """Return the size of one token in this layer's KV cache, in bytes.
+        """Return how many bytes one token needs in this layer's KV cache.
 
         Args:
             itemsize: the bytes of one number.
@@ -75,7 +75,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The division of a model's attention layers into groups; see core/blocks/window.py.
+    """The division of a model's attention layers into groups that share blocks.
 
     A block stores the keys and values of one group. A group may have fewer layers than a block has
     places. Example: four layers with full attention (F) or a window (W), in the order W, W, W, F.
@@ -100,7 +100,7 @@ class LayerGroups:
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """Return the windows of the attention layers; None if a layer attends to all earlier tokens."""
+    """Return the attention window of a group of layers; None without a limit."""
     if not layers or any(layer.window.is_full for layer in layers):
         return None
     windows = dict.fromkeys(layer.window for layer in layers)

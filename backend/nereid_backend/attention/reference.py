@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference implementation of paged attention, in plain torch. Kernels are compared with it.
+"""The reference implementation of paged attention in plain torch, with which kernels are compared.
 
 Decodes of similar length are computed by one gather and two batched matrix products. A prefill is
 one call of torch's fused attention. If the layer has a softcap or sinks, which the fused attention
@@ -14,11 +14,12 @@ from nereid_backend.attention.attention_batch import AttentionBatch, Prefill
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
-# A prefill is computed in slices with at most this number of scores and of queries.
+# The limits on the slices in which a prefill is computed: the number of scores and the number of
+# queries.
 _MAX_SCORES = 2**25
 _MAX_ROWS = 64
 
-# The query, the key and the value of a step. The key and the value are None if they are read from
+# The type of a step's query, key and value. The key and the value are None if they are read from
 # the cache.
 StepInputs = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -32,7 +33,7 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of one packed step in one layer.
+    """Compute the attention of one packed step in one layer.
 
     The cache already contains the keys and values of the step.
 
@@ -75,7 +76,7 @@ def _attend_prefills(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a step's prefills. The step must have at least one prefill."""
+    """Return the attention of a step's prefills, of which there is at least one."""
     query = inputs[0]
     spec = layer[1]
     parts: list[Tensor] = []
@@ -102,9 +103,9 @@ def _prefill_keys(
     """
     query, key, value = inputs
     number, spec = layer
-    # If the cache stores rounded numbers, the new keys and values are also read from the cache.
-    # Attention then uses the same rounded numbers for every division of the prompt into chunks, so
-    # the answer does not depend on the chunks.
+    # If the cache stores rounded numbers, read the new keys and values from the cache, too.
+    # Attention then uses the rounded numbers of all tokens, so the answer does not depend on how a
+    # prompt is divided into chunks.
     is_exact = cache.keys[number].dtype == query.dtype
     if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
         tokens = slice(prefill.start, prefill.end)
@@ -120,7 +121,9 @@ def _prefill(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of several tokens of one sequence, [1, num_heads, q, value_dim].
+    """Return the attention of several new tokens of one sequence.
+
+    The result is [1, num_heads, q, value_dim].
 
     Shapes: query [1, num_heads, q, key_dim], key and value [1, num_kv_heads, k, dim], mask [q, k]
     bool. Without a mask, no earlier tokens are cached, and each token attends to all tokens before
@@ -153,7 +156,7 @@ def _prefill_in_slices(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a few queries at a time, which limits the memory for the scores.
+    """Compute the attention of a prefill for a few queries at a time, to save memory.
 
     The arguments and the result are those of `_prefill`. Example: 1000 queries, of which 400 fit
     into a slice, are computed as the queries 0 to 399, 400 to 799 and 800 to 999. If no earlier
@@ -187,7 +190,9 @@ def _stepwise(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of some sequences from its definition, with the softmax in float32.
+    """Compute the attention of some sequences directly from its definition.
+
+    The softmax is computed in float32.
 
     Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim], bias
     broadcastable to [n, 1, q, k] float32. The result is [n, num_heads, q, value_dim].
@@ -195,7 +200,7 @@ def _stepwise(
     query, key, value = inputs
     count, num_heads, num_queries, dim = query.shape
     num_kv_heads = key.shape[1]
-    # Query heads that share a key head become rows of one matrix product.
+    # Query heads that share a key head become rows of the same matrix product.
     grouped = query.reshape(count, num_kv_heads, -1, dim)
     scores = (grouped @ key.transpose(2, 3)).float().mul_(scale)
     scores = scores.view(count, num_heads, num_queries, -1)

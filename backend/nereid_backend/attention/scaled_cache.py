@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache that stores each number in 8 bits.
+"""A KV cache that stores each number in 8 bits, with one factor for each vector.
 
 The cache needs half of the memory of bfloat16 and a quarter of the memory of float32.
 
@@ -18,7 +18,7 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec
 
 
 class ScaledKVCache(KVCache):
-    """A KV cache that stores each vector as 8-bit numbers and one factor.
+    """A KV cache that stores each key and value vector as 8-bit numbers and a factor.
 
     The stored numbers times the factor are the restored vector.
 
@@ -63,7 +63,7 @@ class ScaledKVCache(KVCache):
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Round vectors to 8-bit numbers. Return these numbers and one factor for each vector.
+        """Round vectors to 8-bit numbers, and return these numbers with their factors.
 
         Example for int8: [1.0, -2.0] gives [64, -127] and the factor 2 / 127.
 
@@ -78,7 +78,7 @@ class ScaledKVCache(KVCache):
 
     @staticmethod
     def restored(stored: Tensor, scales: Tensor) -> Tensor:
-        """Convert stored vectors back to float32. This is the inverse of `rounded`.
+        """Convert stored vectors back to float32. This method is the inverse of `rounded`.
 
         Args:
             stored: the stored vectors, [..., dim].
@@ -108,7 +108,10 @@ class ScaledKVCache(KVCache):
         return [*super().tensors(), *scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        """Restore stored vectors that were gathered from `rows`. Their factors are in `scales`."""
+        """Convert vectors that were gathered from `rows` back to the model's dtype.
+
+        `scales` contains the factors of the whole cache.
+        """
         row_scales = scales.view(-1, scales.shape[2]).index_select(0, rows.reshape(-1))
         return self.restored(stored, row_scales.view(stored.shape[:3])).to(self.dtype)
 
@@ -131,7 +134,7 @@ def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.where(largest.isfinite(), largest, float("nan"))
     restoring_factors = largest / top
     scaling_factors = torch.where(largest > 0, top / largest, 0.0)
-    # Numbers that are not finite become 0, because integers cannot store NaN. The NaN in the
-    # restoring factor remains, so the restored vector is NaN.
+    # Replace numbers that are not finite by 0, because integers cannot represent NaN. The factor is
+    # still NaN, so the restored vector is NaN.
     scaled = (wide * scaling_factors.unsqueeze(-1)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return scaled, restoring_factors

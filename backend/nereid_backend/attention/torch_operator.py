@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as a torch operator, so that a traced model can call it.
+"""Paged attention as a torch operator, so that models can be traced and compiled with it.
 
 The metadata of a step cannot pass through a traced graph. The operator therefore reads the metadata
 from a thread-local variable that `serving` sets. If the cache is a CpuKVCache, compiled models call
@@ -23,7 +23,7 @@ _current = threading.local()
 
 @contextmanager
 def serving(forward: PagedForward) -> Iterator[None]:
-    """Use `forward` for all calls of the operator in this thread, until the context ends."""
+    """Let `forward` compute all calls of the operator in this thread while the context is open."""
     _current.forward = forward
     try:
         with forward.native():
@@ -33,7 +33,7 @@ def serving(forward: PagedForward) -> Iterator[None]:
 
 
 class TracedForward:
-    """Calls the operator `paged_attend` for each attention layer while torch traces a model."""
+    """Calls the operator `paged_attend` for each attention layer of a traced model."""
 
     def __init__(self) -> None:
         """Create an instance for one forward pass."""
@@ -54,7 +54,9 @@ class TracedForward:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float
 ) -> Tensor:
-    """Compute the attention of layer number `layer` in a step; shapes as in `AttentionForward`.
+    """Compute the attention of one layer of a step; shapes as in `AttentionForward`.
+
+    `layer` is the number of the layer.
 
     The inputs may have more rows than the step has tokens. The outputs of surplus rows are zero.
     """
@@ -80,7 +82,7 @@ def _attend_meta(
     layer: int,  # noqa: ARG001
     scale: float,  # noqa: ARG001
 ) -> Tensor:
-    """Return an uninitialised output of the right shape, as torch needs it for tracing."""
+    """Return an uninitialised output of the right shape, which torch needs for tracing."""
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constrained decoding: grammars and thinking budgets limit which tokens an answer may contain.
+"""Constrained decoding: limits the tokens of an answer by a grammar or a budget for reasoning.
 
 Start reading at guide_factory.py: `Guides.prepare` creates the guide of a request.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a grammar library.
+"""The interface that the two grammar libraries implement for Nereid.
 
 Two classes implement `GrammarBackend`: LLGuidanceBackend and XGrammarBackend.
 docs/history/sampling-and-constraints.md compares the two libraries.
@@ -14,7 +14,7 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
 
 class Matcher(Protocol):
-    """The position of one sequence in a grammar."""
+    """Tracks the position of one sequence in its grammar."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token.
@@ -24,18 +24,18 @@ class Matcher(Protocol):
         """
 
     def accept_bytes(self, data: bytes) -> bool:
-        """Advance by some bytes. The bytes may begin or end in the middle of a token.
+        """Advance by bytes, which may begin or end in the middle of a token.
 
         Returns:
             Whether the grammar allows the bytes.
         """
 
     def fill(self, row: TokenMask) -> None:
-        """Set the bits of the tokens that may follow, and clear all other bits. Mutates: row."""
+        """Set the bits of the tokens that may follow in `row`, and clear all other bits."""
 
     @staticmethod
     def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:
-        """Fill the rows of several matchers of this class; see `fill`.
+        """Fill the masks of several matchers of this class in one call; see `fill`.
 
         One call is faster than several calls. After the forward pass, the processor's caches do not
         contain the library, so each switch between Python and the library takes long.
@@ -52,7 +52,7 @@ class Matcher(Protocol):
         """Return whether the text so far matches the grammar completely."""
 
     def forced(self) -> bytes:
-        """Return the bytes that must follow.
+        """Return the bytes that must follow according to the grammar.
 
         Return b"" if several continuations are possible, or if the answer may end here. Example:
         for the regular expression `ab(c|d)`, a matcher at the start returns b"ab".
@@ -74,7 +74,7 @@ class Compiled(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """Compiles grammars for one vocabulary. Several threads may call it at the same time."""
+    """A grammar library for one vocabulary. Several threads may call it at the same time."""
 
     def compile(self, kind: str, source: str) -> Compiled:
         """Compile a grammar.

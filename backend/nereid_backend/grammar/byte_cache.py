@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache with a limit on the size of its values."""
+"""A cache that limits the total size of its values in bytes."""
 
 import threading
 from collections import OrderedDict
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ByteCache(Generic[T]):
-    """A cache that drops the least recently used values. Several threads may use it."""
+    """A thread-safe cache that removes the least recently used values."""
 
     def __init__(self, max_bytes: int) -> None:
         """Create a cache whose values take at most `max_bytes` together."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of the time to compile a grammar, and functions that read JSON schemas."""
+"""Estimates how long a grammar takes to compile, and reads the text of JSON schemas."""
 
 import json
 import re
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from nereid_backend.errors import RequestError
 
-# The largest number of nested schemas. One schema inside another takes up to two levels of JSON:
-# {"items": {...}} takes one, {"properties": {"a": {...}}} takes two.
+# The largest accepted nesting depth of schemas. One schema inside another takes up to two levels of
+# JSON: {"items": {...}} takes one level, and {"properties": {"a": {...}}} takes two.
 MAX_DEPTH = 64
 _MAX_JSON_DEPTH = 2 * MAX_DEPTH
 
-# A repetition in a regular expression or grammar: {3}, {3,}, {,5} or {3,5}.
+# The pattern of a repetition in a regular expression or a grammar: {3}, {3,}, {,5} or {3,5}.
 _REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-# At most this number of digits is read from a bound, because int() is slow for a very long text.
+# Only this number of digits of a bound is converted, because int() is slow for a very long text.
 _MAX_DIGITS = 9
 
 # The keywords of JSON Schema that contain one schema, a list of schemas, or a map of schemas.
@@ -38,7 +38,7 @@ _LENGTH_S = 1.0e-8
 
 
 class _Bound(NamedTuple):
-    """One bound of a grammar, such as `{0,2000}` or `"maxLength": 2000`.
+    """A limit on a number of repetitions, such as `{0,2000}` or `"maxLength": 2000`.
 
     Attributes:
         repetitions: the number of repetitions that the bound allows.
@@ -52,7 +52,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The estimated time to compile this bound in seconds, divided by the vocabulary size."""
+        """The estimated seconds to compile this bound, for each token of the vocabulary."""
         return self.repetitions * self.unit_s
 
 
@@ -130,7 +130,7 @@ def _json_depth(value: object) -> int:
 
 
 def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
-    """Reject a grammar that xgrammar would take too long to compile.
+    """Raise a RequestError if xgrammar would take too long to compile a grammar.
 
     Args:
         kind: one of core.grammar.KINDS.
@@ -156,7 +156,7 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
 
 
 def _bounds(kind: str, source: str) -> Iterator[_Bound]:
-    """Yield all bounds of a grammar."""
+    """Yield all limits on repetitions in a grammar."""
     if kind == "structural_tag":
         yield from _tag_bounds(json.loads(source), "$")
     elif kind == "json_schema":
@@ -166,7 +166,10 @@ def _bounds(kind: str, source: str) -> Iterator[_Bound]:
 
 
 def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
-    """Yield all bounds of a structural tag, such as `"maxLength": 2000` in one of its schemas."""
+    """Yield all limits on repetitions in a structural tag.
+
+    Example: `"maxLength": 2000` in one of the schemas of the tag is such a limit.
+    """
     if isinstance(node, list):
         for number, part in enumerate(node):
             yield from _tag_bounds(part, f"{path}[{number}]")
@@ -183,7 +186,7 @@ def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
 
 
 def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
-    """Yield all bounds of a JSON schema: its length limits, and the repetitions in its patterns."""
+    """Yield the length limits in a JSON schema, and the repetitions in its patterns."""
     for part, where in subschemas(schema, path):
         if not isinstance(part, Mapping):
             continue
@@ -195,7 +198,7 @@ def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
 
 
 def _pattern_bounds(pattern: str, where: str) -> Iterator[_Bound]:
-    """Yield the bounds of all repetitions in a regular expression or in a grammar.
+    """Yield all repetitions in a regular expression or in a grammar.
 
     Example: `ab.{0,2000}` has one bound of 2000 at column 4.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the library that compiles a grammar, and compiles the grammar.
+"""Selects the library that compiles a grammar, and compiles the grammar.
 
 llguidance compiles JSON schemas, regular expressions, choices and Lark grammars. xgrammar compiles
 structural tags and EBNF grammars. docs/history/sampling-and-constraints.md has the measurements
@@ -17,14 +17,14 @@ from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
 from nereid_backend.grammar.compile_cost import check_cost, load
 from nereid_backend.grammar.vocabulary import Vocabulary
 
-# Fields of a structural tag that stand next to the field "json_schema" and change how the JSON is
-# written. Only xgrammar supports these fields.
+# These fields of a structural tag stand next to the field "json_schema" and change how the JSON is
+# written. Only xgrammar supports them.
 _XGRAMMAR_OPTIONS = frozenset({"style", "excludes", "any_order"})
 
 
 @dataclass(frozen=True)
 class Libraries:
-    """The vocabulary and the grammar libraries."""
+    """The vocabulary of the model, and one backend for each grammar library."""
 
     vocabulary: Vocabulary
     llguidance: GrammarBackend
@@ -34,9 +34,9 @@ class Libraries:
 def load_libraries(
     vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
 ) -> Libraries:
-    """Create the backends of both grammar libraries."""
-    # The modules are imported here, because the libraries load slowly and most servers never use
-    # them.
+    """Import the two grammar libraries and create a backend for each."""
+    # The modules are imported only here, because the libraries take seconds to load and most
+    # servers never use them.
     from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
     from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
 
@@ -65,20 +65,22 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
     if kind == "ebnf" and "::=" in source:
         return _compile_ebnf(libraries, source, limit_s)
     if kind in ("json_schema", "choice"):
-        # Raises a RequestError if the text is not JSON.
+        # This call raises a RequestError if the text is not JSON.
         load(kind, source)
     return libraries.llguidance.compile(kind, source)
 
 
 def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
-    """Compile a structural tag with xgrammar, or with llguidance if it contains only one grammar.
+    """Compile a structural tag with xgrammar, or with llguidance if it is simple enough.
+
+    llguidance can compile a tag that contains only one schema or one regular expression.
 
     See `compile_grammar` for the arguments and the errors.
     """
     simple = _simple_grammar(load("structural_tag", source))
     if simple is not None:
-        # llguidance rejects some keywords that xgrammar ignores. If llguidance rejects the grammar,
-        # try xgrammar below.
+        # llguidance rejects some keywords that xgrammar only ignores, so xgrammar below may accept
+        # a grammar that llguidance has rejected.
         with contextlib.suppress(RequestError):
             return libraries.llguidance.compile(*simple)
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
@@ -86,7 +88,7 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
 
 
 def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled:
-    """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar would take too long.
+    """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar is too slow.
 
     See `compile_grammar` for the arguments and the errors.
     """
@@ -98,7 +100,7 @@ def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled
 
 
 def _simple_grammar(tag: object) -> tuple[str, str] | None:
-    """Return the (kind, source) of a structural tag that contains only a schema or a regex.
+    """Return the kind and source of the only grammar in a structural tag.
 
     Return None for other tags. Example: the tag `{"format": {"type": "regex", "pattern": "a+"}}`
     gives `("regex", "a+")`.
@@ -114,7 +116,7 @@ def _simple_grammar(tag: object) -> tuple[str, str] | None:
 
 
 def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
-    """Return the special tokens that a grammar contains as text.
+    """Return the ids of the special tokens that the text of a grammar contains.
 
     All other special tokens are forbidden in the answer. Only structural tags can contain special
     tokens. Example: a tag that begins with "<tool_call>" contains the special token <tool_call>.
@@ -130,7 +132,7 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
 
 
 def _texts(node: object) -> Iterator[str]:
-    """Yield all strings inside a structural tag. Skip the strings inside its JSON schemas."""
+    """Yield all strings of a structural tag, except those inside its JSON schemas."""
     if isinstance(node, str):
         yield node
     elif isinstance(node, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles grammars in threads. A grammar that may take long is first tested in a child process.
+"""Compiles grammars in threads. A grammar that may be slow is tested in a child process first.
 
 A compilation in a thread cannot be stopped. A grammar is therefore compiled in a thread without
 further checks only if it is known to compile within a fraction of a second. Any other grammar is
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class CompilePool(Generic[T]):
-    """Runs the compilations of one model."""
+    """Compiles the grammars of the requests to one model, in threads and child processes."""
 
     def __init__(self, num_threads: int, trials: TrialCompiler) -> None:
         """Create a pool. Its threads start when they are needed.
@@ -70,7 +70,9 @@ class CompilePool(Generic[T]):
     def _after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Handle the end of a trial.
+        """Compile a grammar in a thread if its trial was successful.
+
+        If the trial failed, store its error in `result`.
 
         If the trial was successful, compile the grammar in a thread. Otherwise, store the error of
         the trial in `result`.
@@ -95,8 +97,8 @@ class CompilePool(Generic[T]):
             return
 
         def fail_if_cancelled(done: "Future[None]") -> None:
-            # A job is cancelled in two cases. If `result` was cancelled, `_fail` does nothing. If
-            # the pool was closed, `_fail` stores an error in `result`.
+            # This job is cancelled in two cases. If `result` was cancelled, `_fail` does nothing.
+            # If the pool was closed, `_fail` stores an error in `result`.
             if done.cancelled():
                 _fail(result, _closing_error())
 
@@ -114,13 +116,13 @@ def _complete(work: Callable[[], T], result: "Future[T]") -> None:
         result.set_exception(error)
     except BaseException as error:
         # A request waits for `result`, so every error must be stored there. `except Exception`
-        # would miss a panic of a library that is written in Rust.
+        # would miss a panic of the Rust library, which is a BaseException.
         log.exception("The compiler of grammars failed.")
         result.set_exception(RequestError(f"grammar: the grammar library failed: {error}"))
 
 
 def _cancel_with(result: "Future[T]", step: "Future[None]") -> None:
-    """Cancel `step` as soon as `result` is cancelled."""
+    """Cancel the future `step` as soon as the future `result` is cancelled."""
 
     def cancel_step(done: "Future[T]") -> None:
         if done.cancelled():
@@ -130,7 +132,7 @@ def _cancel_with(result: "Future[T]", step: "Future[None]") -> None:
 
 
 def _fail(result: "Future[T]", error: RequestError) -> None:
-    """Store an error, unless the future has been cancelled."""
+    """Store an error in a future, unless the future has been cancelled."""
     if not result.cancelled() and result.set_running_or_notify_cancel():
         result.set_exception(error)
 

@@ -29,7 +29,7 @@ from nereid_backend.grammar.token_guide import TokenGuide
 from nereid_backend.grammar.trial_compiler import TrialCompiler
 from nereid_backend.grammar.vocabulary import load_vocabulary
 
-# The number of GuideRules that are cached.
+# The number of GuideRules objects in the cache.
 _NUM_CACHED_RULES = 256
 
 S = TypeVar("S")
@@ -37,7 +37,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class _CompiledSpec:
-    """A compiled grammar, and the special tokens that the grammar contains."""
+    """A compiled grammar, together with the special tokens that it contains."""
 
     compiled: Compiled
     special_ids: frozenset[int]
@@ -45,7 +45,7 @@ class _CompiledSpec:
 
 @dataclass
 class _Compilation:
-    """A running compilation, and the number of requests that wait for it."""
+    """A compilation that is running, and the number of requests that wait for its result."""
 
     future: Future[_CompiledSpec]
     num_waiting: int = 0
@@ -68,7 +68,7 @@ class Guides:
         cache_bytes: int = 64 * 2**20,
         max_source_bytes: int = 256 * 2**10,
     ) -> None:
-        """Create a factory. Nothing is loaded before the first request or `warm_up`.
+        """Create a factory. The libraries are loaded by the first request or by `warm_up`.
 
         Args:
             model: the folder of the checkpoint. Its tokenizer is loaded, but no code from the
@@ -183,7 +183,7 @@ class Guides:
         make: _Maker,
         libraries: Libraries,
     ) -> None:
-        """Create a guide once the libraries are loaded, and store the guide in `answer`.
+        """Create a guide as soon as the libraries are loaded, and store it in `answer`.
 
         Equal grammars are compiled once: a request uses the cached grammar, or waits for the
         compilation that another request has started.
@@ -209,7 +209,7 @@ class Guides:
         )
 
     def _join_compilation(self, libraries: Libraries, key: GrammarSpec) -> _Compilation:
-        """Return the running compilation of a grammar, and start the compilation if necessary."""
+        """Return the running compilation of a grammar, or start one."""
         assert self._pool is not None
         with self._lock:
             compilation = self._compiling.get(key)
@@ -220,15 +220,15 @@ class Guides:
                 self._compiling[key] = compilation
             compilation.num_waiting += 1
         if is_new:
-            # The callback needs the lock and may run immediately, so the lock must be released
-            # before the callback is added.
+            # `add_done_callback` may call the callback at once, and the callback needs the lock.
+            # The lock must therefore be released first.
             compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
         return compilation
 
     def _leave(
         self, key: GrammarSpec, compilation: _Compilation, answer: "Future[TokenGuide]"
     ) -> None:
-        """Stop a compilation after the last request that waits for it has been cancelled."""
+        """Stop a compilation if no request waits for its result any more."""
         with self._lock:
             compilation.num_waiting -= 1
             is_unwanted = answer.cancelled() and compilation.num_waiting == 0
@@ -237,7 +237,7 @@ class Guides:
             compilation.future.cancel()
 
     def _forget(self, key: GrammarSpec, compilation: _Compilation) -> None:
-        """Remove a compilation that has finished or was cancelled.
+        """Remove a compilation that has ended from the running compilations.
 
         Later requests then use the cached grammar or start a new compilation.
         """
@@ -246,7 +246,7 @@ class Guides:
                 del self._compiling[key]
 
     def _compile(self, libraries: Libraries, spec: GrammarSpec) -> _CompiledSpec:
-        """Compile a grammar in a thread of the pool, and store it in the cache."""
+        """Compile a grammar in a thread of the pool, and cache the compiled grammar."""
         compiled = compile_grammar(libraries, spec, self._timeout_s)
         compiled_spec = _CompiledSpec(compiled, special_ids_in(libraries.vocabulary, spec))
         self._cache.put(spec, compiled_spec, compiled.num_bytes)
@@ -262,12 +262,12 @@ class Guides:
         """Create a guide from the libraries and the compiled grammar."""
         special_ids = compiled_spec.special_ids if compiled_spec is not None else frozenset[int]()
         after = params.grammar.after if params.grammar is not None else ""
-        # Requests with the same stop tokens, special tokens and marker share one GuideRules object.
+        # Requests with equal stop tokens, special tokens and markers share one GuideRules object.
         key = (stops, special_ids, after)
         rules = self._rules.get(key)
         if rules is None:
             rules = rules_for(libraries.vocabulary, stops, special_ids, after)
-            # This cache limits the number of its values, not their bytes. Each value counts as 1.
+            # Each value counts as one byte, so this cache limits the number of its values.
             self._rules.put(key, rules, 1)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
         matcher = compiled_spec.compiled.matcher() if compiled_spec is not None else None
@@ -283,7 +283,7 @@ def _when_done(
     """
 
     def call_follow(done: "Future[S]") -> None:
-        """Call `follow` with the result of `done`. If an error occurs, store it in `answer`."""
+        """Call `follow` with the result of `done`, and store an error in `answer`."""
         if done.cancelled():
             # Every request that waited for the result has been cancelled, too.
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a guide that several requests can share, because these parts never change."""
+"""The constant data of guides, which all requests with the same rules share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ WHITE_SPACE = b" \t\r\n"
 
 @dataclass(frozen=True)
 class GuideRules:
-    """The parts of a guide that never change. Requests with equal rules share one object.
+    """The constant data of guides. Requests with equal rules share one object.
 
     Attributes:
         vocabulary: the tokens of the model.
@@ -48,7 +48,7 @@ def rules_for(
     allowed_special_ids: Iterable[int],
     after: str,
 ) -> GuideRules:
-    """Return the rules of a request.
+    """Return the constant data for the guide of a request.
 
     Args:
         vocabulary: the tokens of the model.
@@ -77,7 +77,7 @@ def rules_for(
 
 
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
-    """Return the tokens that contain the last bytes of the marker and some text after the marker.
+    """Return the tokens that contain the end of the marker and some text after it.
 
     The format of the result is described at GuideRules.spanning.
 
@@ -87,7 +87,8 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tu
     if not marker:
         return {}
     table: dict[int, list[tuple[int, bytes]]] = {}
-    # Find the tokens that complete a marker whose first `num_before` bytes are in earlier tokens.
+    # Find the tokens that complete a marker whose first `num_before` bytes belong to earlier
+    # tokens.
     for num_before in range(1, len(marker)):
         ending = marker[num_before:]
         for data, number in vocabulary.starting_with(ending):

@@ -18,25 +18,25 @@ from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.compile_cost import depth_of, subschemas
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
-# The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. With
-# unlimited white space, a model might generate only white space until max_tokens.
+# The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. If white
+# space were unlimited, a model could generate nothing else until max_tokens.
 _WHITE_SPACE = r"( |\n {0,16})"
 _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
-# 20,000 lexer states take at most 20 to 40 MB for one grammar.
+# The limit on lexer states. This number of states takes at most 20 to 40 MB for one grammar.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
-# The library does not report how much memory a grammar takes. The memory is estimated as
-# _BASE_BYTES + _BYTES_PER_CHARACTER * the number of characters of the source.
+# The library does not report how much memory a grammar takes, so it is estimated as _BASE_BYTES +
+# _BYTES_PER_CHARACTER * the number of characters of the source.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
-# An exclusive bound is replaced by an inclusive bound at this distance. Example: "greater than 3"
-# becomes "at least 3.000000001".
+# The distance between an exclusive bound and the inclusive bound that replaces it. Example:
+# "greater than 3" becomes "at least 3.000000001".
 _BOUND_DISTANCE = 1e-9
-# A message of the library is cut to this number of characters in an error.
+# A message of the library is shortened to this number of characters in an error.
 _MAX_MESSAGE = 300
-# If a schema is not valid, the schemas inside it are compiled one by one to find the wrong one. At
+# If a schema is invalid, the schemas inside it are compiled one by one to find the invalid one. At
 # most this number of schemas is compiled.
 _MAX_LOCATED = 200
-# The library's message quotes the source text. Each quoted line is indented by this number of
+# The library's message quotes the source text and indents each quoted line by this number of
 # characters.
 _EXCERPT_INDENT = 3
 _LENGTHS = frozenset(
@@ -48,7 +48,7 @@ _LENGTHS = frozenset(
 
 
 class _Tokens:
-    """The vocabulary with the attributes that llguidance's LLTokenizer reads."""
+    """The attributes of a tokenizer that the LLTokenizer of llguidance reads."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -93,9 +93,9 @@ class LLGuidanceBackend:
             matcher = self._matcher(grammar)
             if matcher.is_error():
                 raise self._grammar_error(kind, source, matcher)
-        # Compute the first mask once. The matcher stores the mask, and all copies of the matcher
-        # share it. For 64 sequences with one regular expression and 151k tokens, the first masks
-        # then take 0.4 ms instead of 70 ms.
+        # Compute the first mask once, because all copies of the matcher share it. For 64 sequences
+        # with one regular expression and 151k tokens, all first masks then take 0.4 ms instead of
+        # 70 ms.
         matcher.compute_bitmask()
         return LLGuidanceGrammar(matcher, self._vocabulary, len(source))
 
@@ -107,17 +107,17 @@ class LLGuidanceBackend:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _grammar_error(self, kind: str, source: str, matcher: LLMatcher) -> RequestError:
-        """Return the RequestError for a grammar that is not valid and not a JSON schema."""
+        """Return the RequestError for an invalid grammar that is not a JSON schema."""
         is_regex = kind == "regex"
         if is_regex:
-            # `matcher` was created from a converted text, so its error contains the columns of that
-            # text. Create a matcher from the original text, whose error contains the right columns.
+            # `matcher` was created from a converted text, so the columns in its error belong to
+            # that text. Create a matcher from the original text to get the right columns.
             matcher = self._matcher(LLMatcher.grammar_from_regex(source))
         problem = _problem(matcher, has_pattern=is_regex)
         return RequestError(f"{kind}: the grammar is not valid: {problem}")
 
     def _schema_error(self, schema: object, problem: str) -> RequestError:
-        """Return the RequestError for a schema that is not valid.
+        """Return the RequestError for an invalid JSON schema.
 
         Args:
             schema: the whole schema.
@@ -134,7 +134,7 @@ class LLGuidanceBackend:
         )
 
     def _where(self, schema: object, problem: str) -> str:
-        """Return the path of the innermost schema inside `schema` that causes the error `problem`.
+        """Return the path of the innermost schema that causes the error `problem`.
 
         Example: if "not" cannot be enforced, the schema `{"properties": {"a": {"not": {}}}}` gives
         `$.properties.a`.
@@ -151,8 +151,9 @@ class LLGuidanceBackend:
                 continue
             if not path.startswith(innermost) or not isinstance(part, Mapping):
                 continue
-            # A part of the schema may refer to the definitions of the whole schema. The definitions
-            # are therefore added to the part, unless the part is itself one of the definitions.
+            # A part of the schema may refer to the definitions of the whole schema, so these
+            # definitions are added to the part. A part that is itself one of the definitions needs
+            # no addition.
             is_definition = any(path.startswith(f"$.{word}") for word in definitions)
             complete = dict(part) if is_definition else {**definitions, **part}
             if _problem(self._matcher(_schema_grammar(complete))) == problem:
@@ -226,7 +227,7 @@ class LLGuidanceMatcher:
 
 
 def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
-    """Return the library's message in one line.
+    """Return the library's error message as one line.
 
     If `has_pattern`, the message of a regular expression gets the column of the error. Example: for
     `(ab`, the result is "unclosed group (column 1)", and the library's message is
@@ -239,7 +240,7 @@ def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
                       ^
     """
     text = str(matcher.get_error())
-    # The first line that contains only spaces and "^" marks the column of the error.
+    # The first line with nothing but spaces and "^" marks the column of the error.
     column = re.search(r"^( +)\^", text, re.MULTILINE)
     messages = re.findall(r"^error: (.*)$", text, re.MULTILINE)
     if messages:
@@ -279,7 +280,7 @@ def _with_inclusive_bounds(schema: object) -> object:
             continue
         low = part.get("exclusiveMinimum")
         high = part.get("exclusiveMaximum")
-        # The bound on the other side may be inclusive ("maximum") or exclusive.
+        # The bound on the other side can be an inclusive bound ("maximum") or an exclusive bound.
         largest = part.get("maximum", high)
         smallest = part.get("minimum", low)
         # llguidance handles negative lower bounds and positive upper bounds correctly.
@@ -328,7 +329,7 @@ def _choice(source: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    r"""Return a regular expression that matches exactly `text`. Example: "a-b" gives `a\x{2d}b`."""
+    r"""Return a regular expression that matches only `text`. Example: "a-b" gives `a\x{2d}b`."""
     return "".join(
         char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text
     )

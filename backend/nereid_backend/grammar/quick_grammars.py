@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which grammars can be compiled without a trial, because they always compile quickly."""
+"""Decides which grammars compile so quickly that they need no trial in a child process."""
 
 import json
 import re
@@ -9,10 +9,10 @@ from nereid_backend.core.grammar import GrammarSpec
 # A schema of this size compiles in at most a tenth of a second.
 _QUICK_BYTES = 8192
 _QUICK_PATTERN_CHARS = 128
-# A bound of three or more digits can take long to compile, and so can a repetition of a group, such
-# as `(a{9}){9}`.
+# This pattern matches what can take long to compile: a bound of three or more digits, and a
+# repetition of a group, such as `(a{9}){9}`.
 _SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
-# Keywords that can take long to compile even in a small schema. For example, the libraries combine
+# These keywords can make even a small schema slow to compile. For example, the libraries combine
 # all schemas of an `allOf` with each other.
 _SLOW_WORDS = frozenset(
     {
@@ -37,7 +37,8 @@ def is_quick(spec: GrammarSpec) -> bool:
     try:
         value = json.loads(spec.source)
     except (ValueError, RecursionError):
-        # The text is not valid JSON. The compiler finds this error quickly, so no trial is needed.
+        # The text is not valid JSON. The compiler reports this error quickly, so no trial is
+        # needed.
         return True
     return not _has_slow_part(value)
 
@@ -74,5 +75,5 @@ def _is_quick_pattern(pattern: str) -> bool:
 
 
 def _is_long(length: object) -> bool:
-    """Return whether the value of a length keyword is a large number."""
+    """Return whether the value of a length keyword is too large to compile quickly."""
     return isinstance(length, int | float) and length > _QUICK_LENGTH

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a request's JSON schema or grammar text into a GrammarSpec.
+"""Converts the JSON schema or the grammar text of a request into a GrammarSpec.
 
 This module imports neither torch nor a grammar library.
 """
@@ -9,12 +9,12 @@ import json
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 
-# llguidance reads options from this key of a schema. Requests may not set them.
+# llguidance reads its own options from this key of a schema, so requests may not set the key.
 _OPTIONS = "x-guidance"
 
 
 def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarSpec:
-    """Return the grammar of a JSON schema.
+    """Return the grammar specification for a JSON schema.
 
     Args:
         schema: the schema as a JSON value.
@@ -38,7 +38,9 @@ def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarS
 
 
 def grammar_spec(source: str, *, after: str = "") -> GrammarSpec:
-    """Return the grammar of an EBNF text (GBNF, `root ::= ...`) or a Lark text (`start: ...`).
+    """Return the grammar specification for a text in the EBNF or the Lark format.
+
+    EBNF texts contain rules such as `root ::= ...`, and Lark texts rules such as `start: ...`.
 
     Args:
         source: the text of the grammar.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the reasoning part of an answer, and ends it when the thinking budget is used up."""
+"""Finds the reasoning in an answer, and ends the reasoning when its token budget is used up."""
 
 from enum import Enum, auto
 from typing import Self
@@ -9,7 +9,7 @@ from nereid_backend.errors import EngineError, RequestError
 
 
 class _State(Enum):
-    """The part of the answer that the next token belongs to."""
+    """The part of an answer (before, in or after its reasoning) that the next token continues."""
 
     BEFORE = auto()  # the answer has only white space or the beginning of the start marker
     OPEN = auto()  # reasoning
@@ -47,7 +47,7 @@ class Thinking:
                 "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
                 "but the list is empty. Leave out the budget, or set end_token_ids."
             )
-        # The last bytes of the answer, which may contain the beginning of the next marker.
+        # The last bytes of the answer, because they may contain the beginning of the next marker.
         self._text = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class Thinking:
         return copy
 
     def _find_start(self, data: bytes) -> None:
-        """Append `data` to the text so far, and look for the start marker in the text."""
+        """Append `data` to the last bytes of the answer, and look for the start marker."""
         self._text = (self._text + data).lstrip()
         if self._text.startswith(self._start):
             rest = self._text[len(self._start) :]
@@ -119,7 +119,7 @@ class Thinking:
             self._state = _State.CLOSED
             self._text = b""
             return
-        # Only the last bytes can be the beginning of an end marker that later tokens complete.
+        # Keep only the last bytes, which can be the beginning of an end marker.
         num_kept = max(len(self._end) - 1, 0)
         self._text = self._text[-num_kept:] if num_kept else b""
         self.num_tokens += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of the entries of a tokenizer's vocabulary into bytes.
+"""Converts the entries of a tokenizer's vocabulary into the bytes that they stand for.
 
 A vocabulary represents bytes in one of three ways: byte-level BPE, SentencePiece, or SentencePiece
 with entries for single bytes (byte fallback).
@@ -44,7 +44,9 @@ def byte_fallback(text: str) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte for each character of the byte-level alphabet. Example: "Ġ" gives 32.
+    """Return the byte that each character of the byte-level alphabet stands for.
+
+    Example: "Ġ" stands for the byte 32, a space.
 
     Printable characters of Latin-1 are written as themselves. The other bytes, in order, are
     written as the characters from U+0100 on. Source: bytes_to_unicode of GPT-2.

@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 # The largest number of bytes of white space after a marker. Without a limit, a model might generate
 # only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
-# A tokenizer splits a text into tokens in a way that depends on the text before it. A forced
-# text is therefore tokenised together with this number of tokens before it.
+# The tokens of a text depend on the text before it. A forced text is therefore tokenised together
+# with this number of tokens before it.
 _NUM_RECENT = 4
 
 
 class Phase(Enum):
-    """The phases of an answer, as described at the top of this module."""
+    """The phases of an answer with a grammar, as described in the module's docstring."""
 
     BEFORE_MARKER = auto()
     WHITE_SPACE = auto()
@@ -47,7 +47,7 @@ class Phase(Enum):
 
 
 class TokenGuide:
-    """The guide of one sequence; implements core.grammar.Guide."""
+    """The guide of one sequence, which applies its grammar and its thinking budget."""
 
     def __init__(
         self, rules: GuideRules, matcher: Matcher | None, thinking: Thinking | None = None
@@ -63,9 +63,10 @@ class TokenGuide:
         self._matcher = matcher
         self._thinking = thinking
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
-        # The last bytes of the text in the phase BEFORE_MARKER. They may begin the marker.
+        # The last bytes of the text in the phase BEFORE_MARKER, which may be the beginning of the
+        # marker.
         self._tail = b""
-        # The number of bytes of white space after the marker.
+        # The number of bytes of white space so far after the marker.
         self._num_white_space = 0
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
@@ -81,8 +82,8 @@ class TokenGuide:
         rules = self._rules
         matcher = self._matcher
         for token_id in token_ids:
-            # In nearly all cases, only the grammar limits the answer. This branch gives the same
-            # result as `_accept` in less time.
+            # In nearly all cases, only the grammar limits the tokens. This branch does the same as
+            # `_accept`, but takes less time.
             if (
                 self._phase is Phase.GRAMMAR
                 and matcher is not None
@@ -96,7 +97,7 @@ class TokenGuide:
                 self._accept(token_id)
 
     def _accept(self, token_id: int) -> None:
-        """Advance the grammar, the count of reasoning tokens and the last tokens by one token.
+        """Advance the state of the guide by one token of the answer.
 
         Raises:
             EngineError: if the token is not in the vocabulary, or the grammar does not allow it.
@@ -124,7 +125,7 @@ class TokenGuide:
             )
 
     def _advance(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
-        """Advance the phase and the grammar by one token. Return whether the token is allowed."""
+        """Advance the phase and the grammar by one token, and return whether it is allowed."""
         if token_id in self._rules.stop_ids:
             if not self._may_end(matcher):
                 return False
@@ -150,7 +151,7 @@ class TokenGuide:
         return self._phase is Phase.ENDED or matcher.is_complete() or self._is_stuck(matcher)
 
     def _advance_before_marker(self, matcher: Matcher, data: bytes) -> bool:
-        """Advance by a token in the phase BEFORE_MARKER. Return whether the token is allowed.
+        """Advance by a token before or in the marker, and return whether it is allowed.
 
         Text after the marker and white space must match the start of the grammar. All other tokens
         are allowed. Examples after the tokens "</" and "th", with the marker "</think>":
@@ -164,7 +165,8 @@ class TokenGuide:
         text = self._tail + data
         _, found_marker, after_marker = text.partition(marker)
         if not found_marker:
-            # The marker may begin in the last bytes. It would be found if they had all its bytes.
+            # Keep the last bytes, because they may be the beginning of the marker. They are fewer
+            # than the bytes of the whole marker, which the search above would have found.
             max_tail = len(marker) - 1
             self._tail = text[-max_tail:] if max_tail else b""
             return True
@@ -180,7 +182,7 @@ class TokenGuide:
     # ---- tokens that may follow ------------------------------------------------------------------
 
     def fill(self, row: TokenMask) -> bool:
-        """Set the bits of the tokens that may come next, and clear all other bits.
+        """Write the mask of the tokens that may come next into `row`.
 
         Args:
             row: the mask, [ceil(vocab_size / 32)] int32, contiguous.
@@ -196,7 +198,7 @@ class TokenGuide:
     def fill_all(
         guides: Sequence["TokenGuide"], rows: TokenMasks, places: Sequence[int]
     ) -> list[bool]:
-        """Call fill for several guides.
+        """Write the masks of several guides; see `fill`.
 
         Args:
             guides: the guides.
@@ -225,7 +227,7 @@ class TokenGuide:
         return is_limited
 
     def _deciding_matcher(self) -> Matcher | None:
-        """Return the matcher if the grammar decides which tokens may come next, else None.
+        """Return the matcher if only the grammar decides which tokens may come next.
 
         The result is None without a grammar, before the marker, after a stop token, and while the
         thinking budget forces tokens.
@@ -235,7 +237,7 @@ class TokenGuide:
         return self._matcher if decides and not is_forced else None
 
     def _fill_otherwise(self, row: TokenMask) -> bool:
-        """Fill a mask in the cases in which `_deciding_matcher` returns None.
+        """Write a mask when something other than the grammar decides the next token.
 
         Return whether any token is forbidden.
         """
@@ -251,14 +253,14 @@ class TokenGuide:
         return True
 
     def _fill_before_marker(self, matcher: Matcher, row: TokenMask) -> None:
-        """Allow all tokens that do not end the answer.
+        """Write the mask for the phase BEFORE_MARKER: allow all tokens but stop tokens.
 
         Tokens that contain text after the marker are allowed only if the grammar allows that text.
         """
         rules = self._rules
         row[:] = rules.free_mask
-        # Each token in `tokens` contains the end of the marker and text after it. The first
-        # `num_before` bytes of the marker must come before the token.
+        # Each token in `tokens` contains the end of the marker and text after the marker. It may
+        # follow only if the first `num_before` bytes of the marker precede it.
         for num_before, tokens in rules.spanning.items():
             if num_before and not self._tail.endswith(rules.marker[:num_before]):
                 continue  # The answer does not end with these bytes.
@@ -267,14 +269,14 @@ class TokenGuide:
                     row[token_id >> 5] &= ~_bit(token_id)
 
     def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
-        """Add stop tokens and white space to a row that the grammar library has filled."""
+        """Add stop tokens and white space to a mask that the grammar library has written."""
         rules = self._rules
         np.bitwise_and(row, rules.grammar_mask, out=row)
         if matcher.is_complete():
             row |= rules.stop_mask
         elif not np.count_nonzero(row):
-            # The grammar allows no token. Either the library has reached one of its limits, or no
-            # token of the vocabulary has the bytes that must come next. The answer ends here. If
+            # The grammar allows no token, so the answer ends here. Either the library has reached
+            # one of its limits, or no token of the vocabulary has the bytes that must come next. If
             # the request has a strict schema, the postprocessor reports an error.
             log.error(
                 "A grammar allows no token although the answer is not complete. The answer ends "
@@ -285,14 +287,14 @@ class TokenGuide:
             row |= rules.white_space_mask
 
     def _is_stuck(self, matcher: Matcher) -> bool:
-        """Return whether the grammar allows no token."""
+        """Return whether the grammar allows no token at all."""
         row = self._rules.stop_mask.copy()
         matcher.fill(row)
         row &= self._rules.grammar_mask
         return not row.any()
 
     def forced(self) -> list[int]:
-        """Return the tokens that must come next, or an empty list.
+        """Return the tokens that must come next; [] if there is more than one possibility.
 
         For a text that the grammar forces, these are the tokens that the tokenizer would choose.
         The engine appends the tokens without sampling.
@@ -326,6 +328,6 @@ def _has(bits: bytes, token_id: int) -> bool:
 
 
 def _bit(token_id: int) -> int:
-    """Return the bit of a token in its word of a mask, as a signed 32-bit integer."""
+    """Return the mask bit of a token as a signed 32-bit integer."""
     bit = 1 << (token_id & 31)
     return bit - (1 << 32) if bit >> 31 else bit

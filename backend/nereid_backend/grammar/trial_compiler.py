@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests in another process whether a grammar can be compiled (trial_process.py).
+"""Sends grammars to a child process that tests whether they can be compiled (trial_process.py).
 
 Such a test is called a trial. A trial finds out whether the grammar libraries can compile a grammar
 within the limits of time and memory. A trial that takes too long is killed. The compiled grammar
@@ -32,7 +32,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class TrialCompiler:
-    """Sends grammars to the trial process. The class is thread-safe."""
+    """Sends grammars to the trial process and receives the results. Thread-safe."""
 
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], timeout_s: float
@@ -53,12 +53,12 @@ class TrialCompiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_closed = False
-        # The first messages can block until the process has loaded the grammar libraries. The
-        # callers must not block, so a separate thread starts the process and sends all messages.
+        # The first messages can block until the process has loaded the grammar libraries. A
+        # separate thread starts the process and sends all messages, so that callers do not block.
         self._sender = ThreadPoolExecutor(1, "grammar-trials")
 
     def submit(self, spec: GrammarSpec) -> "Future[None]":
-        """Start to compile a grammar in the trial process.
+        """Start the trial of a grammar in the trial process.
 
         Returns:
             A future whose result is None, or whose exception is a RequestError. Cancelling the
@@ -81,7 +81,7 @@ class TrialCompiler:
         return future
 
     def close(self) -> None:
-        """End the process and all its children. Waiting requests get an error."""
+        """End the process and all its children. Requests that still wait get an error."""
         self._sender.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._is_closed = True
@@ -98,7 +98,7 @@ class TrialCompiler:
             self._sender.submit(self._deliver, job_id, message)
 
     def _deliver(self, job_id: int, message: tuple[Any, ...]) -> None:
-        """Send a message about a job to the process. Start the process if it is not running."""
+        """Send a message about a job to the process, and start the process if necessary."""
         try:
             connection = self._connection or self._start()
             connection.send(message)
@@ -133,7 +133,7 @@ class TrialCompiler:
         return connection
 
     def _on_done(self, job_id: int, future: "Future[None]") -> None:
-        """Stop the trial of a job if the future of the job was cancelled."""
+        """Stop the trial of a job if the job's future was cancelled."""
         if future.cancelled():
             with self._lock:
                 is_known = self._futures.pop(job_id, None) is not None
@@ -155,7 +155,7 @@ class TrialCompiler:
         self._fail_all("grammar: the process that compiles grammars has ended. Try again.")
 
     def _fail_all(self, message: str) -> None:
-        """Store an error in all futures."""
+        """Store an error in every future whose trial has not ended."""
         with self._lock:
             futures = list(self._futures.values())
             self._futures.clear()
@@ -163,7 +163,7 @@ class TrialCompiler:
             _resolve(future, RequestError(message))
 
     def _error(self, outcome: str, text: str) -> RequestError | None:
-        """Return the error to report for a trial; None if the trial has compiled the grammar."""
+        """Return the error that a trial reports, or None if the grammar was compiled."""
         if outcome == Outcome.DONE:
             return None
         if outcome == Outcome.REFUSED:
@@ -182,7 +182,7 @@ class TrialCompiler:
 
 
 def _resolve(future: "Future[None]", error: RequestError | None) -> None:
-    """Set the result of a future to None, or set its exception. Skip a cancelled future."""
+    """Set the result or the exception of a future, unless the future is cancelled."""
     if future.set_running_or_notify_cancel():
         if error is None:
             future.set_result(None)

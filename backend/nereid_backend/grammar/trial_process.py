@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that tests whether a grammar can be compiled. trial_compiler.py starts this process.
+"""The process that tests whether grammars can be compiled. It is started by trial_compiler.py.
 
     python -m nereid_backend.grammar.trial_process FD TIMEOUT_S
 
@@ -29,9 +29,9 @@ from typing import Any
 
 from nereid_backend.process_limits import limit_child
 
-# The number of grammars that are compiled at the same time. Each grammar has a child process, and
-# all children get equal shares of the processors. A grammar that compiles quickly is therefore
-# ready soon, even while the compilation of other grammars takes long.
+# The number of grammars that are compiled at the same time, each in its own child process. All
+# children get equal shares of the processors, so a quick compilation ends soon even while others
+# take long.
 _MAX_CHILDREN = 8
 _MAX_CHILD_BYTES = 512 * 2**20
 
@@ -51,7 +51,7 @@ Compile = Callable[[str, str], None]
 
 @dataclass
 class _Job:
-    """A grammar to compile.
+    """A grammar that a child process must compile.
 
     Attributes:
         job_id: the engine's number of the job.
@@ -71,7 +71,7 @@ class _Job:
 
 
 class TrialServer:
-    """Starts, limits and kills the children."""
+    """Starts the child processes, and kills those that exceed a limit."""
 
     def __init__(self, connection: Connection, compile_grammar: Compile, timeout_s: float) -> None:
         """Create a server.
@@ -98,7 +98,7 @@ class TrialServer:
                 return
 
     def _step(self) -> None:
-        """Wait for the next event, and handle all events that have occurred."""
+        """Wait for the next event, and handle every event that has occurred."""
         now = time.monotonic()
         jobs = [*self._running, *self._waiting]
         timeout_s = min((job.deadline - now for job in jobs), default=None)
@@ -111,8 +111,9 @@ class TrialServer:
             self._finish(job)
         late = [job for job in jobs if job.deadline <= time.monotonic()]
         for job in late:
-            # `_remove` returns False if this call of `_step` has already finished or cancelled the
-            # job. The engine then needs no message.
+            # `_remove` returns False if this call of `_step` has already removed the job. The
+            # engine has then received the result or has cancelled the job, and needs no further
+            # message.
             if self._remove(job):
                 self._connection.send((job.job_id, Outcome.LATE.value, ""))
         while self._waiting and len(self._running) < _MAX_CHILDREN:
@@ -149,14 +150,15 @@ class TrialServer:
             self._connection.send((job.job_id, outcome, text))
 
     def _remove(self, job: _Job) -> bool:
-        """Remove a job and kill its child. Return False if the job has been removed before."""
+        """Remove a job and kill its child. Return False if the job was already removed."""
         if job in self._waiting:
             self._waiting.remove(job)
             return True
         if job not in self._running:
             return False
         self._running.remove(job)
-        # The child is a zombie until it is waited for, so its process id is not used again.
+        # Nobody has waited for the child yet, so the kernel has not given its process id to another
+        # process.
         os.kill(job.pid, signal.SIGKILL)
         os.waitpid(job.pid, 0)
         assert job.result is not None
@@ -171,11 +173,11 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         compile_grammar(job.kind, job.source)
         result.send((Outcome.DONE.value, ""))
     except MemoryError:
-        # There may be too little memory to send a message. The parent process treats a child that
-        # ends without a message as CRASHED.
+        # If there is too little memory to send a message, send none. The parent process treats a
+        # child that ends without a message as CRASHED.
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
-        # The class is compared by name, so that this function needs no import of the engine.
+        # The name of the class is compared, because importing the class would import the engine.
         is_refusal = type(error).__name__ == "RequestError"
         text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         outcome = Outcome.REFUSED if is_refusal else Outcome.CRASHED
@@ -185,7 +187,7 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
 
 
 class _Unused:
-    """A placeholder for the classes and functions of modules that this process does not use."""
+    """Replaces the classes and functions of the modules that this process does not need."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Accept any arguments."""
@@ -205,7 +207,7 @@ class _UnusedModule(types.ModuleType):
 
 
 def _skip_unused_modules() -> None:
-    """Replace torch and transformers by placeholders, so that xgrammar does not import them.
+    """Replace torch and transformers by placeholders before xgrammar imports them.
 
     Compiling does not use these packages. Importing them takes some seconds and 200 MB.
     """
@@ -221,7 +223,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])
-    # The following imports load xgrammar, which would import torch and transformers.
+    # These imports load xgrammar, which would otherwise import torch and transformers.
     _skip_unused_modules()
     from nereid_backend.core.grammar import GrammarSpec
     from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries

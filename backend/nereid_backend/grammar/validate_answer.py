@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of a finished answer against its JSON schema.
+"""Validates a finished answer against the JSON schema of its request.
 
 This module imports neither torch nor a grammar library.
 """
@@ -12,12 +12,12 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
 from referencing import Registry
 
-# A message of jsonschema is cut to this number of characters before it is added to an error.
+# A message of jsonschema is shortened to this number of characters in an error.
 _MAX_TEXT = 80
 
 
 def validate_strict(text: str, schema: object) -> str | None:
-    """Validate an answer against a JSON schema.
+    """Return a description of how an answer violates its JSON schema, or None.
 
     References to other documents are not fetched. A schema with such a reference is reported as a
     problem. Example: the text `{"a": "x"}` and a schema that requires a number return
@@ -41,8 +41,8 @@ def validate_strict(text: str, schema: object) -> str | None:
         errors = _validator(json.dumps(schema, sort_keys=True)).iter_errors(value)
         first = next(iter(errors), None)
     except Exception as problem:  # noqa: BLE001
-        # The schema comes from the client and may not be valid. jsonschema can then raise any
-        # exception, so all exceptions are reported as a problem of this answer.
+        # The schema comes from the client and may be invalid, so jsonschema can raise any
+        # exception. Every exception is reported as a problem of this answer.
         return f"the answer cannot be checked: {problem}"
     if first is None:
         return None
@@ -58,10 +58,10 @@ def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its cla
     kind = jsonschema.Draft202012Validator
     if isinstance(schema, Mapping) and "$schema" in schema:
         kind = jsonschema.validators.validator_for(schema, default=kind)
-    # An empty registry cannot fetch documents.
+    # The empty registry prevents the validator from fetching other documents.
     return kind(schema, registry=Registry())
 
 
 def _reject_constant(name: str) -> None:
-    """Raise ValueError for NaN and the infinities, which Python's parser would accept."""
+    """Raise a ValueError for NaN and infinity, which Python's JSON parser accepts."""
     raise ValueError(f"{name} is not a JSON value")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of every token, read from a checkpoint's tokenizer."""
+"""The bytes of every token of a model, read from the checkpoint's tokenizer."""
 
 import bisect
 import json
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.token_bytes import byte_fallback, byte_level, sentence_piece
 
-# The token mask of one sequence: one bit for each token, in ceil(size / 32) words. Bit i of word w
-# belongs to token 32 * w + i.
+# The token mask of one sequence, with one bit for each token in ceil(size / 32) words. Bit i of
+# word w belongs to token 32 * w + i.
 TokenMask = NDArray[np.int32]
-# The token masks of n sequences: [n, ceil(size / 32)], contiguous.
+# The token masks of n sequences, an array of the shape [n, ceil(size / 32)].
 TokenMasks = NDArray[np.int32]
 
 
@@ -27,7 +27,7 @@ def mask_width(vocab_size: int) -> int:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> TokenMask:
-    """Return a mask in which the bits of these tokens are set. Other ids are ignored.
+    """Return a mask with the bits of the given tokens set. Ignore ids outside the vocabulary.
 
     Example: the tokens 0 and 33 of a vocabulary of 40 give the words [1, 2].
     """
@@ -56,7 +56,7 @@ class Vocabulary:
     encode: Callable[[str], list[int]] = field(repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the vocabulary without `encode`, because a local function cannot be pickled.
+        """Pickle the vocabulary without the function `encode`, which cannot be pickled.
 
         The unpickled vocabulary encodes texts with `spell`.
         """
@@ -74,12 +74,12 @@ class Vocabulary:
 
     @cached_property
     def unusable_ids(self) -> frozenset[int]:
-        """The ids of the tokens without bytes."""
+        """The ids for which the tokenizer has no bytes."""
         return frozenset(number for number, data in enumerate(self.tokens) if not data)
 
     @cached_property
     def white_space_ids(self) -> frozenset[int]:
-        """The tokens that consist of one or two spaces or newlines. They may follow a marker."""
+        """The tokens of one or two spaces or newlines, which may follow a marker."""
         return frozenset(
             number
             for number, data in enumerate(self.tokens)
@@ -96,7 +96,7 @@ class Vocabulary:
             yield data, token_id
 
     def spell(self, data: bytes) -> list[int]:
-        """Return plain tokens that spell `data`.
+        """Return plain tokens whose bytes together are `data`.
 
         Each token is the longest plain token with which the rest of `data` begins.
 
@@ -116,7 +116,7 @@ class Vocabulary:
         return token_ids
 
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
-        """Return the tokens into which the tokenizer would split the forced bytes `data`.
+        """Return the tokens that the tokenizer would choose for the forced bytes `data`.
 
         The last token is left out, unless it is a marker, because text after it may merge with it.
         Return no tokens if the bytes would merge with the recent tokens.
@@ -155,7 +155,7 @@ class Vocabulary:
 def _without_tokenizer(
     tokens: tuple[bytes, ...], special_ids: frozenset[int], marker_ids: frozenset[int]
 ) -> Vocabulary:
-    """Recreate a pickled vocabulary. Its function `encode` does not use the tokenizer."""
+    """Recreate a pickled vocabulary, whose `encode` does not need the tokenizer."""
 
     def encode(text: str) -> list[int]:
         return vocabulary.spell(text.encode())
@@ -165,7 +165,7 @@ def _without_tokenizer(
 
 
 def load_vocabulary(path: str, vocab_size: int) -> Vocabulary:
-    """Load the vocabulary from a checkpoint's folder. No code from the folder is run.
+    """Load the vocabulary of a checkpoint, without running code from its folder.
 
     Args:
         path: the folder.
@@ -255,17 +255,17 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
         return byte_level
-    # SentencePiece vocabularies with byte fallback have a token such as <0x80> for each byte.
+    # A SentencePiece vocabulary with byte fallback contains a token for each byte, such as <0x80>.
     if "ByteFallback" in kinds or all(f"<0x{byte:02X}>" in ids for byte in range(128, 256)):
         return byte_fallback
-    # Byte-level BPE without a decoder: "Ġ" stands for a space.
+    # This vocabulary is byte-level BPE without a decoder, in which "Ġ" stands for a space.
     if not kinds and "Ġ" in ids:
         return byte_level
     return sentence_piece
 
 
 def _kinds(decoder: object) -> Iterator[str]:
-    """Yield the type of a decoder, such as "ByteLevel", and the types of its inner decoders."""
+    """Yield the type of a decoder, such as "ByteLevel", and the types of the decoders in it."""
     if isinstance(decoder, Mapping):
         yield str(decoder.get("type"))
         for part in decoder.get("decoders") or ():
@@ -273,7 +273,7 @@ def _kinds(decoder: object) -> Iterator[str]:
 
 
 def _decoded(data: bytes) -> str:
-    """Return the text of UTF-8 bytes up to the first byte that cannot be decoded."""
+    """Decode UTF-8 bytes as text, up to the first byte that cannot be decoded."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -13,15 +13,14 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')
 # Two negated character classes, in the format in which xgrammar serialises grammars. The number 1
-# means that the class is negated. Each pair of numbers after it is a range of code points: the
-# first and the last. Example: 34,34 is `"` alone, and 0,31 are all control characters.
-# The first class excludes `"`, backslash, CR and LF. The second class excludes control characters,
-# `"` and backslash. The second class lists the backslash (92,92) twice, because both classes must
-# have the same length.
+# means that the class is negated. Each following pair of numbers is a range of code points, from
+# the first to the last. Example: 34,34 is `"` alone, and 0,31 are all control characters. The first
+# class excludes `"`, backslash, CR and LF. The second class excludes control characters, `"` and
+# backslash, and lists the backslash (92,92) twice, because both classes must have the same length.
 _LOOSE_CLASS = ",1,34,34,92,92,13,13,10,10,"
 _JSON_CLASS = ",1,0,31,34,34,92,92,92,92,"
-# The masks are filled in the calling thread, because filling several masks takes no longer than
-# waking another thread.
+# The masks are filled in the calling thread, because waking another thread takes as long as filling
+# several masks.
 _BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
 
 
@@ -44,7 +43,8 @@ class XGrammarBackend:
             vocab_size=vocabulary.size,
             stop_token_ids=list(eos_token_ids),
         )
-        # The class `Guides` caches compiled grammars. A second cache would only take memory.
+        # The class `Guides` already caches compiled grammars, so a second cache would only take
+        # memory.
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=num_threads, cache_enabled=False
         )
@@ -122,7 +122,7 @@ class XGrammarMatcher:
 
 
 def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
-    """Convert a structural tag into a grammar. Its JSON strings allow no control characters.
+    """Compile a structural tag to a grammar whose strings exclude control characters.
 
     xgrammar 0.2.8 allows control characters, such as tabs, in strings that have a minLength or a
     maxLength. The answer is then not JSON. This function therefore replaces the character class of
@@ -134,7 +134,7 @@ def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
 
 
 def _problem(error: Exception) -> str:
-    """Return the library's message without the position in the library's own source code.
+    """Return the library's message without the position in its own source code.
 
     Example: "[12:30:01] /src/a.cc:7: Check failed: (ok) is false: bad tag" gives "bad tag".
     """

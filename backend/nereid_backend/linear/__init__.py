@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for CPUs: packed weights, merged layers, int8 weights and a kernel in C++."""
+"""Linear layers for CPUs: packed weights, merged layers, 8-bit weights and C++ kernels."""

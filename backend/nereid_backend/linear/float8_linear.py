@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for GPUs. The weights are 8-bit floating point numbers (e4m3).
+"""Linear layers for GPUs that store their weights as 8-bit floating point numbers (e4m3).
 
 The weights take half of the memory of bfloat16. Each call also rounds its input to e4m3, because
 the GPU multiplies two matrices of e4m3. If the device supports it, each output of the weight and
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from nereid_backend.linear.prepack import change_class, shared_weights
 
 _DTYPE = torch.float8_e4m3fn
-# The largest number of e4m3.
+# The largest number that the format e4m3 can represent.
 _LARGEST = 448.0
-# The smallest scale that is used as a divisor, so that a row of zeros is not divided by zero.
+# The smallest scale. A row of zeros has this scale, so that its numbers are not divided by zero.
 _MIN_SCALE = 1e-12
-# The sizes of the matrices must be multiples of this number.
+# The numbers of rows and columns of the matrices must be multiples of this number.
 _MULTIPLE = 16
 # The largest accepted relative error of a matrix product in the check at load. Rounding to 3
 # mantissa bits causes an error of 0.04, and a wrong scale causes an error of more than 0.3.
@@ -29,7 +29,7 @@ _TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Float8Product:
-    """A method of multiplying e4m3 matrices.
+    """A method of multiplying two matrices of the data type e4m3.
 
     Attributes:
         has_row_scales: whether each row has its own scale. If False, each matrix has one scale.
@@ -38,7 +38,9 @@ class Float8Product:
     has_row_scales: bool
 
     def rounded(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a matrix as e4m3, and its scales in float32: [rows, 1], or [] for one scale.
+        """Return a matrix rounded to e4m3, and its scales in float32.
+
+        The scales have the shape [rows, 1], or [] if the matrix has one scale.
 
         Example for one scale: [[1.0, -4.48]] becomes [[100, -448]] with the scale 0.01; 100 is then
         rounded to 96.
@@ -49,7 +51,7 @@ class Float8Product:
         return (wide / scales).clamp(-_LARGEST, _LARGEST).to(_DTYPE), scales
 
     def multiply(self, rows: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-        """Return the product of rows and a transposed weight, [num_rows, out_features].
+        """Return the product of `rows` and the transposed weight, [num_rows, out_features].
 
         Args:
             rows: [num_rows, in_features], in the model's data type.
@@ -59,7 +61,7 @@ class Float8Product:
         numbers, scales = self.rounded(rows)
         if self.has_row_scales:
             weight_scales = weight_scales.t()
-        # A product with scales for each row supports only bfloat16 as the type of its result.
+        # torch computes a product with one scale for each row only with a bfloat16 result.
         dtype = torch.bfloat16 if self.has_row_scales else rows.dtype
         product: Tensor = torch._scaled_mm(
             numbers, weight.t(), scale_a=scales, scale_b=weight_scales, out_dtype=dtype
@@ -68,7 +70,7 @@ class Float8Product:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose weight is stored as e4m3. It supports only inference.
+    """A linear layer for inference whose weight is stored as e4m3.
 
     `weight` has the original shape, dtype and device, but its numbers are NaN. Model code that
     reads the numbers instead of calling the layer then gives NaN, which the self-check detects.
@@ -92,7 +94,7 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate method that multiplies e4m3 matrices on a device.
+    """Return the most accurate method of multiplying e4m3 matrices that a device supports.
 
     Return None if no method works on the device.
 
@@ -111,7 +113,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
         try:
             result = product.multiply(rows, *product.rounded(weight)).float()
         except (RuntimeError, NotImplementedError):
-            # The device, or this version of torch, does not support the method.
+            # The device or this version of torch does not support the method, so try the next one.
             continue
         if bool((result - exact).norm() <= _TOLERANCE * exact.norm()):
             return product
@@ -120,7 +122,7 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
 
 @torch.inference_mode()
 def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
-    """Round the weights of a model's linear layers to e4m3.
+    """Replace the weights of a model's linear layers by weights in the format e4m3.
 
     The output layer keeps its weight, because its rounding would change all logits directly. Layers
     that share their weight, and layers whose sizes are not multiples of 16, also keep their weight.
@@ -155,7 +157,7 @@ def _convert(layer: nn.Module, product: Float8Product) -> None:
     placeholder = torch.full((1, 1), float("nan"), dtype=weight.dtype, device=weight.device)
     layer.weight = nn.Parameter(placeholder.expand(weight.shape), requires_grad=False)
     float8_layer = change_class(layer, Float8Linear)
-    # The tensors are buffers, so that torch.export treats them as part of the model.
+    # The tensors are registered as buffers, so that torch.export treats them as part of the model.
     layer.register_buffer("stored", stored, persistent=False)
     layer.register_buffer("scales", scales, persistent=False)
     float8_layer.product = product

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for CPUs. The weights are 4-bit or 8-bit integers with a scale for each group.
+"""Linear layers for CPUs whose weights are 4-bit or 8-bit integers, with one scale for each group.
 
 A group is `group_size` consecutive weights of one output. Its weights are
 
@@ -23,18 +23,18 @@ from nereid_backend.attention.cpu.cpu_library import NativeGroupedWeights, has_k
 _DTYPES = (torch.float32, torch.bfloat16)
 # The number of outputs in one panel of packed weights.
 LANES = 16
-# The number of inputs that the kernels multiply at once. The size of a group is a multiple of this
+# The number of inputs that a kernel multiplies at once. Every group size is a multiple of this
 # number.
 UNIT = 8
-# Activations are quantised in the same groups as the weights. A large activation makes the other
-# activations of its group less accurate, so large groups are divided into smaller groups.
+# The largest size of the groups in which weights and activations are quantised. A large activation
+# makes the other activations of its group less accurate, so larger groups are divided.
 _MAX_GROUP_SIZE = 128
-# The number of outputs that are packed at a time, a multiple of LANES.
+# The number of outputs that are packed at a time. It is a multiple of LANES.
 _SLICE_ROWS = 256
 
 
 class GroupedLinear(nn.Linear):
-    """A linear layer with weights of 4-bit or 8-bit integers. It supports only inference on a CPU.
+    """A linear layer for inference on a CPU whose weights are 4-bit or 8-bit integers.
 
     `weight` has the original shape, but its numbers are NaN unless other layers share them; see
     `PackedLinear`.
@@ -65,7 +65,7 @@ class GroupedLinear(nn.Linear):
         bits: int,
         bias: Tensor | None = None,
     ) -> Self:
-        """Create a layer from integers, as a quantised checkpoint contains them.
+        """Create a layer from the integers and scales of a quantised checkpoint.
 
         Args:
             values: [out_features, in_features], one integer in each element: uint8 from 0 to
@@ -91,8 +91,8 @@ class GroupedLinear(nn.Linear):
         layer = cls(1, 1, bias=False)
         layer.in_features = in_features
         layer.out_features = out_features
-        # All elements of the expanded tensor share one number in memory, so the tensor takes almost
-        # no memory.
+        # The expanded tensor takes almost no memory, because all its elements are the same number
+        # in memory.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -109,9 +109,9 @@ class GroupedLinear(nn.Linear):
         *,
         bits: int,
     ) -> None:
-        """Pack and store integers, scales and zeros; see `from_quantised`. Mutates: the layer."""
+        """Pack and store integers, scales and zeros; see `from_quantised`."""
         self.allocate_panels(values.shape[1], group_size, bits=bits, has_zeros=zeros is not None)
-        # The slices bound the memory for temporary copies.
+        # Process the outputs in slices, so that the temporary copies need little memory.
         for start in range(0, len(values), _SLICE_ROWS):
             rows = slice(start, start + _SLICE_ROWS)
             self.store_rows(
@@ -121,14 +121,15 @@ class GroupedLinear(nn.Linear):
     def allocate_panels(
         self, in_features: int, group_size: int, *, bits: int, has_zeros: bool
     ) -> None:
-        """Allocate the memory for integers. `store_rows` then stores the integers.
+        """Allocate the memory for the integers that `store_rows` will store.
 
         The arguments are those of `from_quantised`. `has_zeros` is whether the groups have zeros.
         Mutates: the layer.
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # Each given group is divided into this number of stored groups, which have the same scale.
+        # The layer stores each group as this number of smaller groups, all of which have the same
+        # scale.
         self._repeats = -(-min(group_size, in_features) // self.group_size)
         panels = -(-self.out_features // LANES)
         groups = -(-in_features // self.group_size)
@@ -141,7 +142,9 @@ class GroupedLinear(nn.Linear):
         self.register_buffer("zeros", zeros, persistent=False)
 
     def store_rows(self, start: int, values: Tensor, scales: Tensor, zeros: Tensor | None) -> None:
-        """Pack and store the integers, scales and zeros of some outputs. Mutates: the layer.
+        """Pack and store the integers, scales and zeros of some outputs of the layer.
+
+        Mutates: the layer.
 
         Args:
             start: the index of the first output, a multiple of 16. Unless the outputs are the last
@@ -152,16 +155,16 @@ class GroupedLinear(nn.Linear):
         """
         # The layer stores unsigned integers.
         offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
-        # A negative int8 number becomes a large uint8 number. The sum then exceeds 255 and wraps
-        # around, which gives the right result.
+        # A negative int8 number becomes a uint8 number of at least 128, and the addition overflows
+        # to the right result.
         unsigned = values.view(torch.uint8) + offset if offset else values
         num_groups = self.scales.shape[1]
         first = start // LANES
         panels = slice(first, first - (-len(values) // LANES))
 
         def panels_of(of_groups: Tensor) -> Tensor:
-            # The last group may be incomplete. It then needs fewer than `_repeats` copies, and the
-            # slice drops the surplus copies.
+            # If the last group is incomplete, it needs fewer than `_repeats` copies of its scale.
+            # The slice drops the surplus copies.
             repeated = of_groups.repeat_interleave(self._repeats, dim=1)[:, :num_groups]
             return _panels_of_groups(repeated)
 
@@ -193,7 +196,7 @@ class GroupedLinear(nn.Linear):
         return linear(input, *arguments, *sizes)
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
-        """Return the scales or zeros of every weight, [panels * 16, groups * group_size]."""
+        """Return the scale or zero of every single weight, [panels * 16, groups * group_size]."""
         rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
         return rows.repeat_interleave(self.group_size, dim=1)
 
@@ -208,7 +211,9 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
     group_size: int,
     out_features: int,
 ) -> Tensor:
-    """Compute one layer with the kernel, [..., out_features] for [..., in_features].
+    """Compute one linear layer with the kernel for integer weights.
+
+    The result is [..., out_features] for an input [..., in_features].
 
     Args:
         x: the input, float32 or bfloat16. The output has the same dtype.
@@ -257,7 +262,7 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
 
 
 def _linear_meta(x: Tensor, *arguments: Any) -> Tensor:  # noqa: ANN401 - as `linear`
-    """Return an uninitialised output of the right shape, as torch needs it for tracing."""
+    """Return an uninitialised output of the right shape, which torch needs for tracing."""
     return x.new_empty(*x.shape[:-1], arguments[-1])
 
 
@@ -267,7 +272,7 @@ def is_available() -> bool:
 
 
 def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
-    """Return unsigned integers [out_features, in_features] in the layout of the kernels.
+    """Rearrange unsigned integers [out_features, in_features] for the kernels.
 
     16 outputs are one panel. Outputs and inputs are padded with zeros to whole panels and groups.
     With 8 bits, four inputs of one output are adjacent: [panels, inputs / 4, 16, 4]. With 4 bits, a
@@ -278,7 +283,7 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     [0x51, 0x62, 0x73, 0x84].
     """
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
-    # `pad` would also copy values that need no padding.
+    # Skip `pad` if no padding is needed, because it would copy the values.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
     units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 4:
@@ -303,7 +308,7 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 
 
 def _used_group_size(group_size: int, in_features: int) -> int:
-    """Return the size of the groups that the layer stores.
+    """Return the size of the smaller groups into which the layer divides each group.
 
     Groups of more than 128 inputs are divided into equal parts whose size is a multiple of 8. Each
     part gets a copy of the scale. A group that covers the whole row may be divided into parts of
@@ -323,7 +328,7 @@ def _used_group_size(group_size: int, in_features: int) -> int:
 def _check(
     values: Tensor, scales: Tensor, zeros: Tensor | None, group_size: int, bits: int
 ) -> None:
-    """Raise ValueError if `GroupedLinear.from_quantised` cannot accept its arguments."""
+    """Raise a ValueError if the arguments of `GroupedLinear.from_quantised` are invalid."""
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, but the value is {bits}.")
     if values.dtype not in (torch.int8, torch.uint8):

@@ -48,16 +48,16 @@ from nereid_backend.linear.native_adapters import (
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
 
-# The number of copies of the matrices for a layer that does not belong to `NativeAdapters`.
+# How many copies of its matrices a layer has in memory if it does not belong to `NativeAdapters`.
 _COPIES = 2
-# A step can reuse the joined matrices of an earlier step that had more adapters. These matrices are
-# reused if their total rank is at most this number times the rank that the step needs.
+# The joined matrices of an earlier step are reused even if they contain more adapters than this
+# step needs. Their total rank may be at most this number times the rank that the step needs.
 _MAX_UNUSED = 2
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Linear layers with the same input, and the first matrices of several adapters for them.
+    """Linear layers with the same input, and the first matrices of all adapters for these layers.
 
     Attributes:
         down: the layer with the first matrices of all linear layers and adapters.
@@ -73,7 +73,7 @@ class _Group:
     hidden: Tensor | None = None
 
     def clear(self) -> None:
-        """Free the last input and product."""
+        """Forget the last input and the last product, so that their memory is freed."""
         self.input = self.hidden = None
 
 
@@ -93,7 +93,7 @@ class _Joined:
 
 
 def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
-    """Join the matrices of adapters for linear layers that have the same input.
+    """Join the matrices of several adapters for linear layers with the same input.
 
     Args:
         pairs: the matrices of each adapter, for each linear layer. An item is None if the adapter
@@ -109,7 +109,7 @@ def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
             *(_linear(torch.cat([pair.up for pair in of_layer], dim=1)) for of_layer in present),
         ]
     )
-    # torch is several times slower than the packed layers for such narrow matrices on a CPU.
+    # For such narrow matrices on a CPU, torch is several times slower than the packed layers.
     prepack_linears(layers)
     down, *ups = cast("list[nn.Linear]", list(layers))
     ranks = tuple(
@@ -124,28 +124,29 @@ def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
 
 
 class LoraLayers:
-    """The adapters in memory, and the hooks of the linear layers that the adapters change."""
+    """The LoRA adapters in memory, and the forward hooks that apply the adapters."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an instance for a model. The instance contains no adapters yet."""
+        """Create an object without adapters for a model."""
         self._model = model
         self._device = next(model.parameters()).device
-        # The matrices for layers that do not belong to `_native`.
+        # The matrices of the adapters, for the layers that do not belong to `_native`.
         self._weights: dict[Adapter, AdapterWeights] = {}
-        # The rank of each adapter, summed over the layers of `_weights`.
+        # The rank of each adapter, summed over all layers in `_weights`.
         self._total_ranks: dict[Adapter, int] = {}
         self._hooks: dict[str, RemovableHandle] = {}
-        # The layers that need hooks, for each adapter.
+        # For each adapter, the layers that need a forward hook.
         self._hooked: dict[Adapter, list[str]] = {}
-        # The adapters whose matrices are joined, and the joined matrices by layer.
+        # The adapters whose matrices are joined at the moment, and the joined matrices of each
+        # layer.
         self._adapters: tuple[Adapter, ...] = ()
         self._joined: dict[str, _Joined] = {}
-        # The adapter of each row of the running step, as an index in `_adapters`; -1 for rows
-        # without an adapter. None outside of a step that needs hooks.
+        # For each row of the running step, the index of its adapter in `_adapters`, or -1 for a row
+        # without an adapter. None outside of a step, and if the step needs no hooks.
         self._owners: Tensor | None = None
-        # The adapter of each chunk of the running step, in the same form.
+        # For each chunk of the running step, the index of its adapter; see `_owners`.
         self._chunk_owners = np.zeros(1, dtype=np.int64)
-        # The masks of the running step; see `_mask`. The keys are the arguments of `_mask`.
+        # The masks of the running step, by the arguments of `_mask`.
         self._masks: dict[tuple[tuple[tuple[int, ...], ...], int], Tensor] = {}
 
     @cached_property
@@ -162,7 +163,7 @@ class LoraLayers:
         return adapter in self._weights
 
     def num_bytes(self, weights: AdapterWeights) -> int:
-        """Return the memory that the matrices of an adapter need in a step, in bytes.
+        """Return how much memory the matrices of an adapter need in a step, in bytes.
 
         On a GPU, a layer needs its matrices twice, because a step also needs a copy that is joined
         with the matrices of other adapters.
@@ -199,7 +200,7 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Apply each chunk's adapter to the rows of the chunk while the context is open.
+        """Apply an adapter to each chunk of a forward pass while the context is open.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows.
@@ -236,17 +237,17 @@ class LoraLayers:
             return
         if self._adapters != (adapter,):
             self._join((adapter,))
-        # All rows use the adapter with the index 0. One element is broadcast to all rows.
+        # All rows use the adapter with the index 0, so one element is broadcast to all rows.
         self._owners = torch.zeros(1, dtype=torch.int64, device=self._device)
         try:
-            # A single chunk has all rows.
+            # The chunk with the index 0 contains all rows.
             with self._native.serving([adapter], [1]):
                 yield
         finally:
             self._end_step()
 
     def _use(self, adapters: tuple[Adapter, ...]) -> None:
-        """Join the matrices of some adapters, unless the present joined matrices are suitable."""
+        """Join the matrices of these adapters, unless the present joined matrices can be reused."""
         if set(adapters) <= set(self._adapters):
             needed = sum(map(self._total_ranks.__getitem__, adapters))
             present = sum(map(self._total_ranks.__getitem__, self._adapters))
@@ -256,7 +257,8 @@ class LoraLayers:
 
     def _join(self, adapters: tuple[Adapter, ...]) -> None:
         """Join the matrices of some adapters, separately for each linear layer."""
-        # The old matrices are freed first, so that they are never in memory with the new matrices.
+        # Free the old joined matrices first, so that they are never in memory together with the new
+        # ones.
         self._joined = {}
         self._adapters = adapters
         for names in self._names_by_input(adapters):
@@ -264,7 +266,7 @@ class LoraLayers:
             self._joined.update(zip(names, _join_group(pairs), strict=True))
 
     def _names_by_input(self, adapters: tuple[Adapter, ...]) -> Iterable[list[str]]:
-        """Return the names of the layers that some adapters change, grouped by merged layers."""
+        """Return the names of the layers that the adapters change, grouped by their inputs."""
         names = dict.fromkeys(name for adapter in adapters for name in self._weights[adapter])
         groups: dict[object, list[str]] = {}
         for name in names:
@@ -273,7 +275,7 @@ class LoraLayers:
         return groups.values()
 
     def _end_step(self) -> None:
-        """Forget the rows of the step that has ended."""
+        """Discard what belongs to the step that has ended, such as the adapter of each row."""
         self._owners = None
         self._masks.clear()
         for joined in self._joined.values():
@@ -292,19 +294,19 @@ class LoraLayers:
         output.view(-1, up.out_features).add_(_product(up, hidden))
 
     def _hidden(self, group: _Group, layer_input: Tensor) -> Tensor:
-        """Return the masked product of an input and the first matrices of a group."""
+        """Return the product of an input and the first matrices, masked for each row."""
         if group.input is layer_input and group.hidden is not None:
             return group.hidden
         down = group.down
         hidden = _product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
-        # Set the numbers to 0 instead of multiplying them by 0, because NaN and infinity times 0
-        # are NaN.
+        # Set the numbers to 0 instead of multiplying by 0, because NaN and infinity times 0 are
+        # NaN.
         hidden.masked_fill_(self._mask(group.ranks, len(hidden)), 0)
         group.input, group.hidden = layer_input, hidden
         return hidden
 
     def _mask(self, ranks: tuple[tuple[int, ...], ...], num_rows: int) -> Tensor:
-        """Return a mask that hides the results of adapters that a row does not use.
+        """Return a mask that is True where a row uses the adapter of a column.
 
         A layer usually computes one row for each token of the step. Some models store compressed
         keys and values, and one of their layers expands the keys and values of the whole context in
@@ -334,7 +336,7 @@ class LoraLayers:
 
 
 def _product(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """Return the output of a layer without bias.
+    """Return the output of a layer, without its bias.
 
     A step calls the packed layers hundreds of times, so the kernel is called without the overhead
     of a module.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged linear layers: layers with the same input are computed as one matrix product.
+"""Merges linear layers that have the same input, so that one matrix product computes all of them.
 
 Examples are the layers that compute queries, keys and values.
 
@@ -28,7 +28,7 @@ from nereid_backend.linear.prepack import change_class
 
 
 class _Call(NamedTuple):
-    """A call of a layer.
+    """One call of a linear layer, recorded during a run of the model.
 
     Attributes:
         parent: the name of the module that contains the layer.
@@ -42,21 +42,22 @@ class _Call(NamedTuple):
 
 
 class _Group:
-    """Layers that the model calls one after the other with the same input.
+    """Linear layers that the model calls one after the other with the same input.
 
     The first layer has a buffer with the weights of all layers, one after the other. The weight of
     each layer is a view of its part of the buffer.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
-        """Merge the weights of some layers.
+        """Merge the weights of several layers.
 
         Each layer gets the class `_Merged`, a reference to this group, and its index in the group.
         The first layer computes one product for all layers; see `_Merged.forward`. Mutates: the
         layers.
         """
         self._sizes = [layer.out_features for layer in layers]
-        # The input of the last product, and its outputs. `take` removes an output.
+        # The input of the last product, and its outputs. The method `take` removes the output that
+        # it returns.
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
         self._is_native = isinstance(layers[0], NativeLinear)
@@ -73,12 +74,13 @@ class _Group:
             merged_layer = change_class(layer, kind)
             merged_layer.group = self
             merged_layer.place = index
-        # The tensors are buffers, so that torch.export treats them as part of the model.
+        # The tensors are registered as buffers, so that torch.export treats them as part of the
+        # model.
         layers[0].register_buffer("merged", merged, persistent=False)
         layers[0].register_buffer("merged_bias", bias, persistent=False)
 
     def compute(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
-        """Compute the outputs of all layers of the group, and store them until `take` returns them.
+        """Compute and store the outputs of all layers of the group.
 
         Args:
             x: [..., in_features], the input.
@@ -93,12 +95,12 @@ class _Group:
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
-        # `take` returns the stored outputs only if its argument is this tensor object.
+        # `take` returns a stored output only if its argument is this very tensor object.
         self._input = x
         self._parts = list(torch.split(output, self._sizes, dim=-1))
 
     def take(self, place: int, x: Tensor) -> Tensor | None:
-        """Return the stored output of the layer at index `place`, and remove the output.
+        """Remove and return the stored output of one layer of the group.
 
         Return None if `x` is not the input for which the outputs were computed.
         """
@@ -113,7 +115,7 @@ class _Group:
 
 
 class _Merged(nn.Linear):
-    """A layer of a merged group. It supports only inference, one forward pass at a time.
+    """A linear layer in a merged group, for inference with one forward pass at a time.
 
     Attributes:
         group: the group of the layer.
@@ -136,15 +138,15 @@ class _Merged(nn.Linear):
 
 
 class MergedLinear(_Merged):
-    """A layer of a group whose weights have torch's layout."""
+    """A merged layer whose weights have torch's own layout."""
 
 
 class MergedNativeLinear(_Merged, NativeLinear):
-    """A layer of a group whose weights are packed."""
+    """A merged layer whose weights have the packed layout of the CPU kernels."""
 
 
 def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
-    """Merge the layers of a model that get the same input in a run of the model.
+    """Merge those linear layers of a model that get the same input in a forward pass.
 
     Args:
         model: the model, with layers as loaded or packed by `prepack_linears`. Mutated.
@@ -171,7 +173,10 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
-    """Return the groups of at least two layers that can be merged, in the order of the calls."""
+    """Return the groups of layers that can be merged.
+
+    Each group has at least two layers, in the order of their calls.
+    """
     runs: list[list[_Call]] = []
     for call in calls:
         if runs and _can_merge(runs[-1][-1], call):
@@ -179,7 +184,7 @@ def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
         else:
             runs.append([call])
     num_calls = collections.Counter(id(call.layer) for call in calls)
-    # A layer that is called twice may have different inputs in a later run, so it is not merged.
+    # A layer that is called twice is not merged, because its two inputs may differ in a later run.
     return [
         [call.layer for call in run]
         for run in runs
@@ -200,7 +205,7 @@ def separate_linears(model: nn.Module) -> None:
 def _call_recorder(
     calls: list[_Call], parent: str
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a hook that appends each call of a layer to `calls`.
+    """Return a forward hook that appends each call of a layer to `calls`.
 
     Args:
         calls: receives the calls. Mutated.
@@ -225,13 +230,13 @@ def _can_merge(last: _Call, call: _Call) -> bool:
         and type(last.layer) is type(call.layer)
         and weight.dtype == next_weight.dtype
         and weight.device == next_weight.device
-        # The weights of the next packed layer must begin at the start of a panel.
+        # The kernels need the weights of each packed layer to begin at the start of a panel.
         and (not isinstance(last.layer, NativeLinear) or last.layer.out_features % LANES == 0)
     )
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:
-    """Return the weight tensor of a layer. Its first dimension follows the order of the outputs."""
+    """Return the weight of a layer, whose first dimension follows the order of the outputs."""
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
 
 

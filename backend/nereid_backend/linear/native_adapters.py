@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA adapters of linear layers on a CPU.
+"""Applies LoRA adapters to linear layers on a CPU, mostly inside the layers' own kernels.
 
 The kernels of native_linear.py and grouped_linear.py add the products of the adapters to the
 outputs that they compute (cpu_adapters.cpp). A step only tells the kernels which adapter each row
@@ -30,7 +30,7 @@ from nereid_backend.linear.merged_linear import MergedNativeLinear
 from nereid_backend.linear.native_linear import LANES, NativeLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The kernels compute this number of rows of the first matrix of an adapter together.
+# The kernels compute this number of rows of an adapter's first matrix at once.
 _RANKS = 4
 
 
@@ -51,16 +51,17 @@ AdapterWeights = Mapping[str, LayerPair]
 
 
 class NativeAdapters:
-    """The adapters in memory, with their matrices in the layout of the kernels."""
+    """The LoRA adapters in memory, in the layout that the CPU kernels read."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an instance without adapters. The weights of the model must not move later.
+        """Create an object without adapters. The weights of the model must not move afterwards.
 
         If the device is not a CPU, or if its kernels do not exist, the instance has no layers.
         """
-        # The numbers of the layers by name. Merged layers have adjacent numbers, in their order.
+        # A number for each layer, by the name of the layer. Merged layers have consecutive numbers.
         self._numbers: dict[str, int] = {}
-        # The keys of layers that need a hook, by name. A key replaces the address of the weights.
+        # The layers that need a hook, by name. Each has a key that replaces the address of its
+        # weights.
         self._hook_keys: dict[str, int] = {}
         # The number of outputs of each layer.
         sizes: list[int] = []
@@ -83,10 +84,11 @@ class NativeAdapters:
         products.sort(key=lambda product: product.weight)
         self._products = (NativeAdaptedProduct * len(products))(*products)
         self._sizes = (ctypes.c_int64 * len(sizes))(*sizes)
-        # Whether the matrices are bfloat16. Otherwise they are float32.
+        # Whether the matrices are bfloat16; otherwise, they are float32.
         self._is_bfloat16 = False
         self._is_serving = False
-        # For each adapter, the array that the kernels read, and the matrices.
+        # For each adapter, the array of structs that the kernels read, and the matrices to which
+        # the structs point.
         self._arrays: dict[Adapter, ctypes.Array[NativeAdapterMatrices]] = {}
         self._matrices: dict[Adapter, list[LayerPair]] = {}
 
@@ -132,7 +134,7 @@ class NativeAdapters:
             output.copy_(out)
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Copy the matrices of an adapter into the layout of the kernels.
+        """Copy the matrices of an adapter, in the layout that the kernels read.
 
         Args:
             adapter: the adapter.
@@ -155,7 +157,7 @@ class NativeAdapters:
 
     @contextmanager
     def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
-        """Apply adapters to the layers that this thread computes.
+        """Apply an adapter to each chunk of the layers that this thread computes.
 
         Args:
             owners: the adapter of each chunk; None for chunks without an adapter.
@@ -209,7 +211,7 @@ def adapter_bytes(pair: LayerPair) -> int:
 
 
 def _kernel_layout(pair: LayerPair) -> LayerPair:
-    """Return matrices in the layout of the kernels: `AdapterMatrices` in cpu_kernels.h.
+    """Return matrices in the layout of `AdapterMatrices` in cpu_kernels.h.
 
     Example: `down` [3, 20] becomes [4, 32], and `up` [20, 3] becomes [2, 4, 16]: two panels of 16
     outputs. The added numbers are zero.
@@ -224,14 +226,14 @@ def _kernel_layout(pair: LayerPair) -> LayerPair:
 
 
 def _padded_sizes(pair: LayerPair) -> tuple[int, int, int]:
-    """Return the rank and the numbers of inputs and outputs in the layout of the kernels."""
+    """Return the rank and the numbers of inputs and outputs after padding."""
     rank, inputs = pair.down.shape
     outputs = len(pair.up)
     return (-(-rank // _RANKS) * _RANKS, -(-inputs // LANES) * LANES, -(-outputs // LANES) * LANES)
 
 
 def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the linear layers of a model on a CPU by name, with merged layers in one group.
+    """Return the linear layers of a model on a CPU, with merged layers in one group.
 
     A layer that is not merged is alone in its group.
     """
@@ -251,7 +253,8 @@ def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
 
 def _num_outputs(module: nn.Module) -> int:
     """Return the number of outputs of a linear layer; 0 for other modules."""
-    # transformers' Conv1D is a linear layer whose number of outputs is named nf.
+    # The class Conv1D of transformers is a linear layer with the number of outputs in the attribute
+    # nf.
     for name in ("out_features", "nf"):
         size = getattr(module, name, None)
         if isinstance(size, int):
@@ -260,7 +263,7 @@ def _num_outputs(module: nn.Module) -> int:
 
 
 def _address(layer: nn.Module) -> int | None:
-    """Return the address of the weights by which the kernels find a layer.
+    """Return the address of the weights by which the kernels find a layer, or None.
 
     Return None if the kernels do not compute the layer.
     """

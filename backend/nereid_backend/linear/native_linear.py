@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that use a C++ kernel (cpu_linear.cpp) on CPUs with AVX2 or 512-bit vectors.
+"""Linear layers that a C++ kernel (cpu_linear.cpp) computes on CPUs with vector instructions.
 
 The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
 is limited by reading the weights. The layout of the weights is the same for any number of rows. The
@@ -22,7 +22,7 @@ LANES = 16
 
 
 class NativeLinear(nn.Linear):
-    """A linear layer whose weight has the kernel's layout. It supports only inference on a CPU.
+    """A linear layer for inference on a CPU whose weight has the kernel's layout.
 
     `weight` has the original shape, dtype and device, but its numbers are NaN unless other layers
     share them; see `PackedLinear`.
@@ -52,7 +52,7 @@ class NativeLinear(nn.Linear):
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return whether the kernel can compute a linear layer that has the weight `weight`.
+    """Return whether the kernel can compute a linear layer with this weight.
 
     The shape of `weight` is [out_features, in_features].
     """
@@ -70,7 +70,7 @@ def pack(weight: Tensor) -> Tensor:
     last 12 are zero.
     """
     missing = -weight.shape[0] % LANES
-    # `pad` would also copy a weight without missing rows.
+    # Skip `pad` if no rows are missing, because it would copy the weight.
     padded = functional.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()
     if weight.dtype == torch.bfloat16:
         return padded.view(-1, LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -78,7 +78,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """Compute one layer.
+    """Compute one linear layer with the kernel.
 
     Args:
         x: the input [..., in_features].
@@ -116,18 +116,18 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
 
 
 def _linear_meta(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:  # noqa: ARG001
-    """Return an uninitialised output of the right shape, as torch needs it for tracing."""
+    """Return an uninitialised output of the right shape, which torch needs for tracing."""
     return x.new_empty(*x.shape[:-1], out_features)
 
 
 def is_available() -> bool:
-    """Return whether the kernel exists for the instruction set of this machine."""
+    """Return whether the kernel exists for the instruction set of this processor."""
     return has_kernels() and bool(kernels().nereid_has_linear())
 
 
 @functools.cache
 def _has_tiles() -> bool:
-    """Return whether the processor has instructions for bfloat16 tiles (AMX).
+    """Return whether the processor has instructions for bfloat16 matrix tiles (AMX).
 
     oneDNN uses these instructions and is then faster than this kernel, which does not use them.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs linear layers for CPUs. Packing converts each weight once into the kernels' layout.
+"""Converts the weights of linear layers into the layout that the CPU kernels read, once at load.
 
 On a CPU, torch computes float32 products with a library that does not use the widest vectors of
 every processor. The library also converts the layout of the weight in every call. Packed layers
@@ -24,12 +24,12 @@ from nereid_backend.loading_progress import no_progress, report_items
 LinearClass = TypeVar("LinearClass", bound=nn.Linear)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# oneDNN chooses the layout for this number of rows. The layer accepts any number.
+# oneDNN selects the layout that is best for this number of rows, but the layer accepts any number.
 _ROWS = 256
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight has oneDNN's layout. It supports only inference on a CPU.
+    """A linear layer for inference on a CPU whose weight has the layout of oneDNN.
 
     `weight` has the original shape, dtype and device, but its numbers are NaN unless other layers
     share them. Model code that reads the numbers instead of calling the layer then gives NaN, which
@@ -53,7 +53,7 @@ def prepack_linears(
     copy_shared: bool = False,
     progress: Callable[[str], None] = no_progress,
 ) -> int:
-    """Convert the weights of a model's linear layers into the layout of this processor's kernels.
+    """Convert the weights of a model's linear layers for the CPU kernels.
 
     Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted.
 
@@ -89,7 +89,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def shared_weights(model: nn.Module) -> set[int]:
-    """Return the addresses of the parameters that several modules of a model share."""
+    """Return the addresses of the parameters that more than one module of a model uses."""
     counts = collections.Counter(
         parameter.data_ptr()
         for module in model.modules()
@@ -99,7 +99,7 @@ def shared_weights(model: nn.Module) -> set[int]:
 
 
 def free_weight(layer: nn.Linear) -> None:
-    """Replace a layer's weight by a placeholder that takes almost no memory.
+    """Replace a layer's weight by a placeholder, so that the memory of the weight is freed.
 
     The placeholder has the shape of the weight. All its elements are NaN and share one number in
     memory.
@@ -111,7 +111,7 @@ def free_weight(layer: nn.Linear) -> None:
 
 
 def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
-    """Change the class of a layer, and return the layer.
+    """Change the class of an existing layer object, and return the layer.
 
     The object stays the same, so that the layer keeps its bias and its name in the model, and other
     modules that refer to the layer need no change. Mutates: layer.
@@ -122,7 +122,7 @@ def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
 
 
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
-    """Convert one layer if possible, and return whether the layer was converted.
+    """Convert the weight of one layer if possible, and return whether it was converted.
 
     Args:
         layer: the layer. Mutated.
@@ -141,13 +141,13 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
     if not keep:
         free_weight(layer)
     change_class(layer, kind)
-    # The tensor is a buffer, so that torch.export treats it as part of the model.
+    # The tensor is registered as a buffer, so that torch.export treats it as part of the model.
     layer.register_buffer("packed", packed, persistent=False)
     return True
 
 
 def _can_reorder(weight: Tensor) -> bool:
-    """Return whether oneDNN's operators exist in this build of torch and support the weight."""
+    """Return whether this build of torch has oneDNN operators that support the weight."""
     has_library = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     if not has_library or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the weights of linear layers to integers of 4 or 8 bits when a model is loaded.
+"""Rounds the weights of linear layers to integers of 8 or 4 bits when a model is loaded.
 
 Weights of 8 bits are symmetric: each group of 64 inputs has a scale, and a weight of 0 has no
 rounding error. Weights of 4 bits have a scale and a zero for each group of 32 inputs.
@@ -23,20 +23,20 @@ _DTYPES = (torch.float32, torch.bfloat16)
 GROUP_SIZES = {4: 32, 8: 64}
 """The number of inputs with one scale, by the number of bits."""
 
-# The smallest scale: the smallest positive float16 number. A group whose weights are all zero has
-# this scale, so that no number is divided by zero.
+# The smallest scale, which is the smallest positive float16 number. A group of zeros has this
+# scale, so that its weights are not divided by zero.
 _MIN_SCALE = 2.0**-24
-# The largest integers of 8 and 4 bits. Integers of 8 bits are signed, and integers of 4 bits are
-# not.
+# The largest integers of 8 and of 4 bits. The integers of 8 bits are signed, and those of 4 bits
+# are unsigned.
 _MAX_INT8 = 127
 _MAX_UINT4 = 15
-# The largest size of the float32 copy of the rows that are quantised at a time. All temporary
+# The largest size of the float32 copy of the rows that are quantised together. All temporary
 # tensors together need about four times this size.
 _SLICE_BYTES = 4 * 2**20
 
 
 class QuantisedWeight(NamedTuple):
-    """Integers and their scales and zeros; see `GroupedLinear.from_quantised`."""
+    """The integers, scales and zeros of a weight; see `GroupedLinear.from_quantised`."""
 
     values: Tensor
     scales: Tensor
@@ -44,7 +44,7 @@ class QuantisedWeight(NamedTuple):
 
 
 def slow_integers_warning() -> str:
-    """Return a warning if this machine has no fast kernel for integer weights, else "".
+    """Return a warning if this machine has no fast kernel for integers, else "".
 
     The warning is appended to a log message.
     """
@@ -95,7 +95,9 @@ def quantise_linears(
 
 
 def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Convert a weight [out_features, in_features] to integers, with a scale for each group.
+    """Round a weight to integers, and return them with a scale for each group.
+
+    The weight is [out_features, in_features].
 
     With 4 bits, each group also has a zero.
 
@@ -111,7 +113,7 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int) -> None:
-    """Convert a layer to a GroupedLinear, a few rows at a time.
+    """Replace a layer by a GroupedLinear, reading a few rows of the weight at a time.
 
     The weight of the layer is not read.
 
@@ -122,7 +124,7 @@ def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits:
     """
     num_rows, in_features = layer.weight.shape
     grouped = change_class(layer, GroupedLinear)
-    # Integers of 8 bits are symmetric, so they have no zeros.
+    # Integers of 8 bits need no zeros, because they are symmetric.
     grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, has_zeros=bits == 4)
     step = _rows_of_slice(in_features)
     for start in range(0, num_rows, step):
@@ -131,7 +133,7 @@ def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the size of a model's parameters and buffers in bytes. Shared memory counts once.
+    """Return the bytes of a model's parameters and buffers, and count shared memory once.
 
     If a weight is divided over several processes, only the part of this process counts.
     """
@@ -146,14 +148,17 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Quantise some rows of a float32 weight, [num_rows, in_features]; see `quantise_weight`."""
+    """Quantise some rows of a float32 weight; see `quantise_weight`.
+
+    The rows are [num_rows, in_features].
+    """
     size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
-    # [num_rows, groups, size]. The last group is padded with zeros. Zeros do not change the scale
-    # of a group, because the range of every group is extended to contain 0.
+    # The shape is [num_rows, groups, size]. The last group is padded with zeros, which do not
+    # change its scale, because the range of every group is extended to contain 0.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
     zeros = None
-    # `_as_float16` replaces scales of 0, so that no number is divided by 0.
+    # `_as_float16` has replaced the scales of 0, so no number is divided by 0.
     if bits == 8:
         scales = _as_float16(groups.abs().amax(2) / _MAX_INT8)
         values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
@@ -169,7 +174,7 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def _as_float16(scales: Tensor) -> Tensor:
-    """Round float32 scales to values that float16 represents exactly.
+    """Round float32 scales to numbers that float16 can represent exactly.
 
     The integers are computed with the rounded scales, so the rounding adds no error.
     """
@@ -177,7 +182,7 @@ def _as_float16(scales: Tensor) -> Tensor:
 
 
 def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
-    """Convert one layer to a GroupedLinear.
+    """Replace one layer by a GroupedLinear with the rounded weights.
 
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
@@ -192,5 +197,5 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
 
 
 def _rows_of_slice(num_inputs: int) -> int:
-    """Return the number of rows that are quantised at a time, a multiple of 16."""
+    """Return how many rows are quantised together, as a multiple of 16."""
     return max(1, _SLICE_BYTES // (4 * LANES * num_inputs)) * LANES

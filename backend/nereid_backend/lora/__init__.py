@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters: their files on disk, and the adapters in memory."""
+"""LoRA adapters: reading their files, and keeping the adapters in memory."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LoRA adapters that requests can select. Some of these adapters are in memory.
+"""Stores the LoRA adapters that requests can select, some of them in memory.
 
 The adapters in memory need at most `lora_memory` bytes together. If a new request needs an adapter
 that is not in memory, the store removes the least recently used adapters from memory, and reads the
@@ -18,7 +18,7 @@ from nereid_backend.lora.peft_files import LayerSizes, read_adapter
 
 
 class AdapterStore:
-    """All adapters that were loaded and not unloaded, by name."""
+    """All LoRA adapters that are loaded, by name."""
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class AdapterStore:
         self._like = like
         self._in_use = in_use
         self._named: dict[str, Adapter] = {}
-        # The sizes of the adapters in memory. The adapter that was used last is at the end.
+        # The sizes of the adapters in memory, by adapter. The most recently used adapter comes
+        # last.
         self._resident: dict[Adapter, int] = {}
 
     @property
@@ -58,7 +59,7 @@ class AdapterStore:
         return {name: adapter.path for name, adapter in self._named.items()}
 
     def load(self, name: str, path: str) -> None:
-        """Read an adapter from disk. Requests can then select the adapter with `name`.
+        """Read a LoRA adapter from disk, so that requests can select it with `name`.
 
         If an adapter with this name exists, the new adapter replaces it for new requests.
         Unfinished requests keep the old adapter.
@@ -73,7 +74,7 @@ class AdapterStore:
         self._remove_nameless()
 
     def unload(self, name: str) -> None:
-        """Remove an adapter. New requests can then no longer select the adapter.
+        """Remove an adapter, so that new requests can no longer select it.
 
         Unfinished requests can use the adapter until they end.
 
@@ -86,7 +87,7 @@ class AdapterStore:
         self._remove_nameless()
 
     def acquire(self, name: str) -> Adapter:
-        """Return the adapter with a name for a new request, and read it from disk if necessary.
+        """Return the adapter with a name for a new request, after reading it if necessary.
 
         Raises:
             RequestError: if no adapter has this name, or its files have changed or cannot be read.
@@ -116,7 +117,7 @@ class AdapterStore:
         return read_adapter(name, path, self._sizes, self._max_bytes, self._like)
 
     def _make_resident(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Store an adapter in memory, after removing adapters that no unfinished request uses.
+        """Copy an adapter into memory, and first remove adapters that are not in use.
 
         Raises:
             ModelError: if the adapter is larger than the limit.
@@ -144,7 +145,7 @@ class AdapterStore:
         self._resident[adapter] = size
 
     def _remove_nameless(self) -> None:
-        """Remove the adapters that have no name and no unfinished request from memory."""
+        """Remove unloaded and replaced adapters that no request uses from memory."""
         needed = self._in_use() | set(self._named.values())
         for adapter in [adapter for adapter in self._resident if adapter not in needed]:
             self._remove(adapter)
@@ -154,7 +155,7 @@ class AdapterStore:
         self._layers.remove(adapter)
 
     def _unknown(self, name: str) -> str:
-        """Return the error message for a request with the name of an unknown adapter."""
+        """Return the error message for a request whose adapter does not exist."""
         known = (
             f"The loaded adapters are: {', '.join(self._named)}."
             if self._named

@@ -31,8 +31,8 @@ from nereid_backend.linear.native_adapters import AdapterWeights, LayerPair
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-# The file may contain these settings. Some of them describe only the training. This module reads
-# the others.
+# The settings that adapter_config.json may contain. This module ignores those that describe only
+# the training.
 _HARMLESS_SETTINGS = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -43,16 +43,16 @@ _HARMLESS_SETTINGS = frozenset(
         *("modules_to_save", "init_lora_weights"),
     }
 )
-# The numbers in a file may have twice the size of the numbers in memory.
+# The numbers in a file may take twice as many bytes as in memory.
 _FILE_RATIO = 2
-# PEFT can compute the first values of an adapter with one of these methods. PEFT then also changes
-# the weights of the model, so the adapter does not fit the original weights.
+# PEFT can initialise an adapter with one of these methods. It then also changes the weights of the
+# model, so the adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The numbers of inputs and outputs of a linear layer."""
+    """The number of inputs and the number of outputs of a linear layer."""
 
     in_features: int
     out_features: int
@@ -65,7 +65,7 @@ def read_adapter(
     max_bytes: int,
     like: Tensor,
 ) -> tuple[Adapter, AdapterWeights]:
-    """Read an adapter from disk, and check that the adapter fits the model.
+    """Read a LoRA adapter from disk, and check that it fits the model.
 
     Args:
         name: the name with which requests select the adapter.
@@ -91,7 +91,7 @@ def read_adapter(
 
 
 def _digest(*contents: bytes) -> bytes:
-    """Return a hash of the contents of several files.
+    """Return a hash of the contents of several files and of their lengths.
 
     The length of each file is hashed, too. Example: the files "ab", "c" and the files "a", "bc"
     have different hashes.
@@ -127,7 +127,7 @@ def _read(file: Path, max_bytes: int, ratio: int = 1) -> bytes:
 
 
 def _read_config(file: Path, text: bytes) -> dict[str, Any]:
-    """Return the settings of an adapter.
+    """Return the settings of an adapter, if they describe a plain LoRA adapter.
 
     Raises:
         ModelError: if the settings describe something other than a plain LoRA adapter.
@@ -170,7 +170,7 @@ def _read_weights(
     layers: Mapping[str, LayerSizes],
     like: Tensor,
 ) -> AdapterWeights:
-    """Return the matrices of an adapter, by the name of the linear layer.
+    """Return the two matrices of an adapter for each linear layer, by the layer's name.
 
     `read_adapter` describes the arguments `layers` and `like`.
 
@@ -224,7 +224,7 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
 
 
 def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
-    """Return a sentence that says why the matrices do not fit a layer; None if they do."""
+    """Return why the matrices do not fit a layer; None if they fit."""
     if sizes is None:
         return (
             "the model has no such linear layer, or the layer cannot have an adapter. Only layers "
@@ -261,7 +261,7 @@ def _scale(file: Path, config: dict[str, Any], name: str, rank: int) -> float:
 def _layer_setting(
     file: Path, config: dict[str, Any], setting: str, name: str, default: object
 ) -> object:
-    """Return the value of the first pattern that matches a layer, or the default.
+    """Return the setting for a layer: that of the first matching pattern, or the default.
 
     Example: with rank_pattern={"q_proj": 2}, the layer "layers.0.q_proj" has the rank 2.
 

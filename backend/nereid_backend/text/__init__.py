@@ -1,1 +1,1 @@
-"""Conversion of generated tokens into text, stop strings and log-probabilities."""
+"""Converts generated tokens into text, and finds stop strings in the text."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incremental conversion of token ids into text.
+"""Converts token ids into text while the tokens are being generated.
 
 The time is linear in the length of the output, and no incomplete character is returned.
 """
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "�"
-# A character has at most 4 bytes, and therefore at most 4 tokens of one byte.
+# A character has at most 4 bytes in UTF-8, so it has at most 4 tokens of one byte.
 _MAX_CHARACTER_TOKENS = 4
-# The largest number of tokens that are kept back. If more tokens in a row cannot be decoded, their
-# bytes are invalid, and waiting for further tokens does not help.
+# The largest number of tokens whose text is not returned yet. If more tokens in a row cannot be
+# decoded, their bytes are invalid, and further tokens would not complete a character.
 _MAX_HELD_TOKENS = 8
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) -> Decode:
-    """Return the fastest function that decodes token ids with this tokenizer.
+    """Return the fastest function that converts token ids to text with this tokenizer.
 
     If the tokenizer's class does not change how transformers decodes, the function calls the
     library tokenizers directly. Such a call costs much less than a call of transformers.
@@ -60,7 +60,7 @@ class Detokenizer:
     """
 
     def __init__(self, decode: Decode, seed_token_ids: Sequence[int] = ()) -> None:
-        """Initialise the state before the first token of an answer.
+        """Set the state before the first token of an answer.
 
         Args:
             decode: converts token ids into text; see `decoder`.
@@ -68,13 +68,14 @@ class Detokenizer:
                 not returned.
         """
         self._decode = decode
-        # The window has two parts: the last tokens whose text was returned, and the tokens whose
-        # text was not returned. `_start` is the index of the first token of the second part.
+        # The window has two parts: first the tokens whose text was returned, and then the tokens
+        # whose text was not returned yet. `_start` is the index of the first token of the second
+        # part.
         self._window = list(seed_token_ids)
         self._start = len(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the new text.
+        """Add new tokens of the answer and return the text that they complete.
 
         Keep the text back if it ends in the middle of a character.
         """
@@ -85,9 +86,9 @@ class Detokenizer:
         text = self._decode(self._window)
         may_hold = len(self._window) - self._start <= _MAX_HELD_TOKENS
         if may_hold and len(text) == len(before):
-            # The new tokens have no text, for example because they are special tokens. Do not
-            # advance the window. Otherwise, later tokens would be decoded with only these tokens as
-            # context, and tokens without text are no useful context.
+            # The new tokens have no text, for example because they are special tokens. Leave the
+            # window unchanged, because such tokens are no useful context for decoding the tokens
+            # that follow.
             return ""
         if text.endswith(_REPLACEMENT):
             return "" if may_hold else self._return_decodable(before)
@@ -95,7 +96,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def finish(self) -> str:
-        """Return the text that was kept back, with U+FFFD for an incomplete character."""
+        """Return the rest of the text, with U+FFFD in place of an incomplete character."""
         if self._start == len(self._window):
             return ""
         before = self._decode(self._window[: self._start]) if self._start else ""
@@ -104,7 +105,9 @@ class Detokenizer:
         return text
 
     def _return_decodable(self, before: str) -> str:
-        """Return as much text as can be decoded, because too many tokens have been kept back.
+        """Return the text up to the last complete character, if there is one.
+
+        This method is called when too many tokens have been kept back.
 
         The returned text ends after the last token that completes a character. If none of the last
         four tokens completes a character, their bytes are invalid. In that case, return the text of
@@ -118,12 +121,13 @@ class Detokenizer:
             text = self._decode(self._window[: length - num_left])
             if not text.endswith(_REPLACEMENT):
                 break
-        # If no iteration reached `break`, `text` is the text of all tokens except the last four.
+        # If no iteration has reached `break`, `text` is the text of all tokens except the last
+        # four.
         self._advance(length - num_left)
         return text[len(before) :]
 
     def _advance(self, end: int) -> None:
-        """Mark the tokens before `end` as returned, and keep the latest of these tokens as context.
+        """Mark the tokens before `end` as returned, and keep the last of them as context.
 
         Example: the window is [5, 6, 7, 8], and its first 2 tokens are returned. After
         `_advance(3)`, the window is [7, 8], and its first token is returned.

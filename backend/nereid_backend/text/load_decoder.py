@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of the offline API. The server's postprocessor uses detokenizer.py instead."""
+"""Loads the tokenizer of the offline API. The server uses detokenizer.py instead."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 def load_decoder(path: str) -> Callable[[list[int]], str]:
-    """Load a checkpoint's tokenizer and return a function that converts token ids into text.
+    """Load a checkpoint's tokenizer, and return a function that converts token ids to text.
 
     If the checkpoint has no tokenizer, the function returns "" for all ids.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts log-probabilities to the forms of the OpenAI API and of vLLM."""
+"""Converts log-probabilities to the formats of the OpenAI API and of vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,13 +7,13 @@ from typing import Any
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.text.token_text import TokenText
 
-# The lowest log-probability in answers. JSON has no infinity, so the OpenAI API uses this number
-# for tokens that are almost impossible.
+# The lowest log-probability that answers contain. JSON has no infinity, so the OpenAI API uses this
+# number for tokens that are almost impossible.
 LOWEST = -9999.0
 
 
 def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
-    """Return the log-probabilities of one position as an entry of the OpenAI API.
+    """Return the log-probabilities of one position in the format of the OpenAI API.
 
     Example: {"token": "a", "token_id": 5, "logprob": -0.1, "bytes": [97], "rank": 1,
     "top_logprobs": [...]}.
@@ -32,7 +32,7 @@ def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
 
 
 def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]]:
-    """Return the log-probabilities of one position in vLLM's form, a dict with token ids as keys.
+    """Return the log-probabilities of one position in the format of vLLM.
 
     The token of the text comes first, followed by the most likely tokens. Example:
     {"5": {"logprob": -0.1, "rank": 1, "decoded_token": "a"}}.
@@ -46,8 +46,8 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
     ranks = [rank, *range(1, len(token_ids))]
     entry: dict[str, dict[str, Any]] = {}
     for token_id, logprob, token_rank in zip(token_ids, logprobs, ranks, strict=True):
-        # `token_ids` contains the first token a second time if it is one of the most likely tokens.
-        # `setdefault` then keeps the first entry.
+        # If the first token is one of the most likely tokens, `token_ids` contains it a second
+        # time. `setdefault` then keeps the first entry.
         entry.setdefault(
             str(token_id),
             {
@@ -62,7 +62,7 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
 def prompt_entries(
     rows: Sequence[Sequence[Any] | None], texts: TokenText
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Return the log-probabilities of a prompt in vLLM's form.
+    """Return the log-probabilities of all tokens of a prompt in the format of vLLM.
 
     The entry of the first token is None, because the model does not predict it.
     """
@@ -70,7 +70,7 @@ def prompt_entries(
 
 
 def _token(token_id: int, logprob: float, texts: TokenText) -> dict[str, Any]:
-    """Return the fields of one token in an entry of the OpenAI API."""
+    """Return the fields that describe one token in the format of the OpenAI API."""
     return {
         "token": texts.text(token_id),
         "token_id": token_id,

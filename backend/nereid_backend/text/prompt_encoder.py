@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts prompts to token ids, and stops early if a prompt has too many tokens."""
+"""Converts prompts to token ids, and rejects a long prompt before all of it is converted."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,12 +8,12 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most this number of characters per token. Only longer texts are cut into
-# pieces.
+# Most texts have at most this number of characters for each token. Only texts with more characters
+# than that are divided into pieces.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
-# A text that is cut into pieces can have more tokens than the whole text. A text is therefore
-# rejected only if its pieces have more tokens than the limit multiplied by this factor.
+# The pieces of a text can have more tokens than the whole text. A text is therefore rejected only
+# if its pieces have more tokens than the limit multiplied by this factor.
 _MARGIN = 1.1
 
 
@@ -65,24 +65,25 @@ class PromptEncoder:
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of `text`. Their number is not limited."""
+        """Return the token ids of `text`, without a limit on their number."""
         if self._backend is None:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-        # encode_batch_fast computes no offsets, so it is faster than `encode`.
+        # encode_batch_fast is faster than `encode`, because it does not compute the position of
+        # each token in the text.
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encodings[0].ids
         return ids
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise a RequestError as soon as the pieces of a long text have too many tokens."""
+        """Raise a RequestError as soon as the pieces of a text have too many tokens."""
         if len(text) <= _USUAL_TOKEN_CHARS * limit + _PIECE_CHARS:
             return
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(self._encode(text[start : start + _PIECE_CHARS], False))
             if num_tokens > _MARGIN * limit:
-                # The rest of the text is not tokenised, so the exact number of tokens is unknown.
-                # The message therefore says "more than".
+                # The rest of the text is not converted, so the exact number of tokens is unknown,
+                # and the message says "more than".
                 raise RequestError(
                     f"prompt has more than {int(num_tokens / _MARGIN)} tokens; the limit is "
                     f"{limit} (max_model_len). Send a shorter prompt."
@@ -90,11 +91,11 @@ class PromptEncoder:
 
 
 def _longest_token(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401
-    """Return an upper bound for the number of bytes that one token can have."""
+    """Return an upper bound for the number of bytes in one token."""
     from tokenizers.decoders import ByteLevel
 
     tokens = tokenizer.get_vocab()
     if backend is not None and isinstance(backend.decoder, ByteLevel):
-        # A vocabulary of this kind writes each byte as one character. Example: " a" is "Ġa".
+        # A byte-level vocabulary writes each byte as one character. Example: " a" is "Ġa".
         return max(map(len, tokens), default=1)
     return max((len(token.encode()) for token in tokens), default=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds stop strings in streamed text.
+"""Finds stop strings in text that arrives piece by piece.
 
 Text that may be the beginning of a stop string is kept back, so that clients never receive a part
 of a stop string.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The result of searching one piece of text for stop strings.
+    """The text that may be sent after one piece of text, and the stop string if one was found.
 
     Attributes:
         text: the text that may be sent to the client.
@@ -23,7 +23,7 @@ class StopMatch:
 
 
 class StopStrings:
-    """Finds stop strings in text that arrives in pieces.
+    """Finds the first stop string in text that arrives in pieces.
 
     The stop string that is complete first ends the answer. If several stop strings are complete at
     the same character, the longest stop string ends the answer. Example with the stop string "END":
@@ -32,7 +32,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
-        """Initialise the search before the first piece of text.
+        """Set the state before the first piece of text.
 
         Args:
             stops: the stop strings, none of them empty.
@@ -45,7 +45,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> StopMatch:
-        """Add a piece of text and return the text that may be sent.
+        """Add a piece of text and return the text that may be sent to the client.
 
         Do not call this method again after a stop string was found.
         """
@@ -62,25 +62,25 @@ class StopStrings:
         return StopMatch(text[:num_sendable])
 
     def finish(self) -> str:
-        """Return the text that was kept back as the possible start of a stop string."""
+        """Return the text that was kept back because it could have begun a stop string."""
         text = self._held
         self._held = ""
         return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Find the stop string that ends the answer.
+        """Find the stop string in `text` that ends the answer, and its position.
 
         Return the position of the stop string in `text`, and the stop string. Return None if `text`
         contains no stop string. Example: with the stop string "END", "one END" gives (4, "END").
         """
         positions = [(text.find(stop), stop) for stop in self._stops]
         matches = [(start, stop) for start, stop in positions if start >= 0]
-        # Choose the match that ends first. Among matches with the same end, choose the longest
-        # match.
+        # Choose the match that ends first. If several matches end at the same character, choose the
+        # longest.
         return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
 
     def _held_length(self, text: str) -> int:
-        """Return how many characters at the end of `text` can be the beginning of a stop string.
+        """Return how many characters at the end of `text` could begin a stop string.
 
         Example: for the stop string "END", the text "the E" gives 1 and the text "the" gives 0.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exact bytes and the text of single tokens.
+"""Returns the exact bytes and the text of single tokens.
 
 A token may contain only a part of a character. Its text is then U+FFFD, so clients that join tokens
 need the bytes.
@@ -18,10 +18,10 @@ BytesOfPiece = Callable[[str], bytes]
 
 
 class TokenText:
-    """Returns the bytes and texts of single tokens. Each result is computed once and cached."""
+    """The bytes and texts of single tokens. Each result is computed once and then cached."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Read the vocabulary's encoding from a tokenizer.
+        """Read from a tokenizer how its vocabulary represents bytes.
 
         Args:
             tokenizer: any tokenizer of transformers. The bytes are exact if its decoder defines how
@@ -45,7 +45,7 @@ class TokenText:
         return data
 
     def text(self, token_id: int) -> str:
-        """Return the text of a token. Bytes that are not complete characters become U+FFFD."""
+        """Return the text of a token, with U+FFFD in place of incomplete characters."""
         text = self._texts.get(token_id)
         if text is None:
             text = self.data(token_id).decode("utf-8", errors="replace")
@@ -64,7 +64,7 @@ class TokenText:
 
 
 def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
-    """Return the function that converts an entry of the vocabulary into bytes.
+    """Return the function that converts an entry of the vocabulary to bytes, or None.
 
     Return None if the tokenizer's decoder does not define how the vocabulary is written.
     """
@@ -74,15 +74,15 @@ def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
     steps = _decoder_steps(json.loads(backend.to_str()).get("decoder"))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
-        # Byte-level BPE, as in GPT-2: each character of an entry stands for one byte.
+        # In byte-level BPE, as in GPT-2, each character of an entry stands for one byte.
         return byte_level
     replaces_space = any(
         step["type"] == "Replace" and step.get("content") == " " and SPACE in str(step["pattern"])
         for step in steps
     )
     if replaces_space or "Metaspace" in kinds:
-        # SentencePiece, as in Llama: "▁" stands for a space. With byte fallback, an entry such as
-        # "<0xE2>" stands for one byte.
+        # In SentencePiece, as in Llama, "▁" stands for a space. With byte fallback, an entry such
+        # as "<0xE2>" stands for one byte.
         return byte_fallback if "ByteFallback" in kinds else sentence_piece
     return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a checkpoint to integers or to floating point numbers, for `nereid convert`.
+"""Converts the weights of a checkpoint to integers or another data type, for `nereid convert`.
 
     python -m nereid_backend.tools.convert_checkpoint SOURCE TARGET int4
 
@@ -83,7 +83,7 @@ def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' confi
 def _converted(
     weights: Mapping[str, Any], integers: set[str], bits: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and the tensors of the new checkpoint.
+    """Yield the tensors of the new checkpoint with their names.
 
     Args:
         weights: the weights of the source by name, read one by one.
@@ -104,7 +104,10 @@ def _converted(
 
 
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Round a weight to integers. Return its tensors in compressed-tensors, by name suffix."""
+    """Round a weight to integers, and return the tensors that represent it.
+
+    The keys are the suffixes of the tensors' names in the compressed-tensors format.
+    """
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}
@@ -117,7 +120,9 @@ def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def _pack(values: Tensor) -> Tensor:
-    """Pack 4-bit integers, uint8 [rows, columns], into 32-bit integers, [rows, columns / 8].
+    """Pack each 8 consecutive integers of 4 bits into one integer of 32 bits.
+
+    The argument is uint8 [rows, columns], and the result is [rows, columns / 8].
 
     Example: [[0, 1, 2, 3, 4, 5, 6, 7]] becomes [[0x76543210]].
     """
@@ -144,7 +149,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Divide tensors into the contents of files. The last file may be empty or small."""
+    """Divide tensors into the contents of several files. The last file may be empty."""
     shard: dict[str, Tensor] = {}
     shard_bytes = 0
     for name, tensor in tensors:
@@ -158,7 +163,9 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _unfinished(index: int) -> str:
-    """Return the temporary name of the file with the number `index`.
+    """Return the temporary name of a file that is being written.
+
+    `index` is the number of the file.
 
     The file is renamed after all files are written, because the final name contains the number of
     files.
@@ -175,15 +182,15 @@ def _copy_other_files(folder: Path, new_folder: Path) -> None:
 
 
 def _quantization_config(bits: int, layers: set[str], integers: set[str]) -> dict[str, Any]:
-    """Return the quantization_config of the new checkpoint, as compressed-tensors defines it.
+    """Return the quantization_config of the new checkpoint.
 
     Args:
         bits: 4 or 8.
         layers: the names of the weights of all linear layers except the output layer.
         integers: the weights among `layers` that are converted.
     """
-    # `quantise_weight` returns zeros only for integers of 4 bits. Integers of 8 bits are symmetric:
-    # they have a scale, and the integer 0 is the weight 0.
+    # `quantise_weight` returns zeros only for integers of 4 bits. Integers of 8 bits are symmetric,
+    # so the integer 0 always stands for the weight 0.
     is_symmetric = bits == 8
     weights = {
         "num_bits": bits,
@@ -207,7 +214,7 @@ def _quantization_config(bits: int, layers: set[str], integers: set[str]) -> dic
 def _write_config(
     folder: Path, new_folder: Path, dtype: str, settings: dict[str, Any] | None
 ) -> None:
-    """Write config.json with the new data type and the new quantization_config."""
+    """Write a config.json that describes the new data type of the weights."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for owner in (config, config.get("text_config") or {}):
         owner.pop("quantization_config", None)
@@ -220,7 +227,7 @@ def _write_config(
 
 
 def main(arguments: list[str]) -> int:
-    """Convert a checkpoint, and return the exit code."""
+    """Convert the checkpoint that the command line names, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="nereid convert", description=(__doc__ or "").split("\n")[0]
     )

@@ -32,7 +32,7 @@ Finding = dict[str, Any]
 
 
 def describe(path: str, *, loads: bool = False) -> list[Finding]:
-    """Return the findings about a checkpoint.
+    """Return a list of findings about a checkpoint.
 
     Args:
         path: the folder of a checkpoint, or a GGUF file.
@@ -55,7 +55,10 @@ def describe(path: str, *, loads: bool = False) -> list[Finding]:
 
 
 def _run(check: str, describe_part: Callable[[], str]) -> Finding:
-    """Run one check and return its finding. If the check raises an error, `ok` is False."""
+    """Run one check and return its result as a finding.
+
+    If the check raises an error, `ok` is False.
+    """
     try:
         return {"check": check, "ok": True, "finding": describe_part()}
     except NereidError as error:
@@ -92,7 +95,7 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory(folder: Path) -> list[Finding]:
-    """Return the size of the weights on a CPU, as one finding for each setting."""
+    """Return findings about the size of the weights in memory, one for each setting."""
     free = available_memory()
     return [
         {
@@ -121,7 +124,7 @@ def _describe_template(folder: Path) -> str:
 
 
 def _describe_path(path: str) -> str:
-    """Load the checkpoint, and describe how the engine runs it."""
+    """Load the checkpoint, and describe the forward path that the engine uses."""
     lines: list[str] = []
     engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
     engine.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the CPU kernels to a shared library.
+"""Compiles the C++ kernels for CPUs to a shared library.
 
 The kernels are compiled when a server starts (cpu_build.py), or when the wheel is built
 (hatch_build.py). This module imports no other package, because a wheel is built without torch.
@@ -25,14 +25,15 @@ SOURCES = (
 HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
 COMPILERS = ("g++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
-# The compiler needs about 10 seconds, but a busy machine can take several minutes.
+# The time limit of the compiler in seconds. It needs about 10 seconds, but several minutes on a
+# busy machine.
 _TIMEOUT_S = 900
-# An error message contains at most this number of characters of the compiler's output.
+# The largest number of characters of the compiler's output that an error message contains.
 _MAX_OUTPUT = 500
 
 
 class KernelBuildError(Exception):
-    """The kernels cannot be built on this machine.
+    """Raised if the C++ kernels cannot be built on this machine.
 
     The message is the reason, as a clause without a final period.
     """
@@ -69,14 +70,14 @@ def compile_library(
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The library is built in a temporary folder and then moved, because another process may
-        # build it at the same time.
+        # Build the library in a temporary folder and then move it, because another process may
+        # build the same library.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             objects = _compile(compiler, [*FLAGS, *flags], Path(folder))
             built = Path(folder) / path.name
-            # The library is linked without -fopenmp, because this flag would add the compiler's own
-            # OpenMP library. With -Bsymbolic, a function of the library calls functions of the same
-            # library, even if the process has also loaded the library for another instruction set.
+            # The flag -fopenmp is not used for linking, because it would add the compiler's own
+            # OpenMP library. With -Bsymbolic, the functions of this library call each other, even
+            # if the process has also loaded the library for another instruction set.
             _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -84,7 +85,7 @@ def compile_library(
 
 
 def _compile(compiler: str, flags: list[str], folder: Path) -> list[str]:
-    """Compile the sources in parallel, and return the paths of the object files in `folder`."""
+    """Compile all source files in parallel, and return the paths of the object files."""
     objects = [str(folder / f"{source.stem}.o") for source in SOURCES]
     commands = [
         [compiler, *flags, "-c", str(source), "-o", target]

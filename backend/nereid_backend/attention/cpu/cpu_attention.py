@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in C++ kernels for CPUs. The kernels read the blocks of the KV cache directly.
+"""Paged attention in C++ kernels for CPUs, which read the blocks of the KV cache directly.
 
 The speed of a decode is limited by memory and the speed of a prefill by arithmetic, so each has a
 kernel of its own.
@@ -34,14 +34,14 @@ from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-# The kernels compute this number of tokens at once. The block size must be a multiple of it.
+# The kernels process this number of tokens at once, so the block size must be a multiple of it.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class _NativeStep:
-    """The metadata of a step for the kernels, equal for all layers.
+    """The metadata of a step as C structs, which the kernels read for all layers.
 
     The pointers refer to tensors that the AttentionBatch owns.
     """
@@ -84,7 +84,7 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 class CpuKVCache(KVCache):
-    """A KV cache in the layout that the CPU kernels read. The keys of each block are transposed.
+    """A KV cache whose keys are transposed within each block, as the CPU kernels need them.
 
     Attributes:
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, key_dim, block_size].
@@ -105,18 +105,18 @@ class CpuKVCache(KVCache):
         self.key_scales = []
         self.value_scales = []
         self.kernel_times = None
-        # For each layer, the arguments of `native` and the struct that was built from these
-        # arguments.
+        # For each layer, the struct that the method `native` returned last, with the arguments of
+        # the call.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         self._native_layers: ctypes.Array[NativeLayer] | None = None
-        # Give the tensors the shape of transposed keys. The numbers need not be rearranged, because
-        # all of them are 0.
+        # Change the shape of the keys to that of transposed keys. Their numbers need not be
+        # rearranged, because all numbers are 0.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Return one layer in the form that the kernels read. The result is cached.
+        """Return the C struct that describes one layer to the kernels, from a cache if possible.
 
         Args:
             layer: the index of the layer, and its properties.
@@ -135,7 +135,7 @@ class CpuKVCache(KVCache):
     def native_layers(
         self, specs: Sequence[LayerSpec], block_size: int
     ) -> "ctypes.Array[NativeLayer]":
-        """Return all layers in the form that compiled models read. The result is cached.
+        """Return the C structs that describe all layers to compiled models.
 
         The scale of each layer is left at zero, because a compiled model passes it with each call.
         """
@@ -150,8 +150,9 @@ class CpuKVCache(KVCache):
     def _native_layer(
         self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Build one layer in the form that the kernels read."""
-        # In the struct, 0 means that the layer has no window, no chunk or no softcap.
+        """Build the C struct that describes one layer."""
+        # In the struct, 0 means that the layer has no sliding window, no attention chunk or no
+        # softcap.
         shape = NativeShape(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -174,13 +175,13 @@ class CpuKVCache(KVCache):
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """Write the keys and values of one step; see `KVCache.store`."""
+        """Write the keys and values of one step into the cache; see `KVCache.store`."""
         keys = self.keys[layer]
         values = self.values[layer]
         _, _, dim, size = keys.shape
-        # The keys are transposed, so the numbers of one key are not contiguous. In the view below,
+        # The numbers of one key are not contiguous, because the keys are transposed. In this view,
         # the first index selects a block and a head, and the last index selects a token of the
-        # block. Row r has the first index r // size and the last index r % size.
+        # block. Row r therefore has the first index r // size and the last index r % size.
         keys.view(-1, dim, size)[rows // size, :, rows % size] = key.reshape(-1, dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
@@ -206,11 +207,12 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the keys and values of one packed step in one layer, and return the attention.
+    """Store the keys and values of a step in one layer's cache, and compute its attention.
 
     The arguments and the result are those of `reference.attend`. Mutates: cache.
     """
-    # The kernels get pointers to these tensors, so the tensors must exist until the calls return.
+    # These variables keep the tensors in memory until the calls return, because the kernels get
+    # only pointers.
     query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
     sink_scores = None if sinks is None else sinks.float().contiguous()
     spec = layer[1]
@@ -231,8 +233,8 @@ def attend(
         kernels().nereid_attend(
             native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
-        # The first call has stored the keys and values of all tokens. With num_tokens = 0, the
-        # calls for the other groups of decodes store nothing.
+        # The first call stores the keys and values of all tokens, so the calls for the other groups
+        # of decodes store nothing, which num_tokens = 0 means.
         layer_step.num_tokens = 0
     if step.prefills:
         kernels().nereid_attend_prefills(
@@ -249,7 +251,7 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Let compiled models call the kernels for a step while this context is open.
+    """Let compiled models use this step's cache and metadata while the context is open.
 
     Only the models that run in this thread use the step.
 
@@ -260,8 +262,8 @@ def serving(
     """
     steps = [_native_step(batch) for batch in batches]
     natives = cache.native_layers(layers, batches[0].block_size)
-    # The structs contain only addresses. The arrays exist as long as `cache` and `batches`, which
-    # the caller owns.
+    # The structs contain only addresses. The arrays at these addresses belong to `cache` and
+    # `batches`, which the caller keeps in memory.
     group_steps = (NativeGroupStep * len(steps))(
         *(
             NativeGroupStep(
@@ -292,18 +294,18 @@ def serving(
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as the kernels need it."""
+    """Return a tensor whose last dimension is contiguous, because the kernels need it."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _native_rows(tensor: Tensor) -> NativeRows:
-    """Return a tensor [num_heads, num_tokens, dim] in the form that the kernels read."""
+    """Return the C struct that describes a tensor [num_heads, num_tokens, dim]."""
     head_stride, token_stride, _ = tensor.stride()
     return NativeRows(tensor.data_ptr(), head_stride, token_stride)
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
-    """Return the metadata of a step as the struct that the kernels read.
+    """Return the metadata of a step as the C struct that the kernels read.
 
     The struct is built once and stored in `batch.device_rows`.
     """
@@ -314,7 +316,7 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 
 
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
-    """Build a step in the form that the kernels read.
+    """Build the C struct with the metadata of a step.
 
     The structs contain pointers to the tensors of `batch`, so they must not be used after `batch`
     has been freed.
@@ -338,8 +340,8 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         )
         for prefill in batch.prefills
     ]
-    # The call for a group of decodes also writes the step's keys and values to the cache, so a step
-    # without decodes gets an empty group.
+    # The call for the first group of decodes also stores the keys and values of the step, so a step
+    # without decodes needs an empty group.
     groups = groups or [NativeDecodeGroup()]
     return _NativeStep(
         batch.slots.data_ptr(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the CPU kernels for the best instruction set of the processor.
+"""Loads the CPU kernels for the best instruction set that the processor supports.
 
 A wheel contains libraries for the usual instruction sets (see hatch_build.py). Without a suitable
 one, the kernels are built, which takes some seconds. The build needs a C++ compiler but no torch
@@ -35,14 +35,14 @@ from nereid_backend.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
-# The folder with the libraries that a wheel contains.
+# The folder for libraries that a wheel contains.
 _PRECOMPILED = Path(__file__).with_name("precompiled")
 # cpu_shim.cpp calls functions of this library.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the library of kernels for the best instruction set of the processor.
+    """Return the kernels for the best instruction set, and build them if necessary.
 
     Build the library if neither this package nor the cache contains it. If the compiler is too old
     for an instruction set, use the next lower one.
@@ -65,7 +65,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _load(instruction_set: InstructionSet) -> ctypes.CDLL:
-    """Return the library of kernels for an instruction set. Build it if necessary."""
+    """Return the kernels for one instruction set, and build them if necessary."""
     library = _load_precompiled(instruction_set)
     if library is None:
         compiler = find_compiler()
@@ -86,7 +86,7 @@ def _load(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
-    """Return the library that this package contains for an instruction set.
+    """Return the library for an instruction set that this package contains, or None.
 
     Return None if the package contains no such library, or if it does not fit to torch.
     """
@@ -95,9 +95,9 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
     if openmp is None or not path.is_file():
         return None
     try:
-        # The kernels' library does not name the files of torch and OpenMP, because these names
-        # depend on the version of torch. The functions of torch and OpenMP must therefore be global
-        # symbols.
+        # The library of kernels does not name the files of torch and OpenMP, because the names
+        # depend on torch's version. It finds their functions as global symbols, so both libraries
+        # are loaded globally first.
         for needed in (str(_TORCH), openmp):
             ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -108,7 +108,7 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
 
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[None]:
-    """Wait until no other process builds the same library.
+    """Hold a file lock, so that no other process builds the same library meanwhile.
 
     The operating system releases the lock when the process ends. If the folder does not support
     locks, each process builds the library.
@@ -131,7 +131,7 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
 
 
 def _openmp() -> str | None:
-    """Return the path of the OpenMP library libgomp that torch uses.
+    """Return the path of the OpenMP library that torch uses, or None.
 
     Return None if torch uses no libgomp, or if the libraries of the process are not known.
 
@@ -143,8 +143,8 @@ def _openmp() -> str | None:
     except OSError:
         return None
     loaded = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
-    # Other Python packages may also have loaded a libgomp. torch uses the libgomp in its own
-    # folders (torch/ and torch.libs/), or the libgomp of the system if there is none.
+    # Other Python packages may also have loaded a libgomp. torch uses the one in its own folders
+    # (torch/ and torch.libs/), or that of the system if its folders contain none.
     packages = Path(torch.__file__).parent.parent
     of_torch = [
         path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch."))
@@ -154,7 +154,9 @@ def _openmp() -> str | None:
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
-    """Return a hash of the sources, flags, compiler, torch and its OpenMP library.
+    """Return a hash of everything from which a library is built.
+
+    The hash covers the sources, the flags, the compiler, torch and its OpenMP library.
 
     The instruction set `native` has no list of features. Its library depends on the processor, so
     the hash then includes the processor, too.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C interface of the CPU kernels: the library's functions, and the structs for their arguments.
+"""The C interface of the CPU kernels: the library's functions and the structs of their arguments.
 
 The structs have the layout of the structs in cpu_kernels.h and cpu_shim.cpp.
 """
@@ -130,7 +130,7 @@ class NativeAdapterStep(ctypes.Structure):
 
 
 class KernelTimes(ctypes.Structure):
-    """The time that compiled models have spent in the kernels, in nanoseconds."""
+    """How long compiled models have spent in the kernels, in nanoseconds."""
 
     _fields_ = (("linear_ns", c_int64), ("attention_ns", c_int64))
 
@@ -154,7 +154,7 @@ _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """Return the library of kernels. The library is built and loaded once in a process.
+    """Return the library of kernels, which the first call builds and loads.
 
     Raises:
         KernelBuildError: if the kernels cannot be built on this machine.
@@ -169,7 +169,7 @@ def kernels() -> ctypes.CDLL:
 
 @contextmanager
 def forced_instruction_set(name: str) -> Iterator[None]:
-    """Use the kernels for another instruction set until the context ends.
+    """Use the kernels for another instruction set while the context is open.
 
     This is meant for tests and measurements. Models that were compiled outside the context must not
     be called inside the context.

@@ -21,7 +21,7 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """An instruction set.
+    """An instruction set for which the kernels are compiled.
 
     Attributes:
         name: the name in the environment variable NEREID_CPU_INSTRUCTIONS.
@@ -33,14 +33,14 @@ class InstructionSet:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The compiler's flags. Example: the feature avx512_vnni gives -mavx512vnni."""
+        """The compiler flags for the instruction set. Example: avx512_vnni gives -mavx512vnni."""
         if not self.features:
             return ("-march=native",)
         return tuple(f"-m{feature.replace('_', '')}" for feature in self.features)
 
 
-# The instruction sets from the fastest to the slowest. The last one runs on every processor: it is
-# portable C++, compiled for the processor that the compiler detects, without kernels for linear
+# The instruction sets, from the fastest to the slowest. The last one runs on every processor: it is
+# portable C++ that the compiler optimises for the present processor, without kernels for linear
 # layers.
 INSTRUCTION_SETS = (
     InstructionSet("avx512_bf16", (*_AVX512, "avx512_vnni", "avx512_bf16")),
@@ -53,13 +53,13 @@ INSTRUCTION_SETS = (
 
 
 def supported_instruction_sets() -> list[InstructionSet]:
-    """Return the instruction sets that this processor supports, from the fastest to the slowest."""
+    """Return the instruction sets of this processor, the fastest first."""
     features = set(re.findall(r"\S+", _cpu_flags()))
     return [one for one in INSTRUCTION_SETS if features.issuperset(one.features)]
 
 
 def usable_instruction_sets() -> list[InstructionSet]:
-    """Return the instruction sets that may be used, from the fastest to the slowest.
+    """Return the instruction sets that may be used, the fastest first.
 
     If the environment variable NEREID_CPU_INSTRUCTIONS is set, the list contains only the
     instruction set of this name.
@@ -79,7 +79,7 @@ def usable_instruction_sets() -> list[InstructionSet]:
 
 
 def _cpu_flags() -> str:
-    """Return the names of the processor's features; an empty text if they are not known."""
+    """Return the names of the processor's features, or "" if they are unknown."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ""
     try:

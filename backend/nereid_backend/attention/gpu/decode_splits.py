@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides into how many parts the decode kernel divides each sequence.
+"""Decides into how many parts the decode kernel divides the keys of each sequence.
 
 A decode has only one new token. The keys of long sequences are therefore divided into parts, which
 different programs of the kernel compute in parallel. A second kernel combines the parts.
@@ -13,30 +13,30 @@ from nereid_backend.attention.gpu.gpu_batch import DecodeRows
 from nereid_backend.attention.gpu.gpu_call import next_power_of_two
 from nereid_backend.attention.layers import LayerWindow
 
-# The largest number of parts of a sequence. With more parts, the reduction loses more time than
-# decoding gains.
+# The largest number of parts of a sequence. If there were more parts, combining them would cost
+# more time than computing them in parallel saves.
 MAX_SPLITS = 128
-# A part has at least this number of tiles, because every part also reads the query and adds a row
-# to the reduction.
+# The smallest number of key tiles in a part. Every part also reads the query and writes a result
+# that must be combined with others, so small parts are not worth their cost.
 _MIN_TILES = 2
-# A decode launch should have this number of programs for each multiprocessor. A step with few
-# tokens has fewer programs. With several programs for each multiprocessor, all multiprocessors
-# finish at about the same time.
+# The number of programs for each multiprocessor that a decode launch should have. With several
+# programs each, all multiprocessors finish at about the same time. A step with few tokens has fewer
+# programs.
 _PROGRAMS_PER_PROCESSOR = 4
-# A launch that a CUDA graph captures may have this many times the programs of a launch for one
-# step. The graph also serves steps in which one sequence is much longer than the others.
+# How many times more programs a launch in a CUDA graph may have than a launch for one step. The
+# graph is also used in steps in which one sequence is much longer than the others.
 _CAPTURED_FACTOR = 2
-# A kernel launch in a CUDA graph splits each sequence into at least this number of parts. If a part
-# is empty, the program for this part ends immediately.
+# A launch in a CUDA graph divides each sequence into at least this number of parts. The program for
+# an empty part ends immediately.
 _MIN_CAPTURED_SPLITS = 4
-# Tests on a machine without a GPU simulate a GPU with this number of multiprocessors.
+# The number of multiprocessors that tests on a machine without a GPU simulate.
 _SIMULATED_PROCESSORS = 4
 
 
 def split(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> tuple[int, int]:
-    """Return the number of tokens in a part of a sequence, and the number of parts.
+    """Return the number of tokens in each part of a sequence, and the number of parts.
 
     Parts are as long as possible while there are enough programs to keep the GPU busy, because each
     further part reads the query again and adds a row to the reduction.
@@ -56,8 +56,8 @@ def split(
     tokens_by_occupancy = _divide_up(total_tokens, wanted_programs)
     tokens_by_max_splits = _divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
-    # The number is rounded up to a power of two times the tile size. Few different numbers then
-    # occur, so that many steps can share a graph.
+    # Round the number up to a power of two times the tile size. Only few different numbers then
+    # occur, so that many steps can use the same graph.
     split_tokens = tile * next_power_of_two(_divide_up(min_tokens, tile))
     return split_tokens, _divide_up(longest, split_tokens)
 
@@ -65,7 +65,7 @@ def split(
 def captured_splits(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> int:
-    """Return the largest number of parts per sequence for a launch that a CUDA graph captures.
+    """Return the largest number of parts of a sequence for a launch in a CUDA graph.
 
     The number depends only on values that are equal for all steps which replay the graph. The
     arguments are those of `split`.
@@ -87,7 +87,9 @@ def num_processors(device: torch.device) -> int:
 
 
 def _num_visible(length: int, window: LayerWindow, tile: int) -> int:
-    """Return the largest number of keys that the kernel reads for a sequence of `length` tokens.
+    """Return the largest number of keys that the kernel reads for one sequence.
+
+    The sequence has `length` tokens.
 
     The first tile that the kernel reads can begin before the window.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the fastest attention libraries by measuring them when a model is loaded.
+"""Measures the attention libraries when a model is loaded, and chooses the fastest ones.
 
 For each `Situation`, a library replaces the project's kernels only if the results of the library
 equal the results of the reference, and if the library is faster on a step of typical size.
@@ -29,12 +29,12 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 logger = logging.getLogger(__name__)
 
-# A timer calls its argument, which is a function. The timer returns the duration of the call on the
-# device, in milliseconds.
+# The type of a function that calls its argument and returns how many milliseconds the call takes on
+# the device.
 Timer = Callable[[Callable[[], object]], float]
 
-# A library is used only if it takes at most this share of the time that the project's kernels take.
-# A smaller gain may be an error of the measurement.
+# A library is used only if it takes at most this share of the time of the project's kernels,
+# because a smaller gain could be an error of the measurement.
 _MAX_SHARE = 0.95
 _NUM_WARM_UPS = 3
 _NUM_RUNS = 7
@@ -42,7 +42,7 @@ _NUM_RUNS = 7
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The sequences of a trial.
+    """The sequences of a step on which the libraries are tested and measured.
 
     Attributes:
         decodes: the length of the sequence of each decode.
@@ -53,7 +53,7 @@ class _Step:
     prefills: tuple[tuple[int, int], ...] = ()
 
 
-# The steps that are compared with the reference, and the steps that are measured.
+# The steps whose results are compared with the reference, and the steps whose time is measured.
 _CHECKED = {
     Situation.DECODE: _Step(decodes=(400, 1, 17)),
     Situation.PROMPT: _Step(prefills=((0, 40), (0, 7))),
@@ -123,7 +123,7 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 def _why_wrong(
     backend: AttentionBackend, situation: Situation, make_trial: Callable[..., Trial]
 ) -> str | None:
-    """Check the results of a library. Return the reason why the results are wrong, or None.
+    """Return why the results of a library are wrong; None if they are right.
 
     If the library fails, return the error.
     """
@@ -132,8 +132,8 @@ def _why_wrong(
     try:
         gpu_check.compare(trial, trial.attend({(trial.spec, situation): backend}))
     except Exception as error:  # noqa: BLE001
-        # A library may raise any exception. The exception ends only the check of this library, and
-        # the library is not used.
+        # A library may raise any exception. The exception ends only the check of this library,
+        # which is then not used.
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
@@ -144,7 +144,7 @@ def _fastest(
     make_trial: Callable[..., Trial],
     timer: Timer,
 ) -> AttentionBackend | None:
-    """Return the fastest library, or None if the project's kernels are the fastest."""
+    """Return the fastest library; None if the project's kernels are the fastest."""
     step = _MEASURED[situation]
     trial = make_trial(decodes=step.decodes, prefills=step.prefills)
     own_ms = timer(trial.attend)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention on a GPU, in kernels that are written in the Triton language.
+"""Paged attention on a GPU, computed by kernels in the Triton language.
 
 A layer needs at most four launches: the cache write, the decodes, the reduction of their parts, and
 the prefills. Nothing here waits for the GPU. The grids are computed from sizes that are on
@@ -41,7 +41,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GpuKVCache(KVCache):
-    """A KV cache that the GPU kernels read. Its layout is that of KVCache.
+    """A KV cache that the GPU kernels read, with the layout of KVCache.
 
     One head's part of a block is contiguous, so a tile of keys consists of a few long reads.
 
@@ -69,7 +69,7 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the keys and values of one packed step in one layer, and return the attention.
+    """Store the keys and values of a step in one layer's cache, and compute its attention.
 
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
@@ -95,7 +95,7 @@ def store_layer(
     cache: GpuKVCache,
     batch: AttentionBatch,
 ) -> None:
-    """Store the keys and values of one step in the KV cache of one layer.
+    """Store the keys and values of one step in one layer's cache.
 
     The shapes are those of the arguments of `attend`.
 
@@ -117,7 +117,7 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of a step whose keys and values are already in the cache.
+    """Compute the attention of a step whose keys and values are in the cache already.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
@@ -141,7 +141,8 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
         out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
     call = _call(layer, cache, scale, sinks)
     inputs = LayerInputs(query, new, call, batch, gpu_batch(batch))
-    # Triton launches kernels on the current device, which may differ from the device of the cache.
+    # Triton launches kernels on the current device, so the device of the cache becomes the current
+    # device.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         for situation in inputs.situations():
             backend = cache.backends.get((spec, situation))
@@ -164,7 +165,7 @@ def _call(
 
 
 def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-    """Compute the decodes or the prefills of a step with the project's kernels. Mutates: out."""
+    """Compute the decodes or the prefills of a step with the own kernels. Mutates: out."""
     call = inputs.call
     device = device_of(inputs.query.device)
     if situation is Situation.DECODE:
@@ -178,12 +179,12 @@ def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
 
 
 def _largest_dim(spec: LayerSpec) -> int:
-    """Return the size of a key or of a value, whichever is larger."""
+    """Return the larger of the sizes of a key and of a value."""
     return max(spec.key_dim, spec.value_dim)
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return a `StepLayout` with the prefill tilings of all attention layers of a model.
+    """Return a `StepLayout` that divides prefills into tiles for every layer of a model.
 
     Args:
         cache: the KV cache of the model.
@@ -198,7 +199,7 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
-    """Return the metadata of a step for the kernels. The result is cached in the batch."""
+    """Return the metadata of a step for the GPU kernels. It is built once for each step."""
     rows = batch.device_rows
     if isinstance(rows, PackedRows):
         rows = batch.device_rows = rows.unpack(batch)
@@ -209,7 +210,7 @@ def gpu_batch(batch: AttentionBatch) -> GpuBatch:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the tile sizes that were measured on a GPU, and its compute capability."""
+    """Return the compute capability of a GPU, and the tile sizes that were measured on it."""
     if device.type != "cuda":
         return Device({})
     capability = torch.cuda.get_device_capability(device)
@@ -217,7 +218,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return the fields `scales` and `float8` of a layer's AttentionCall.
+    """Return the arguments of AttentionCall that describe the numbers in the cache.
 
     Args:
         cache: the KV cache.
@@ -231,5 +232,5 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as the kernels need it."""
+    """Return a tensor whose last dimension is contiguous, because the kernels need it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

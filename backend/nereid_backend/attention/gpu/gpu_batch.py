@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of a step in the form that the GPU kernels read, built once for all layers.
+"""The metadata of a step as arrays for the GPU kernels, built once for all layers.
 
 The block tables of all sequences are one flat list of block numbers. Another list contains the
 index at which the block table of each sequence starts. All values come from the CPU or from tensors
@@ -23,7 +23,7 @@ from nereid_backend.device_transfer import Integers, upload, upload_packed
 
 @dataclass(slots=True)
 class DecodeRows:
-    """The decodes of a step, in any order.
+    """The metadata of a step's decodes, in any order.
 
     Attributes:
         count: the number of decodes.
@@ -47,7 +47,7 @@ class DecodeRows:
     _workspaces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def workspace(self, shape: tuple[int, ...]) -> Tensor:
-        """Return float32 memory for intermediate results.
+        """Return float32 memory for the intermediate results of one layer.
 
         All layers use the same memory in turn.
         """
@@ -60,7 +60,7 @@ class DecodeRows:
 
 @dataclass(slots=True)
 class PrefillRows:
-    """The prefills of a step.
+    """The metadata of a step's prefills.
 
     Attributes:
         prefills: the prefills of the AttentionBatch.
@@ -99,7 +99,7 @@ class GpuBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> "GpuBatch":
-        """Build the metadata of a step whose tensors are already on the device."""
+        """Build the metadata of a step whose tensors are on the device already."""
         layout = StepLayout(())
         arrays = layout.arrays(
             [(group.blocks.shape[0], group.blocks.shape[1]) for group in batch.decodes],
@@ -109,7 +109,7 @@ class GpuBatch:
 
 
 class Tiling(NamedTuple):
-    """The parameters that determine how prefills are divided into tiles.
+    """How the prefills of a step are divided into tiles for a layer.
 
     Layers with the same window and the same kernel have equal tilings.
 
@@ -123,7 +123,7 @@ class Tiling(NamedTuple):
 
 
 class PrefillShape(NamedTuple):
-    """The sizes of one prefill, as Python integers.
+    """The sizes of one prefill, which are known on the CPU.
 
     Attributes:
         start: the index of the first new token in the packed row.
@@ -145,13 +145,13 @@ class PrefillShape(NamedTuple):
 
 
 class StepLayout:
-    """Builds the arrays that only GPU kernels read, for each step.
+    """Builds the arrays of a step that only the GPU kernels read.
 
     The arrays are uploaded together with the other arrays of the step.
     """
 
     def __init__(self, tilings: Sequence[Tiling]) -> None:
-        """Create a layout.
+        """Store the tilings of a model's layers.
 
         Args:
             tilings: the tilings of a model's layers. Tiles for any other tiling are uploaded when
@@ -162,7 +162,7 @@ class StepLayout:
     def arrays(
         self, decode_shapes: Sequence[tuple[int, int]], prefills: Sequence[PrefillShape]
     ) -> list[Integers]:
-        """Return the arrays of a step.
+        """Return the arrays of a step that must be uploaded.
 
         If there are decodes, the first array is the index at which each decode's block table starts
         in the flat table of all decodes. Example: two groups of decodes have block tables of the
@@ -185,13 +185,13 @@ class StepLayout:
 
     @property
     def tilings(self) -> tuple[Tiling, ...]:
-        """The tilings of a model's layers, whose tiles are uploaded with each step."""
+        """The tilings whose tiles are uploaded together with the other arrays of a step."""
         return self._tilings
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The arrays of a step after their upload to the device.
+    """The arrays of a step after they were uploaded to the device.
 
     Attributes:
         layout: the layout that created the arrays.
@@ -202,7 +202,7 @@ class PackedRows:
     tensors: list[Tensor]
 
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
-        """Return the metadata of the step `batch`.
+        """Return the metadata of a step, built from the uploaded arrays.
 
         The tensors are in the order of `StepLayout.arrays`.
         """
@@ -220,7 +220,10 @@ class PackedRows:
 
 
 def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
-    """Return the start of each decode's block table in the flat table, [num_decodes] int64."""
+    """Return where the block table of each decode starts in the flat table.
+
+    The result is [num_decodes] int64.
+    """
     starts: list[int] = []
     offset = 0
     for count, width in decode_shapes:
@@ -230,7 +233,7 @@ def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
 
 
 def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
-    """Return the description of each prefill, [num_prefills, 4] int64.
+    """Return one row with four numbers for each prefill, [num_prefills, 4] int64.
 
     The columns are the first new token, the numbers of new and cached tokens, and the index of the
     first block in the flat table of all prefills.
@@ -244,7 +247,9 @@ def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
 
 
 def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
-    """Divide the new tokens of prefills into tiles, and return the tiles, [num_tiles, 2] int64.
+    """Divide the new tokens of prefills into tiles, and return one row for each tile.
+
+    The result is [num_tiles, 2] int64.
 
     The tokens of a tile belong to one sequence. Each row contains the index of the sequence and the
     index of the tile's first new token. Tiles that attend to the most keys come first, so that the
@@ -264,7 +269,7 @@ def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
 
 
 def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -> DecodeRows:
-    """Build the metadata of decodes.
+    """Build the metadata of a step's decodes.
 
     Args:
         groups: the groups of decodes. A group whose `tokens` are None contains all decodes, which
@@ -288,7 +293,7 @@ def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -
 
 
 def _concatenated(tensors: list[Tensor]) -> Tensor:
-    """Return all numbers of some tensors as one flat tensor."""
+    """Return the numbers of all tensors in one flat tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 

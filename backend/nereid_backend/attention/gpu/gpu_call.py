@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one attention call on a GPU, in the forms that the kernels read."""
+"""The arguments of one attention call on a GPU, in the form that the kernels take."""
 
 import enum
 import functools
@@ -12,15 +12,16 @@ from torch import Tensor
 from nereid_backend.attention.layers import LayerSpec
 
 _LOG2E = math.log2(math.e)
-# The smallest dimension of a matrix product in the Triton language.
+# The Triton language multiplies only matrices whose dimensions have at least this size.
 _MIN_PRODUCT = 16
-# Keys up to this size are padded. Larger keys are divided into two parts, and each part needs its
-# own matrix product. For small keys, a second matrix product takes more time than padding.
+# Keys up to this size are padded to a power of two. Larger keys are divided into two parts, each
+# with its own matrix product. For small keys, a second matrix product would take more time than the
+# padding.
 _MAX_PADDED_KEY = 32
 
 
 class Float8(enum.IntEnum):
-    """How the kernels convert 8-bit floating point numbers.
+    """The ways in which the kernels can convert 8-bit floating point numbers.
 
     Triton compiles a separate kernel for each value.
     """
@@ -35,7 +36,7 @@ class Float8(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of one attention call, except the query and the metadata of the step.
+    """The arguments of one attention call that do not depend on the step's tokens.
 
     Attributes:
         spec: the properties of the layer.
@@ -64,7 +65,7 @@ class AttentionCall:
 
     @property
     def cache_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The keys, the values, the factors of the keys and the factors of the values.
+        """The keys and the values, and the factors of the keys and of the values.
 
         A cache without factors has its keys and values in place of the factors, because the kernels
         need pointers. The kernels do not read through these pointers.
@@ -85,17 +86,17 @@ class AttentionCall:
         return self.spec.window.size or 0, self.spec.window.chunk or 0
 
     def window_constants(self) -> dict[str, bool]:
-        """Return the kernel constants that describe the attention window."""
+        """Return the kernel constants that describe the attention window of the layer."""
         window = self.spec.window
         return {"HAS_WINDOW": window.size is not None, "HAS_CHUNK": window.chunk is not None}
 
     def value_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the size of a value vector."""
+        """Return the kernel constants that describe the size of a value."""
         dim = self.spec.value_dim
         return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
 
     def cache_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the cache and the two parts of a key.
+        """Return the kernel constants that describe the cache and the division of a key.
 
         A key is divided into MAIN numbers, padded to DIM, and REST numbers, padded to REST_PADDED,
         because the kernels pad to powers of two. Examples: 192 numbers are divided into 128 and 64.
@@ -120,7 +121,7 @@ class AttentionCall:
 
 @functools.cache
 def float8_of(device: torch.device) -> Float8:
-    """Return how the kernels convert 8-bit floating point numbers on a device.
+    """Return how the kernels convert 8-bit floating point numbers on a GPU.
 
     GPUs of compute capability 8.9 have instructions for these numbers, too. But Triton 3.6 cannot
     compile the conversion to bfloat16 for them.
@@ -131,7 +132,9 @@ def float8_of(device: torch.device) -> Float8:
 
 
 def padded_size(size: int) -> int:
-    """Return the size to which a kernel pads a dimension: a power of two, at least 16.
+    """Return the size to which a kernel pads a dimension.
+
+    This is a power of two, and at least 16.
 
     Examples: 80 gives 128, and 10 gives 16.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks at load time that the GPU kernels and the reference give the same results on this GPU.
+"""Compares the GPU kernels with the reference implementation when a model is loaded.
 
 The engine's self-check runs the whole model over short sequences. This check runs one attention
 layer over longer sequences, so that it also covers sequences that are divided into parts, the
@@ -24,27 +24,28 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 
-# The step that is computed: the length of each decode's sequence, and the numbers of cached and new
-# tokens of each prefill.
+# The sequences of the test step: the lengths of the sequences with one new token, and pairs (cached
+# tokens, new tokens) for the prefills.
 _DECODES = (400, 1, 17)
 _PREFILLS = ((0, 40), (140, 20))
-# The largest accepted difference, as `compare` returns it. The reference computes in float32. A
-# window that is wrong by one token gives a difference above 0.1.
+# The largest difference that the check accepts, as `compare` returns it. The reference computes in
+# float32. A window that is wrong by one token causes a difference above 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
-# A number in an e4m3 cache may differ from the exact number by a sixteenth of the exact number. The
-# factor 1.01 allows for exact numbers halfway between two stored numbers. e4m3 stores small numbers
-# as subnormal numbers, so the difference may also be 2**-17 of the largest number of the vector.
+# The largest accepted rounding errors in an e4m3 cache. A stored number may differ by a sixteenth
+# from the exact number; the factor 1.01 allows for exact numbers halfway between two stored
+# numbers. Small numbers are stored as subnormal numbers, so the difference may also be 2**-17 of
+# the largest number of the vector.
 _FLOAT8_ERROR = 1.01 / 16
 _FLOAT8_SMALLEST = 2.0**-17
-# The largest accepted rounding error in an int8 cache, relative to the largest number of the
-# vector: half of the distance between two stored numbers, and a little more for numbers halfway
-# between.
+# The largest accepted rounding error in an int8 cache, as a share of the largest number of the
+# vector. It is half of the distance between two stored numbers, and a little more for numbers
+# halfway between two stored numbers.
 _INT8_ERROR = 0.51 / 127
 
 
 class KernelError(Exception):
-    """The kernels and the reference compute different results.
+    """Raised if the kernels and the reference compute different results.
 
     The message is a clause without a final period.
     """
@@ -58,7 +59,7 @@ def why_unusable(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Return the reason why the kernels cannot compute a kind of layer, or None if the kernels can.
+    """Return why the kernels cannot compute a layer; None if they can.
 
     The arguments are those of `check`.
     """
@@ -66,7 +67,7 @@ def why_unusable(
         check(kind, spec, block_size, dtype, device)
     except Exception as error:  # noqa: BLE001
         # A compiler or a driver may raise any exception. The exception ends only the check of this
-        # layer, and the reference implementation then computes the attention.
+        # layer, and the reference implementation is used instead of the kernels.
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         return text if isinstance(error, KernelError) else f"{type(error).__name__}: {text}"
     return None
@@ -74,7 +75,7 @@ def why_unusable(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One layer of one step with random numbers.
+    """One layer and one step with random numbers, on which implementations are compared.
 
     Attributes:
         spec: the properties of the layer.
@@ -91,7 +92,9 @@ class Trial:
     sinks: Tensor | None
 
     def attend(self, backends: ChosenBackends = gpu_attention.GpuKVCache.backends) -> Tensor:
-        """Store the keys and values of the step, and return the attention that `backends` compute.
+        """Store the keys and values of the step, and compute its attention.
+
+        `backends` are the libraries that replace the kernels.
 
         Mutates: the cache.
         """
@@ -111,7 +114,7 @@ def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
     decodes: Sequence[int] = _DECODES,
     prefills: Sequence[tuple[int, int]] = _PREFILLS,
 ) -> Trial:
-    """Return one layer of one step with random numbers.
+    """Create a layer and a step with random numbers.
 
     Args:
         kind: the class of the KV cache.
@@ -129,7 +132,7 @@ def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    # Fill all blocks except the null block with random keys and values.
+    # Fill all blocks with random keys and values, except the null block.
     count = num_blocks * block_size
     old_keys = randn(count, spec.num_kv_heads, spec.key_dim)
     old_values = randn(count, spec.num_kv_heads, spec.value_dim)
@@ -151,7 +154,7 @@ def check(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float:
-    """Run one layer of one step in the kernels and in the reference, and compare the results.
+    """Compute a test step with the kernels and with the reference, and compare the results.
 
     The arguments are those of `make_trial`. For the result and the errors, see `compare`.
     """
@@ -161,7 +164,7 @@ def check(
 
 @torch.inference_mode()
 def compare(trial: Trial, computed: Tensor) -> float:
-    """Compare the stored keys, the stored values and the attention with the reference.
+    """Compare the stored keys and values and the attention of a trial with the reference.
 
     Args:
         trial: the trial, after `Trial.attend`.
@@ -188,7 +191,7 @@ def compare(trial: Trial, computed: Tensor) -> float:
     errors = (computed.float() - expected).square().mean((1, 2)).sqrt()
     difference = (errors / expected.square().mean((1, 2)).sqrt()).max().item()
     tolerance = _TOLERANCE[query.dtype]
-    # The condition is negated so that NaN is an error, too.
+    # The condition is negated, so that NaN counts as an error, too.
     if not difference <= tolerance:
         raise KernelError(
             f"the attention differs from the reference by a relative error of {difference:.2g}, "
@@ -203,7 +206,7 @@ def _batch(
     decodes: Sequence[int],
     prefills: Sequence[tuple[int, int]],
 ) -> tuple[AttentionBatch, int]:
-    """Return the metadata of a test step, and the number of blocks that the test step uses.
+    """Return the metadata of a test step, and the number of blocks that the step uses.
 
     The blocks of each sequence are in random order.
 
@@ -222,13 +225,13 @@ def _batch(
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     slots: list[int] = []
-    # The new token of a decode is the last token of its sequence.
+    # The new token of a decode is the last token of its sequence, so it has this slot.
     for table, length in zip(decode_tables, decodes, strict=True):
         slots += _slots(table, range(length - 1, length), block_size)
     groups = []
     if decodes:
-        # Pad the tables with the null block. The null block follows the last block, so its number
-        # is `num_blocks`.
+        # Pad the tables with the null block, whose number is `num_blocks` because it follows the
+        # last block.
         width = max(map(len, decode_tables))
         padded = [table + [num_blocks] * (width - len(table)) for table in decode_tables]
         groups.append(DecodeGroup(None, tensor(padded), tensor(decodes), block_size))
@@ -242,7 +245,7 @@ def _batch(
 
 
 def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
-    """Return a block table for each sequence length. The blocks are in random order."""
+    """Return a block table for each sequence, with the blocks in random order."""
     counts = [-(-length // block_size) for length in lens]
     blocks = list(range(sum(counts)))
     random.Random(0).shuffle(blocks)
@@ -250,7 +253,7 @@ def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
-    """Return the slots of the tokens at `positions` of a sequence. `table` is the block table."""
+    """Return the cache slots of the tokens at `positions`, according to a block table."""
     return [table[p // block_size] * block_size + p % block_size for p in positions]
 
 
@@ -275,7 +278,7 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
 def _stored(
     cache: KVCache, batch: AttentionBatch, written: tuple[Tensor, Tensor], block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Read the step's keys and values from the cache.
+    """Return the keys and values of the step as they are stored in the cache.
 
     The results are float32 tensors with the shapes of the tensors in `written`.
     """
@@ -289,7 +292,7 @@ def _stored(
 def _check_written(
     cache: KVCache, stored: tuple[Tensor, Tensor], written: tuple[Tensor, Tensor]
 ) -> None:
-    """Raise KernelError if a stored key or value differs too much from the original."""
+    """Raise a KernelError if a stored key or value differs too much from the original."""
     for actual, expected in zip(stored, (tensor.float() for tensor in written), strict=True):
         largest = expected.abs().amax(-1, keepdim=True)
         allowed = torch.zeros_like(expected)

@@ -15,14 +15,14 @@ from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, padded_
 from nereid_backend.attention.gpu.tuning import Tuning
 from nereid_backend.attention.layers import LayerSpec
 
-# The kernels use the hardware's fused instructions, which round a product and a sum only once.
-# Triton warns if this option is not set.
+# This option makes the kernels use fused multiply-add instructions, which round a product and a sum
+# only once. Triton warns if the option is not set.
 _FUSED: dict[str, Any] = {"enable_fp_fusion": True}
-# The number of elements that each program of the cache write kernel copies.
+# The number of elements that each program of the kernel `store` copies.
 _STORE_ELEMENTS = 4096
 # The largest number of query heads that one program of the decode kernel computes.
 _MAX_DECODE_ROWS = 64
-# The number of parts that the reduction adds in one iteration.
+# The number of partial results that the reduction kernel adds in one iteration.
 _REDUCE_STEP = 16
 
 
@@ -70,7 +70,7 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
 def decode(
     query: Tensor, call: AttentionCall, rows: DecodeRows, out: Tensor, tuning: Tuning
 ) -> None:
-    """Compute the attention of decodes.
+    """Compute the attention of the step's decodes.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
@@ -84,20 +84,22 @@ def decode(
     from nereid_backend.attention.gpu.triton_decode import decode_kernel, reduce_kernel
 
     spec = call.spec
-    # One program computes all heads of a large group, so that their keys are read only once.
+    # All query heads that share a key head are computed by one program, so that the keys are read
+    # only once.
     num_rows = max(tuning.rows, min(_MAX_DECODE_ROWS, padded_size(call.group_size)))
     num_programs = spec.num_kv_heads * -(-call.group_size // num_rows)
     work = (rows, spec.window, num_programs, tuning.tile, query.device)
     if rows.longest is None:
         split_tokens, num_splits = decode_splits.split(*work)
     else:
-        # The kernel itself computes the number of tokens in a part each time the CUDA graph runs.
-        # The number depends on the longest sequence of the step.
+        # The size of a part depends on the longest sequence of the step, so the kernel computes the
+        # size each time that the CUDA graph runs.
         split_tokens = 0
         num_splits = decode_splits.captured_splits(*work)
     is_split = num_splits > 1
-    # The kernel needs a valid pointer even for an argument that it does not read. It does not read
-    # `parts` and `weights_log` if sequences are not divided, nor `sinks` if the layer has none.
+    # Triton needs a valid pointer even for an argument that the kernel does not read. The kernel
+    # does not read `parts` and `weights_log` if sequences are not divided, and `sinks` if the layer
+    # has none.
     parts = out
     weights_log = out
     sinks = out if call.sinks is None else call.sinks
@@ -145,7 +147,7 @@ def decode(
 def prefill(
     query: Tensor, call: AttentionCall, rows: PrefillRows, out: Tensor, tuning: Tuning
 ) -> None:
-    """Compute the attention of all prefills of a step in one launch.
+    """Compute the attention of all prefills of a step with one launch.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
@@ -162,7 +164,7 @@ def prefill(
     heads = min(call.group_size, tuning.rows)
     tiles = rows.tiles(prefill_tiling(spec, tuning))
     programs_per_tile = spec.num_kv_heads * -(-call.group_size // heads)
-    # The kernel needs a valid pointer even if it does not read the sinks.
+    # Triton needs a valid pointer for the sinks even if the kernel does not read them.
     sinks = out if call.sinks is None else call.sinks
     query_strides = (query.stride(0), query.stride(1))
     prefill_kernel[(tiles.shape[0] * programs_per_tile,)](
@@ -192,6 +194,6 @@ def prefill(
 
 
 def prefill_tiling(spec: LayerSpec, tuning: Tuning) -> Tiling:
-    """Return how the prefills of a step are divided into tiles for one layer."""
+    """Return how a layer divides the prefills of a step into tiles."""
     heads = min(spec.num_heads // spec.num_kv_heads, tuning.rows)
     return Tiling(tuning.rows // heads, spec.window)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Functions that several attention kernels call: the scores of a tile, and the running softmax.
+"""Functions that several attention kernels call: cache reads, scores and the running softmax.
 
 Scores are multiplied by log2(e), so that 2^score replaces e^score: the hardware has an instruction
 for powers of 2, but none for powers of e.
@@ -9,13 +9,13 @@ for powers of 2, but none for powers of e.
 import triton
 import triton.language as tl
 
-# log2(e), by which scores are multiplied.
+# log2(e), the factor by which the scores are multiplied.
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
-    """Return the block numbers of positions in a sequence, [n] int32.
+    """Return the numbers of the blocks that contain some positions of a sequence.
 
     The kernels read the block numbers of a tile one iteration before they read its keys and values.
     If one iteration read the block numbers, the keys and the values, the copies of the next tile
@@ -30,7 +30,7 @@ def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def key_cells(blocks, places, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the indices of the cache rows that contain some tokens of a sequence for one head.
+    """Return the cache rows that contain some tokens of a sequence for one key head.
 
     The cache is viewed as a matrix of rows, [..., dim].
 
@@ -44,7 +44,9 @@ def load_rows(
     base, rows, is_real, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the columns START to START + WIDTH of some rows, padded with zeros to [n, PADDED].
+    """Load the columns from START to START + WIDTH of some rows of a matrix.
+
+    The result is padded with zeros to [n, PADDED].
 
     With IS_MASKED, rows for which is_real is false are not read and contain zeros.
     """
@@ -64,7 +66,7 @@ def load_rows(
 
 @triton.jit
 def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
-    """Return the factors of some rows of an 8-bit cache, [n] float32.
+    """Load the factors of some rows of an 8-bit cache, [n] float32.
 
     A factor times the number that `converted` returns is the restored number.
     """
@@ -79,7 +81,7 @@ def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.cons
 
 @triton.jit
 def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
-    """Return a tile of a cache, converted to another data type.
+    """Convert a tile of an 8-bit or unrounded cache to the data type of the products.
 
     FLOAT8 is a value of `gpu_call.Float8`.
 
@@ -106,7 +108,7 @@ def tile_scores(
     REST_PADDED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a tile, multiplied by log2(e) (see the module), [rows, n] float32.
+    """Return the attention scores of a tile of keys, multiplied by log2(e).
 
     A key whose size is not a power of two is divided into MAIN columns, padded to DIM, and REST
     columns, padded to REST_PADDED. Example: 192 columns are divided into 128 and 64, because the
@@ -136,7 +138,7 @@ def add_tile(
     top, total, acc, scores, value, value_scales, cells, is_real,
     IS_MASKED: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile to a running softmax, and return the new top, total and acc.
+    """Add a tile of keys to a running softmax, and return the new top, total and acc.
 
     top [rows] is the largest score so far, total [rows] the sum of the powers 2^(score - top), and
     acc [rows, dim] the weighted sum of the values. In a row without any token so far, top is -inf
@@ -144,8 +146,8 @@ def add_tile(
     products use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # If a row has no token so far, new_top is -inf. The row gets the base 0, because a difference
-    # of infinities would be NaN.
+    # In a row without any token so far, new_top is -inf. The row gets the base 0 instead, because
+    # the difference of two infinities would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)

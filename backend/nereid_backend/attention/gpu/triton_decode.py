@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The attention of decodes. A decode is a sequence with one new token.
+"""The kernels for decodes, which are sequences with one new token.
 
 The keys of a sequence are divided into parts, which different programs compute in parallel.
 """
@@ -22,7 +22,7 @@ from nereid_backend.attention.gpu.triton_common import (
 def first_visible(
     length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
-    """Return the first position that the last token attends to.
+    """Return the first position that the last token of a sequence attends to.
 
     Also return the start of the tile that contains this position.
 
@@ -41,7 +41,7 @@ def part_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return a part size in tokens that divides each sequence into at most max_splits parts.
+    """Return the number of tokens in a part, for at most max_splits parts.
 
     longest points at the length of the longest sequence of the step. A launch in a CUDA graph reads
     the length from memory, because a graph repeats the scalar arguments of the captured step.
@@ -49,19 +49,19 @@ def part_tokens(
     Example: with tiles of 64 tokens and 4 parts, a length of 1000 gives parts of 256 tokens.
     """
     length = tl.load(longest).to(tl.int32)
-    # The first part begins at the start of a tile. It can therefore contain up to TILE tokens that
-    # precede the window.
+    # The first part begins at the start of a tile, so up to TILE of its tokens can precede the
+    # window.
     if HAS_WINDOW:
         length = tl.minimum(length, window + TILE)
     if HAS_CHUNK:
         length = tl.minimum(length, chunk + TILE)
     num_tiles = (length + TILE - 1) // TILE
-    # A part has at least two tiles, because every part also reads the query and adds a row to the
-    # reduction.
+    # A part has at least two tiles, because every part also reads the query and writes a result
+    # that must be combined with others.
     return tl.maximum((num_tiles + max_splits - 1) // max_splits, 2) * TILE
 
 
-# These arguments differ between steps, so the kernel is not specialised for their values.
+# These arguments have different values in each step, so the kernel is not specialised for them.
 # Otherwise, Triton would compile further kernels for special values, such as 1 and multiples of 16.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
@@ -78,7 +78,7 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
     IS_SPLIT: tl.constexpr, READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of some query heads over one part of the keys of a sequence.
+    """Compute the attention of some query heads over one part of a sequence's keys.
 
     The ROWS query heads of a program share one key head.
 
@@ -165,7 +165,7 @@ def reduce_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of one sequence and one head into the attention output.
+    """Combine the results for the parts of one sequence to the attention of one head.
 
     Grid: (num_sequences, NUM_HEADS).
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Prefill attention: the new tokens of several packed sequences attend to keys in blocks."""
+"""The kernel for prefills: the new tokens of several packed sequences attend to keys in blocks."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,9 @@ def add_keys(
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys in [begin, end) to the running softmax of the rows, and return the softmax.
+    """Add the keys in [begin, end) to the running softmax of some rows.
+
+    Return the new softmax.
 
     The arguments are:
         begin, end: positions in the sequence. begin is a multiple of TILE.
@@ -88,7 +90,9 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of one tile of a prefill, for some heads that share a key head.
+    """Compute the attention of one tile of new tokens for some query heads.
+
+    The query heads share one key head.
 
     A tile has ROWS // HEADS tokens, and one program computes HEADS query heads of the tile.
 
@@ -133,9 +137,9 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    # At least one row attends to each key in [first, length). All rows attend to the keys in
-    # [low, middle), so that these keys need no mask. The keys in [middle, length) are compared with
-    # the position of each row.
+    # At least one row attends to each key in [first, length). All rows attend to all keys in [low,
+    # middle), so these keys need no mask. For the keys in [middle, length), the position of each
+    # row is compared with the positions of the keys.
     oldest = num_cached + begin
     length = num_cached + tl.minimum(begin + num_queries, num_new)
     first = oldest * 0
@@ -165,8 +169,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         total += tl.exp2(sink * LOG2E - top)
-    # A row without a token may have the total 0. Its total becomes 1, so that the division below is
-    # valid.
+    # The total of a row without a token may be 0. It is replaced by 1, so that the row is not
+    # divided by zero.
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS

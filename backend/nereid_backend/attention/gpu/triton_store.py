@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The cache write: stores the keys and values of one step and layer in one launch."""
+"""The kernel that writes the keys and values of one step into the cache of one layer."""
 
 import triton
 import triton.language as tl
 
-# If 1.5 * 2**23 is added to a float32 number and subtracted again, the number is rounded to the
-# nearest integer. Halves are rounded to the even integer.
+# Adding 1.5 * 2**23 to a float32 number and subtracting it again rounds the number to the nearest
+# integer, and halves to the even integer.
 ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def float8_bits(scaled):
-    """Return the bytes of the nearest e4m3 numbers, for float32 numbers from -448 to 448.
+    """Return the nearest e4m3 numbers as bytes, for float32 numbers from -448 to 448.
 
     If two e4m3 numbers are equally near, the result is the one whose last bit is 0. GPUs from
     compute capability 8.9 on have an instruction for this. A cache write converts only few numbers,
@@ -37,7 +37,7 @@ def store_rows(
     source, cache, scales, cells, is_head, head_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Copy some heads of one token into the cache.
+    """Copy some heads of one token's key or value into the cache.
 
     The cache is viewed as a matrix of rows, [..., DIM].
 
@@ -59,7 +59,8 @@ def store_rows(
         largest = tl.max(tl.abs(tl.where(is_not_finite, 0.0, wide)), 1)
         is_finite = tl.max(is_not_finite.to(tl.int32), 1) == 0
         tl.store(scales + cells, tl.where(is_finite, largest / limit, float("nan")), mask=is_head)
-        # A head whose numbers are almost 0 would have an infinite factor, so it is stored as 0.
+        # The factor of a head whose numbers are almost 0 would be infinite, so the head is stored
+        # as 0.
         ALMOST_ZERO: tl.constexpr = 1e-35
         factor = limit / tl.where(largest > ALMOST_ZERO, largest, 1.0)
         scaled = tl.where(is_not_finite, 0.0, wide) * factor[:, None]
@@ -81,7 +82,9 @@ def store_kernel(
     KEY_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
     IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """Store HEADS heads of one token. Grid: (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
+    """Store some heads of one token's key and value in the cache.
+
+    The kernel stores HEADS heads. The grid is (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
 
     A token with a negative slot is not stored. The last dimensions of key and value are contiguous.
     The pointers to key and value are moved to the first of the heads, as `store_rows` needs them,

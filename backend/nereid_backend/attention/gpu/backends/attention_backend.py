@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of attention libraries, which can replace the project's kernels for some steps.
+"""The interface of an attention library that can replace the project's GPU kernels.
 
 The project's kernels remain the only required implementation. A library is used only if it gave
 the results of the reference and was faster when the model was loaded; see fastest_backend.py.
@@ -20,7 +20,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """A kind of attention computation in a step. An implementation is chosen for each kind."""
+    """A case of attention in a step. For each case, the fastest implementation is chosen."""
 
     DECODE = "decodes"
     """The decodes of a step."""
@@ -32,7 +32,7 @@ class Situation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs from which one layer computes its attention in one step.
+    """The inputs of one layer's attention in one step.
 
     The cache already contains the keys and values of the step.
 
@@ -52,7 +52,7 @@ class LayerInputs:
     rows: GpuBatch
 
     def situations(self) -> list[Situation]:
-        """Return the situations that occur in the step."""
+        """Return the situations that occur in this step."""
         found = [Situation.DECODE] if self.batch.num_decodes else []
         if self.batch.prefills:
             is_cached = any(prefill.num_cached for prefill in self.batch.prefills)
@@ -62,7 +62,7 @@ class LayerInputs:
 
 
 class AttentionBackend(Protocol):
-    """One attention library.
+    """An attention library that can replace the project's GPU kernels.
 
     Attributes:
         name: the name in log lines.
@@ -73,7 +73,7 @@ class AttentionBackend(Protocol):
     situations: frozenset[Situation]
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:
-        """Return a reason why the library cannot compute a layer; None if no reason is known.
+        """Return why the library cannot compute a layer; None if no reason is known.
 
         The reason is a clause without a final period.
 
@@ -85,7 +85,7 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute the attention of the step's decodes, or of the step's prefills.
+        """Compute the attention of all decodes or of all prefills of a step.
 
         Args:
             situation: one of `situations`, which selects the decodes or the prefills of the step.
@@ -97,13 +97,13 @@ class AttentionBackend(Protocol):
         ...
 
 
-# The attention library that was chosen for each pair (properties of a layer, situation). If the
-# mapping contains no library for a pair, the project's own kernels compute the attention.
+# The attention library that was chosen for each pair of a layer's properties and a situation. The
+# project's own kernels compute every pair that the mapping does not contain.
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 
 def first_refusal(spec: LayerSpec, *, window: bool, softcap: bool) -> str | None:
-    """Return the first reason why a library does not support a layer; None if there is no reason.
+    """Return the first reason why a library does not support a layer, or None.
 
     No library supports attention sinks or attention chunks through the functions that are used.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused attention of cuDNN, through torch's scaled dot product attention.
+"""Prefill attention of the library cuDNN, called through torch's scaled dot product attention.
 
 cuDNN reads contiguous keys and values, so it computes only prompts without cached tokens. The speed
 has not been measured on a GPU.
@@ -25,11 +25,11 @@ class CudnnSdpa:
 
     name = "cuDNN"
     situations = frozenset({Situation.PROMPT})
-    # A test on a machine without a GPU replaces the implementation that torch selects.
+    # Tests on a machine without a GPU replace the implementation that torch selects.
     implementation = SDPBackend.CUDNN_ATTENTION
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return the reason why cuDNN cannot compute a layer; see `AttentionBackend.refusal`."""
+        """Return why cuDNN cannot compute a layer; see `AttentionBackend.refusal`."""
         if dtype not in _DTYPES:
             return f"it does not support {dtype}"
         return first_refusal(spec, window=False, softcap=False)

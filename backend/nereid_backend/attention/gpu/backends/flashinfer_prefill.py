@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill attention of the library FlashInfer, if the package flashinfer is installed.
+"""Prefill attention of the library FlashInfer, if the package flashinfer is installed.
 
 FlashInfer plans each step on the CPU, which cannot be captured into a CUDA graph. It therefore
 computes only prefills. FlashInfer's layout "HND" is the layout of KVCache. This code has not run on
@@ -22,7 +22,8 @@ from nereid_backend.attention.gpu.backends.attention_backend import (
 from nereid_backend.attention.layers import LayerSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# The number of bytes for intermediate results, as FlashInfer's documentation recommends.
+# The size of the memory for intermediate results in bytes, as FlashInfer's documentation
+# recommends.
 _WORKSPACE_BYTES = 128 * 2**20
 
 
@@ -35,12 +36,12 @@ class FlashInferPrefill:
     def __init__(self) -> None:
         """Create a backend. The workspace and the wrappers are created on first use."""
         self._workspace: Tensor | None = None
-        # One wrapper of FlashInfer for each kind of layer. The method `plan` of a wrapper stores
-        # the metadata of a step in the wrapper.
+        # One wrapper object of FlashInfer for each set of layer properties. The method `plan` of a
+        # wrapper stores the metadata of a step in the wrapper.
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return the reason why FlashInfer cannot compute a layer; see `AttentionBackend`."""
+        """Return why FlashInfer cannot compute a layer; see `AttentionBackend.refusal`."""
         if find_spec("flashinfer") is None:
             return "the package flashinfer is not installed"
         if dtype not in _DTYPES:
@@ -60,14 +61,14 @@ class FlashInferPrefill:
         out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
 
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
-        """Pass the metadata of a step to the wrapper for one kind of layer. Return the wrapper."""
+        """Return the wrapper for a layer, after passing the metadata of the step to it."""
         call = inputs.call
         spec = call.spec
         block_size = inputs.batch.block_size
         prefills = inputs.batch.prefills
 
         def starts(counts: list[int]) -> Tensor:
-            """Return the start of each sequence, and the total. Example: [2, 3] -> [0, 2, 5]."""
+            """Return the start of each sequence, then the total. Example: [2, 3] -> [0, 2, 5]."""
             return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
         query_starts = starts([prefill.end - prefill.start for prefill in prefills])
@@ -90,7 +91,8 @@ class FlashInferPrefill:
             head_dim_vo=spec.value_dim,
             causal=True,
             sm_scale=call.scale,
-            # The number of earlier tokens that a token attends to; -1 means all.
+            # The number of earlier tokens that a token attends to. The number -1 means all earlier
+            # tokens.
             window_left=-1 if spec.window.size is None else spec.window.size - 1,
             logits_soft_cap=spec.softcap,
             q_data_type=inputs.query.dtype,
@@ -99,7 +101,7 @@ class FlashInferPrefill:
         return wrapper
 
     def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - as above
-        """Return the wrapper for a kind of layer. All wrappers share one workspace."""
+        """Return the wrapper for layers with these properties. All wrappers share one workspace."""
         if spec not in self._wrappers:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

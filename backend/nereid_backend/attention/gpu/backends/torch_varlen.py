@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variable-length attention of torch, which reads keys and values from blocks.
+"""The variable-length attention function of torch, which reads keys and values from blocks.
 
 torch 2.13 is the first version whose function takes a block table. Which block sizes are supported
 depends on the version of flash attention that torch was built with, so the check at load decides.
@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Sequences(NamedTuple):
-    """The metadata of the n sequences that one call of torch's attention computes.
+    """The metadata of the n sequences that one call of the torch function computes.
 
     Attributes:
         blocks: [n, width] int32, the block tables.
@@ -54,7 +54,7 @@ class TorchVarlen:
     situations = frozenset(Situation)
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return the reason why torch cannot compute a layer; see `AttentionBackend.refusal`."""
+        """Return why torch cannot compute a layer; see `AttentionBackend.refusal`."""
         if "block_table" not in inspect.signature(varlen_attn).parameters:
             return f"torch {torch.__version__} has no block table in varlen_attn"
         if dtype not in _DTYPES:
@@ -71,7 +71,7 @@ class TorchVarlen:
             self._attend_prefills(inputs, out)
 
     def _attend_decodes(self, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute the attention of the decodes with one call for each group. Mutates: out."""
+        """Compute the attention of the decodes, with one call for each group. Mutates: out."""
         for group in inputs.batch.decodes:
             count, width = group.blocks.shape
             sequences = _Sequences(
@@ -85,7 +85,10 @@ class TorchVarlen:
             out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
 
     def _attend_prefills(self, inputs: LayerInputs, out: Tensor) -> None:
-        """Compute all prefills in one call. Mutates: out, and `inputs.rows.shared`."""
+        """Compute the attention of all prefills with one call.
+
+        Mutates: out, and `inputs.rows.shared`.
+        """
         prefills = inputs.batch.prefills
         shared = inputs.rows.shared
         sequences = shared.get("varlen")
@@ -95,7 +98,7 @@ class TorchVarlen:
         out[tokens] = self._call(inputs, inputs.query[:, tokens], sequences)
 
     def _call(self, inputs: LayerInputs, query: Tensor, sequences: _Sequences) -> Tensor:
-        """Return the attention of some sequences, [num_tokens, num_heads, value_dim]."""
+        """Return the attention of the sequences, [num_tokens, num_heads, value_dim]."""
         call = inputs.call
         window = call.spec.window.size
         result = varlen_attn(
@@ -117,7 +120,7 @@ class TorchVarlen:
 
 
 def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequences:
-    """Return the sequences of a step's prefills.
+    """Return the metadata of a step's prefills.
 
     The lengths and the first tokens are copied to the device together, because each copy costs
     time.

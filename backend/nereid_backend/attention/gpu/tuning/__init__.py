@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tile sizes of the GPU kernels: tables of measured values by device, and default values.
+"""The tile sizes of the GPU kernels: measured values for some devices, and default values.
 
 A table is a file `<device name>.json` in this folder. The call `attention` of the GPU benchmark
 (loadtest/gpu) writes such files into the folder of its results, from where they are copied here. A
@@ -27,7 +27,7 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The tile sizes of one kernel.
+    """The tile sizes and launch parameters of one kernel.
 
     Attributes:
         rows: the number of query rows in a tile: tokens times heads that share a key head.
@@ -60,7 +60,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a table.
+    """One entry of a measured table: sizes of keys and values, and the tile sizes for them.
 
     Attributes:
         max_dim: the largest key or value size for which the tile sizes are used.
@@ -74,12 +74,12 @@ class Entry:
 
 
 Table = dict[str, list[Entry]]
-# The major and the minor number of a compute capability.
+# The type of a compute capability, which has a major and a minor number.
 Capability = tuple[int, int]
 
 
 def slug(device_name: str) -> str:
-    """Return a device's name as a file name.
+    """Return the name of a device in the form that is used as a file name.
 
     Example: "NVIDIA H100 80GB HBM3" gives "nvidia-h100-80gb-hbm3".
     """
@@ -88,7 +88,7 @@ def slug(device_name: str) -> str:
 
 @functools.cache
 def table_of(device_name: str, folder: Path = FOLDER) -> Table:
-    """Return the measured table of a device, or an empty table if there is none.
+    """Return the table that was measured for a device, or an empty table.
 
     Raises:
         ConfigError: if the file is damaged.
@@ -107,7 +107,7 @@ def table_of(device_name: str, folder: Path = FOLDER) -> Table:
 
 
 def write_table(device_name: str, table: Table, facts: dict[str, str], folder: Path) -> Path:
-    """Store a measured table and return its file.
+    """Write a measured table to a file, and return the path of the file.
 
     Args:
         device_name: the name of the device.
@@ -130,7 +130,7 @@ def write_table(device_name: str, table: Table, facts: dict[str, str], folder: P
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The properties of a GPU that determine the tile sizes.
+    """The properties of a GPU on which the tile sizes depend.
 
     Attributes:
         table: the table that was measured on the GPU; it may be empty.
@@ -141,7 +141,7 @@ class Device:
     capability: Capability = (9, 0)
 
     def tuning(self, kernel: str, dim: int, itemsize: int) -> Tuning:
-        """Return the tile sizes of a kernel.
+        """Return the tile sizes of a kernel on this GPU.
 
         Args:
             kernel: "decode" or "prefill".
@@ -161,7 +161,7 @@ def shared_bytes(capability: Capability) -> int:
     return 163 * KIB if capability in ((8, 0), (8, 7)) else 99 * KIB
 
 
-# Pairs of the largest head size and the tile sizes, in ascending order.
+# The type of a list of pairs: the largest head size and its tile sizes, in ascending order.
 _Entries = tuple[tuple[int, Tuning], ...]
 
 # The default tile sizes, for GPUs without a measured table. The keys are the kernel, the bytes of
@@ -206,8 +206,8 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
             (512, Tuning(32, 32, 8, 3)),
         ),
     },
-    # The kernels convert 8-bit numbers to wider numbers in registers. With more warps,
-    # more registers are available for these numbers.
+    # The kernels convert 8-bit numbers to wider numbers in registers. More warps have more
+    # registers for these numbers.
     ("decode", 1): dict.fromkeys(
         ("8.0", "8.9", "9.0", "10.0"),
         (
@@ -241,7 +241,7 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
             (512, Tuning(32, 32, 8, 3)),
         ),
     },
-    # Only products on tensor cores are faster with large tiles. Exact float32 products do not use
+    # Large tiles make only products on tensor cores faster. Exact float32 products do not use
     # tensor cores, so small tiles suffice.
     ("decode", 4): {
         "8.0": ((512, Tuning(16, 32, 8, 2)),),
@@ -257,7 +257,7 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
 
 
 def default_tuning(kernel: str, dim: int, itemsize: int, capability: Capability = (9, 0)) -> Tuning:
-    """Return the tile sizes of a GPU for which no table was measured.
+    """Return the default tile sizes of a GPU without a measured table.
 
     The arguments are those of `Device.tuning`.
     """
@@ -266,7 +266,7 @@ def default_tuning(kernel: str, dim: int, itemsize: int, capability: Capability 
 
 
 def _class_of(capability: Capability) -> str:
-    """Return the compute capability whose tile sizes a GPU uses.
+    """Return the compute capability whose default tile sizes a GPU uses.
 
     GPUs of 9.0 and 10.0 have matrix products that read tiles from shared memory. On other GPUs,
     these products read registers. Most of the other GPUs are made for consumers and have as much

@@ -171,7 +171,9 @@ class DraftModel:
             # The large model has preempted this sequence, so release its row and its blocks here,
             # too.
             self._release(target)
-        drafts = [draft for target in sequences if (draft := self._begin(target)) is not None]
+        drafts = [
+            draft for target in sequences if (draft := self._prepare_draft(target)) is not None
+        ]
         if not drafts:
             return
         try:
@@ -202,10 +204,11 @@ class DraftModel:
         if self._hook is not None:
             self._hook.remove()
 
-    def _begin(self, target: Sequence) -> _Draft | None:
+    def _prepare_draft(self, target: Sequence) -> _Draft | None:
         """Update the draft of a sequence and return it, or return None.
 
-        Return None if the sequence gets no draft tokens in this step.
+        Return None if the sequence gets no draft tokens in this step: while its prompt is computed,
+        if its prompt has images, shortly before its length limit, and if blocks are missing.
         """
         num_known = len(target.token_ids)
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
@@ -297,8 +300,15 @@ class DraftModel:
             if num_tokens == 0:
                 break
             budget -= num_tokens
-            start, has_last = draft.own.num_computed_tokens, num_tokens == num_missing
-            chunk = Chunk(draft.own, start, num_tokens, has_last, draft.is_new, int(has_last))
+            has_last_token = num_tokens == num_missing
+            chunk = Chunk(
+                sequence=draft.own,
+                start=draft.own.num_computed_tokens,
+                num_tokens=num_tokens,
+                samples=has_last_token,
+                is_first=draft.is_new,
+                num_logits=int(has_last_token),
+            )
             planned.append((draft, chunk))
         # The attention code expects chunks of one token before longer chunks.
         planned.sort(key=lambda pair: pair[1].num_tokens)

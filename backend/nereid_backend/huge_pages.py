@@ -50,12 +50,7 @@ def move_weights(model: nn.Module) -> None:
     Args:
         model: the model, for inference only. Mutated.
     """
-    sharing: dict[int, list[Tensor]] = {}
-    for tensor in _distinct(chain(model.parameters(), model.buffers())):
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_mkldnn:
-            continue
-        if tensor.untyped_storage().nbytes() >= _MIN_BYTES:
-            sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    sharing = _movable_tensors(model)
     total = sum(_aligned(tensors[0].untyped_storage().nbytes()) for tensors in sharing.values())
     if not total:
         return
@@ -77,6 +72,21 @@ def move_weights(model: nn.Module) -> None:
         start += _aligned(size)
         freed.add(size)
     freed.give_back()
+
+
+def _movable_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
+    """Return the tensors that can be moved, grouped by the address of the memory that they share.
+
+    The groups are in the order of the model.
+    """
+    sharing: dict[int, list[Tensor]] = {}
+    for tensor in _distinct(chain(model.parameters(), model.buffers())):
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_mkldnn:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= _MIN_BYTES:
+            sharing.setdefault(storage.data_ptr(), []).append(tensor)
+    return sharing
 
 
 def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:

@@ -89,15 +89,16 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device: the value is {name}, but torch finds {count} GPUs. Set device=cpu, or "
-                "install a torch build that supports the GPU."
-            )
-        device = torch.device("cuda", device.index or 0)
-    return device
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= num_gpus:
+        raise ConfigError(
+            f"device: the value is {name}, but torch finds {num_gpus} GPUs. Set device=cpu, or "
+            "install a torch build that supports the GPU."
+        )
+    return torch.device("cuda", index)
 
 
 def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are stored
@@ -242,20 +243,22 @@ def _choose_dtype(
 ) -> torch.dtype:
     """Return the data type that the weights have in memory for the setting `dtype`.
 
-    On a CPU with slow bfloat16, "auto" means float32. If float32 replaces the checkpoint's
-    bfloat16, or if the setting is bfloat16, log a warning.
+    "auto" means the checkpoint's data type, but float32 if the checkpoint names another data type
+    than those of `_DTYPES`, and on a CPU also instead of float16 and of slow bfloat16. If bfloat16
+    is slow on this CPU, log a warning whenever the setting or the checkpoint asks for it.
     """
-    is_slow = device.type == "cpu" and not has_fast_bfloat16()
+    is_cpu = device.type == "cpu"
+    has_slow_bfloat16 = is_cpu and not has_fast_bfloat16()
     if name != "auto":
-        if name == "bfloat16" and is_slow:
+        if name == "bfloat16" and has_slow_bfloat16:
             logger.warning(_SLOW_BFLOAT16)
         return _DTYPES[name]
     dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
     if isinstance(dtype, str):
         dtype = _DTYPES.get(dtype)
-    if dtype not in _DTYPES.values() or (dtype == torch.float16 and device.type == "cpu"):
+    if dtype not in _DTYPES.values() or (dtype == torch.float16 and is_cpu):
         return torch.float32
-    if dtype == torch.bfloat16 and is_slow:
+    if dtype == torch.bfloat16 and has_slow_bfloat16:
         logger.warning(
             "dtype: auto chooses float32 instead of the checkpoint's bfloat16, because this CPU "
             "has no fast kernel for bfloat16. The weights need twice the memory. Set "

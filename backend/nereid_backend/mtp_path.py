@@ -111,12 +111,12 @@ class HiddenStates:
             if chunk.sequence.images is not None:
                 continue
             parts = self._parts.setdefault(chunk.sequence, [])
-            first, states = parts[-1] if parts else (chunk.start, part[:0])
-            num_kept = chunk.start - first
-            if 0 <= num_kept <= len(states) < _MAX_APPENDED:
-                # The draft tokens after the first `num_kept` tokens were rejected, so their hidden
-                # states are not stored.
-                parts[-1:] = [(first, torch.cat([states[:num_kept], part]))]
+            last_start, last_states = parts[-1] if parts else (chunk.start, part[:0])
+            num_kept = chunk.start - last_start
+            if 0 <= num_kept <= len(last_states) < _MAX_APPENDED:
+                # The tokens after the first `num_kept` tokens were rejected draft tokens, so this
+                # part replaces their hidden states.
+                parts[-1:] = [(last_start, torch.cat([last_states[:num_kept], part]))]
             else:
                 # Copy the hidden states, because a view would keep those of the whole step in
                 # memory.

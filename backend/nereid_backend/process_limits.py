@@ -4,7 +4,7 @@
 import os
 import resource
 
-# The priority of child processes, which must not slow down the steps of the engine.
+# The nice value of child processes, so that they do not slow down the steps of the engine.
 _NICENESS = 5
 
 

@@ -135,10 +135,12 @@ class Runner:
         mask_jobs: abc.Sequence[Job] | None = None
         if before is None and self._vocab_size is not None:
             mask_jobs = self._masks.start(sampling.positions, self._vocab_size)
-        sampled = None if before is None or before.pending is None else before.pending.token_ids
+        previous_token_ids = None
+        if before is not None and before.pending is not None:
+            previous_token_ids = before.pending.token_ids
         with self._clearing(plan):
             try:
-                logits = self._path.forward(plan, sampled)
+                logits = self._path.forward(plan, previous_token_ids)
             except BaseException:
                 # Wait for the threads that fill masks before the error is raised, because they
                 # still use the guides.
@@ -236,7 +238,8 @@ def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]
     reports: dict[int, list[_Report]] = {}
     next_row = 0
     for index, chunk in enumerate(plan.chunks):
-        first_row, next_row = next_row, next_row + chunk.num_logits
+        first_row = next_row
+        next_row += chunk.num_logits
         sequence = chunk.sequence
         num_top = sequence.params.prompt_logprobs
         if num_top is None:
@@ -285,7 +288,8 @@ def _read_sampled(
     sampled = []
     next_index = 0
     for count in sampling.counts:
-        first, next_index = next_index, next_index + count
+        first = next_index
+        next_index += count
         sequence = sampling.positions[first].sequence
         if count == 1 and sequence.guide is None and not sampled_tokens.errors:
             # Nearly all sequences have no draft tokens and no grammar. For them, this branch

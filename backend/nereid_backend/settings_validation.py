@@ -202,7 +202,7 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
 
 
 def _describe(problem: ErrorDetails) -> str:
-    """Return the second part of the error message about a setting.
+    """Return the part of an error message that follows the name of the setting.
 
     Example: pydantic's message "Input should be a valid integer, unable to parse string as an
     integer" becomes "the value must be an integer, but it is 'many'."

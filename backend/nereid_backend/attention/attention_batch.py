@@ -102,22 +102,23 @@ class DecodeGroup:
         lens = self.lens[:, None]
         blocks = self.blocks
         limit = window.size if window.size is not None else window.chunk
-        first = torch.zeros_like(lens)
+        # The first position that each decode attends to, [num_decodes, 1].
+        first_positions = torch.zeros_like(lens)
         if not window.is_full:
-            first = _first_visible(lens - 1, window)
-        # For each decode, the index of the first block that is read, [num_decodes, 1].
-        offset = torch.zeros_like(lens)
+            first_positions = _first_visible(lens - 1, window)
+        # The index of the first block that is read for each decode, [num_decodes, 1].
+        first_blocks = torch.zeros_like(lens)
         # At most this number of blocks can overlap with a window of `limit` tokens.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
-            offset = torch.div(first, size, rounding_mode="floor")
-            columns = offset + torch.arange(max_blocks, device=blocks.device)
+            first_blocks = torch.div(first_positions, size, rounding_mode="floor")
+            columns = first_blocks + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
         # The position in its sequence of each token that is read, [num_decodes, n * block_size].
-        positions = offset * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
+        positions = first_blocks * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
         if not window.is_full:
-            is_hidden |= positions < first
+            is_hidden |= positions < first_positions
         bias = torch.zeros(is_hidden.shape, device=blocks.device)
         bias.masked_fill_(is_hidden, float("-inf"))
         return VisibleBlocks(blocks, bias[:, None, None, :])

@@ -177,9 +177,9 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
         [num_tokens * num_heads] int64. Example: slot 5 with 2 heads and 4 tokens in a block is
         place 1 of block 1, and gives the rows [9, 13].
     """
-    heads = torch.arange(num_heads, device=slots.device) * block_size
-    first = (slots // block_size) * (num_heads * block_size) + slots % block_size
-    return (first[:, None] + heads).flatten()
+    head_offsets = torch.arange(num_heads, device=slots.device) * block_size
+    first_head_rows = (slots // block_size) * (num_heads * block_size) + slots % block_size
+    return (first_head_rows[:, None] + head_offsets).flatten()
 
 
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:

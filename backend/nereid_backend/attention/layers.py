@@ -75,7 +75,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The division of a model's attention layers into groups that share blocks.
+    """The groups into which a model's attention layers are divided; see core/blocks/window.py.
 
     A block stores the keys and values of one group. A group may have fewer layers than a block has
     places. Example: four layers with full attention (F) or a window (W), in the order W, W, W, F.

@@ -50,22 +50,37 @@ def attend(
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
     """
-    query = inputs[0]
-    number, spec = layer
     parts: list[Tensor] = []
     if batch.num_decodes:
-        rows = query[:, : batch.num_decodes].transpose(0, 1)
-        out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
-        for group in batch.decodes:
-            tokens = slice(None) if group.tokens is None else group.tokens
-            keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
-            bias = group.visible(spec.window).bias
-            group_inputs = (rows[tokens].unsqueeze(2), keys, values)
-            out[tokens] = _stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
-        parts.append(out)
+        parts.append(_attend_decodes(inputs[0], layer, cache, batch, scale, sinks))
     if batch.prefills:
         parts.append(_attend_prefills(inputs, layer, cache, batch, scale, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_decodes(
+    query: Tensor,
+    layer: tuple[int, LayerSpec],
+    cache: KVCache,
+    batch: AttentionBatch,
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention of a step's decodes, [num_decodes, num_heads, value_dim].
+
+    The decodes are the first tokens of `query`. The keys and values of all their tokens, including
+    the new ones, are read from the cache.
+    """
+    number, spec = layer
+    rows = query[:, : batch.num_decodes].transpose(0, 1)
+    out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
+    for group in batch.decodes:
+        tokens = slice(None) if group.tokens is None else group.tokens
+        keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
+        bias = group.visible(spec.window).bias
+        group_inputs = (rows[tokens].unsqueeze(2), keys, values)
+        out[tokens] = _stepwise(group_inputs, bias, spec, scale, sinks).squeeze(2)
+    return out
 
 
 def _attend_prefills(

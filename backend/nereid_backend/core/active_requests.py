@@ -125,8 +125,8 @@ class ActiveRequests:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended from its request.
 
-        If the sequence was the leader and had not computed the prompt yet, the next follower
-        becomes the leader.
+        One sequence of a request, the leader, computes the prompt for the other sequences, the
+        followers. If the leader ends before that, the next follower becomes the leader.
         """
         self.num_sequences -= 1
         request = self.of(sequence)
@@ -139,10 +139,10 @@ class ActiveRequests:
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         elif request.followers and request.is_prepared and not request.is_split:
-            # The sequence that should have computed the prompt ended first, so the next sequence of
-            # the request computes the prompt. If the grammar of the request is still being
-            # compiled, `_enqueue` selects that sequence later.
-            self.waiting.add(request.followers.pop(0))
+            # The leader ended before it computed the prompt. If the grammar of the request is still
+            # being compiled, `_enqueue` selects the new leader later.
+            new_leader = request.followers.pop(0)
+            self.waiting.add(new_leader)
 
     def check(self, num_running: int) -> None:
         """Raise an AssertionError if a sequence of an accepted request was lost.

@@ -50,6 +50,9 @@ class PendingPlans:
         sample the token at index 20, so the next plan computes a chunk of one token that starts at
         20. The pair of this chunk and the sampled token is added to `StepPlan.pending`.
 
+        While `plan_step` plans, each sequence for which the running step samples has a placeholder
+        as its last token.
+
         Args:
             before: the plan of the running step, without draft tokens. If `before` was made ahead,
                 `before` must be the result of `settle`.
@@ -77,10 +80,9 @@ class PendingPlans:
         # This dict maps each sequence that samples to the index of its token among the sampled
         # tokens of the running step.
         sources = {sequence: source for source, sequence in enumerate(sampling)}
-        planned = [chunk.sequence for chunk in plan.chunks]
-        plan.pending.extend(
-            [(i, sources[sequence]) for i, sequence in enumerate(planned) if sequence in sources]
-        )
+        for index, chunk in enumerate(plan.chunks):
+            if chunk.sequence in sources:
+                plan.pending.append((index, sources[chunk.sequence]))
         self._plans = [before, plan]
         return plan
 
@@ -122,7 +124,7 @@ class PendingPlans:
         self._plans = [other for other in self._plans if other is not plan]
 
     def will_end(self, sequence: Sequence) -> bool:
-        """Return whether a sequence has ended or ends in the running step, by its length."""
+        """Return whether a sequence has ended or reaches its length limit in this step."""
         return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
     def take_free(self) -> list[Sequence]:

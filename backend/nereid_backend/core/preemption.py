@@ -11,6 +11,9 @@ from nereid_backend.core.sequence import Sequence
 def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
     """Return the sequence that must be preempted to free blocks for the sequence at `index`.
 
+    With one client, this is the cheapest sequence after `index`, or the sequence at `index` if no
+    sequence comes after it. See `_preemption_cost` for the cost.
+
     Args:
         index: the position of the sequence in the order of the running sequences.
         running: the running sequences.
@@ -25,14 +28,14 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
     for other in running:
         num_blocks[other.params.client_id] += other.num_blocks
 
-    def cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
+    def client_cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
         params = other.params
         return -num_blocks[params.client_id] / params.client_weight, _preemption_cost(other)
 
-    if index > 0:
-        return min([*later, sequence], key=cost)
     # The first running sequence is never preempted for a later sequence, so it always finishes.
-    return min(later or [sequence], key=cost)
+    may_preempt_itself = index > 0 or not later
+    candidates = [*later, sequence] if may_preempt_itself else later
+    return min(candidates, key=client_cost)
 
 
 def fair_victim(

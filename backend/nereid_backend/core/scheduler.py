@@ -247,7 +247,8 @@ class Scheduler:
         The result also contains the last updates of sequences that were aborted or refused since
         the previous commit.
         """
-        updates, self._ended = self._ended, []
+        updates = self._ended
+        self._ended = []
         self._pending_plans.remove(plan)
         leaving = self._pending_plans.leaving
         for index, logprobs in result.prompt_logprobs.items():
@@ -269,7 +270,8 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End every sequence of a plan whose step failed, and return the last update of each."""
-        updates, self._ended = self._ended, []
+        updates = self._ended
+        self._ended = []
         self._pending_plans.remove(plan)
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)

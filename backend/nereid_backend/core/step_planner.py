@@ -84,25 +84,19 @@ class StepPlanner:
     shares: dict[str, int] = field(default_factory=dict)
 
     def plan(self) -> StepPlan:
-        """Return the plan of the next step. Every sequence in the plan has a row and blocks."""
+        """Return the plan of the next step. Every sequence in the plan has a row and blocks.
+
+        If several clients have requests, each client gets its share of the rows, of the blocks and
+        of the token budget, and is charged for the tokens that the step computes.
+        """
         if self.drafter is not None:
             self.drafter.prepare(self.running.sequences)
-        chunks: list[Chunk] = []
-        budget = self.max_num_batched_tokens
         waiting = self.requests.waiting
         has_several_clients = waiting.has_several_clients
         if has_several_clients and waiting:
             self._make_room(waiting.first())
         self.shares = self._prefill_shares() if has_several_clients else {}
-        # The last step had no budget left for a prompt that cannot be divided, so this prompt comes
-        # first now.
-        if not self.has_overdue_prompt:
-            budget = self._plan_running(chunks, budget)
-        self._plan_waiting(chunks, budget)
-        if not chunks and self.running:
-            # There are not enough free blocks for the prompt that should come first. Plan the
-            # running sequences instead, which would otherwise have waited for this prompt.
-            self._plan_running(chunks, budget)
+        chunks = self._plan_chunks()
         if has_several_clients:
             for chunk in chunks:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
@@ -115,6 +109,23 @@ class StepPlanner:
         if self.tables.snapshots is not None and chunks:
             snapshots = self.tables.snapshots.plan(chunks, len(self.running))
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
+
+    def _plan_chunks(self) -> list[Chunk]:
+        """Return the chunks of the running sequences, followed by those of waiting sequences.
+
+        If `has_overdue_prompt` is true, the last step had no budget for the first waiting prompt,
+        which cannot be divided. In this case, only that prompt is planned.
+        """
+        chunks: list[Chunk] = []
+        budget = self.max_num_batched_tokens
+        if not self.has_overdue_prompt:
+            budget = self._plan_running(chunks, budget)
+        self._plan_waiting(chunks, budget)
+        if not chunks and self.running:
+            # There are not enough free blocks for the overdue prompt. Plan the running sequences
+            # instead, which would otherwise have waited for this prompt.
+            self._plan_running(chunks, budget)
+        return chunks
 
     def preempt(self, sequence: Sequence) -> None:
         """Preempt a running sequence: release its row and blocks, and queue it again."""
@@ -189,7 +200,7 @@ class StepPlanner:
         # A client with long prompts gets only its share of the budget.
         num_tokens = self._take_share(sequence, num_tokens)
         if self.tables.snapshots is not None:
-            num_tokens = self.tables.snapshots.cut(sequence, num_tokens)
+            num_tokens = self.tables.snapshots.chunk_length(sequence, num_tokens)
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
                 return None
@@ -199,6 +210,10 @@ class StepPlanner:
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
         """Move waiting sequences to the running sequences, and append their chunks to `chunks`.
+
+        Stop at the first sequence for which the budget, the rows or the blocks do not suffice. With
+        `whole_prefill`, a prompt that exceeds the rest of the budget becomes the overdue prompt,
+        with which the next step starts.
 
         A sequence gets blocks for all its known tokens at once. Otherwise, two prompts could each
         have half of their blocks and wait for the other prompt's blocks forever.
@@ -222,20 +237,21 @@ class StepPlanner:
             num_tokens = num_remaining if self.whole_prefill else min(num_remaining, budget)
             num_tokens = self._take_share(sequence, num_tokens)
             if self.tables.snapshots is not None:
-                num_tokens = self.tables.snapshots.cut(sequence, num_tokens)
+                num_tokens = self.tables.snapshots.chunk_length(sequence, num_tokens)
             chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if starts_with_overdue_prompt:
-                # A prompt that comes first has used this step for itself, and the running sequences
-                # wait for it. They must not wait for a second such prompt as well.
+                # The running sequences have no chunks in this step, because they wait for the
+                # overdue prompt. They must not wait for a second prompt as well.
                 break
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Give a row and blocks to a waiting sequence, if possible, and return whether it got them.
+        """Give a row and blocks to a waiting sequence, if possible.
 
         Returns:
             Whether the sequence got a row and blocks. False if there are not enough free blocks, or
-            if the sequence might need a block copy and the plan is made ahead.
+            if the sequence might need a block copy, which a plan that is made before the previous
+            step ends must not contain.
         """
         request = self.requests.of(sequence)
         if self.pending_plans.is_planning and sequence in request.followers:

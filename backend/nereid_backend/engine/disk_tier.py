@@ -10,6 +10,7 @@ therefore needs to know nothing about the disk.
 """
 
 import hashlib
+import itertools
 import os
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -34,13 +35,13 @@ _MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
 
 
 @dataclass(slots=True)
-class _Read:
+class _PrefixRead:
     """The files that a thread reads for one request.
 
     Attributes:
         hashes: the hashes of all leading blocks of the request up to the last one that is read.
         missing: the hashes whose blocks must be read, in order.
-        snapshot: whether the snapshot of the last block must be read, too.
+        needs_snapshot: whether the snapshot of the last block must be read, too.
         deadline: the time by time.monotonic() until which the request waits.
         contents: the bytes of the first blocks of `missing`. The thread appends to the list.
         state: the bytes of the snapshot; None if the snapshot was not read.
@@ -50,7 +51,7 @@ class _Read:
 
     hashes: list[bytes]
     missing: list[bytes]
-    snapshot: bool
+    needs_snapshot: bool
     deadline: float
     contents: list[bytes] = field(default_factory=list)
     state: bytes | None = None
@@ -76,7 +77,7 @@ class DiskTier:
         self._cache = cache
         self._prefixes = prefixes
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="prefix-disk")
-        self._reads: dict[str, _Read] = {}
+        self._reads: dict[str, _PrefixRead] = {}
         cache.save_on_disk(before_reuse=self._save_block)
 
     def begin(self, sequence: Sequence) -> bool:
@@ -86,23 +87,31 @@ class DiskTier:
         """
         if sequence.params.prompt_logprobs is not None:
             return False
-        hashes = self._cache.prefix_hashes(sequence)
-        num_blocks = 0
-        while num_blocks < len(hashes) and self._has_block(hashes[num_blocks]):
-            num_blocks += 1
-        hashes = hashes[:num_blocks]
-        snapshots = self._cache.snapshots
-        if snapshots is not None:
-            while hashes and hashes[-1] not in snapshots and _state(hashes[-1]) not in self._store:
-                hashes.pop()
+        hashes = self._available_prefix(sequence)
+        if not hashes:
+            return False
         missing = [one for one in hashes if self._cache.block_of(one) is None]
-        needs_snapshot = snapshots is not None and bool(hashes) and hashes[-1] not in snapshots
+        snapshots = self._cache.snapshots
+        needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing and not needs_snapshot:
             return False
-        read = _Read(hashes, missing, needs_snapshot, time.monotonic() + _MAX_WAIT_S)
-        read.future = self._readers.submit(self._read, read)
+        read = _PrefixRead(hashes, missing, needs_snapshot, time.monotonic() + _MAX_WAIT_S)
+        read.future = self._readers.submit(self._read_files, read)
         self._reads[sequence.request_id] = read
         return True
+
+    def _available_prefix(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of the leading blocks of a sequence that are in memory or on disk.
+
+        If the model has a recurrent state, the prefix ends at the last block with a snapshot.
+        """
+        hashes = list(itertools.takewhile(self._has_block, self._cache.prefix_hashes(sequence)))
+        snapshots = self._cache.snapshots
+        if snapshots is None:
+            return hashes
+        while hashes and hashes[-1] not in snapshots and _state(hashes[-1]) not in self._store:
+            hashes.pop()
+        return hashes
 
     def take_ready(self) -> list[str]:
         """Finish the reads that are complete or too slow, and return their request ids."""
@@ -125,24 +134,24 @@ class DiskTier:
         if read is None:
             return
         read.is_cancelled = True
+        # The thread may still append to `contents`, so a copy is used.
         contents = dict(zip(read.missing, list(read.contents), strict=False))
-        if read.snapshot and (read.state is None or len(contents) < len(read.missing)):
+        is_incomplete = read.state is None or len(contents) < len(read.missing)
+        if read.needs_snapshot and is_incomplete:
             # A recurrent model can use these blocks only together with the snapshot at the end of
             # the last block.
             return
+
+        def is_available(block_hash: bytes) -> bool:
+            return block_hash in contents or self._cache.block_of(block_hash) is not None
+
         # The cache can use a block only if all earlier blocks are in the cache, too. Therefore,
         # only the blocks before the first missing block are added.
-        num_usable = next(
-            (
-                index
-                for index, block_hash in enumerate(read.hashes)
-                if block_hash not in contents and self._cache.block_of(block_hash) is None
-            ),
-            len(read.hashes),
-        )
-        new = self._cache.insert(read.hashes[:num_usable])
+        usable_hashes = list(itertools.takewhile(is_available, read.hashes))
+        new_blocks = self._cache.insert(usable_hashes)
         self._prefixes.write_blocks(
-            [block for _, block in new], [contents[block_hash] for block_hash, _ in new]
+            [block for _, block in new_blocks],
+            [contents[block_hash] for block_hash, _ in new_blocks],
         )
         is_complete = all(self._cache.block_of(one) is not None for one in read.hashes)
         if read.state is not None and is_complete:
@@ -163,21 +172,31 @@ class DiskTier:
 
     def save(self) -> None:
         """Pass the new blocks and snapshots to the writer thread, and delete invalid files."""
-        cache = self._cache
-        for block_hash in cache.invalid:
+        for block_hash in self._cache.invalid:
             self._store.delete(_block(block_hash))
             self._store.delete(_state(block_hash))
-        cache.invalid.clear()
-        assert cache.unsaved is not None
-        while cache.unsaved:
-            block_hash = next(iter(cache.unsaved))
-            block = cache.block_of(block_hash)
+        self._cache.invalid.clear()
+        if self._save_blocks():
+            self._save_snapshots()
+
+    def _save_blocks(self) -> bool:
+        """Pass the new blocks to the writer thread. Return False if the thread is too slow.
+
+        The next call tries the remaining blocks again.
+        """
+        unsaved = self._cache.unsaved
+        assert unsaved is not None
+        while unsaved:
+            block_hash = next(iter(unsaved))
+            block = self._cache.block_of(block_hash)
             if block is not None and not self._save_block(block_hash, block):
-                # The writer thread still has earlier blocks to write. The next call of `save` tries
-                # this block again.
-                return
-            del cache.unsaved[block_hash]
-        snapshots = cache.snapshots
+                return False
+            del unsaved[block_hash]
+        return True
+
+    def _save_snapshots(self) -> None:
+        """Pass the new snapshots to the writer thread, until the thread is too slow."""
+        snapshots = self._cache.snapshots
         while snapshots is not None and snapshots.unsaved:
             block_hash = next(iter(snapshots.unsaved))
             snapshot_id = snapshots.id_of(block_hash)
@@ -198,8 +217,7 @@ class DiskTier:
     def _has_block(self, block_hash: bytes) -> bool:
         """Return whether a block is in memory or on disk, so that it need not be computed.
 
-        A block is available if it is in memory or on disk. If the model has no KV cache, blocks
-        contain no data and are always available.
+        If the model has no KV cache, blocks contain no data, so the result is always True.
         """
         return (
             not self._prefixes.has_blocks
@@ -223,9 +241,9 @@ class DiskTier:
         if snapshot_id is not None:
             self._prefixes.write_snapshot(snapshot_id, state)
 
-    def _read(self, read: _Read) -> None:
+    def _read_files(self, read: _PrefixRead) -> None:
         """Read the files of a request. This method runs in a thread."""
-        if read.snapshot:
+        if read.needs_snapshot:
             read.state = self._store.read(_state(read.hashes[-1]))
             if read.state is None:
                 return

@@ -192,8 +192,10 @@ def _make_scheduler(
 
 def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Drafter | None:
     """Return the object that proposes draft tokens; None if speculative decoding is off."""
-    if loaded.draft is not None or config.max_draft_tokens == 0:
+    if loaded.draft is not None:
         return loaded.draft
+    if config.max_draft_tokens == 0:
+        return None
     if loaded.spec.removes_tokens:
         return PromptLookup(config.max_draft_tokens)
     report(
@@ -210,9 +212,10 @@ def _can_be_async(
     if not config.async_scheduling:
         return False
     obstacle = _async_obstacle(loaded.info, loaded.images, scheduler)
-    if obstacle is not None:
-        report(f"Async scheduling is off, because {obstacle}.")
-    return obstacle is None
+    if obstacle is None:
+        return True
+    report(f"Async scheduling is off, because {obstacle}.")
+    return False
 
 
 def _async_obstacle(info: EngineInfo, images: ImageSupport, scheduler: Scheduler) -> str | None:
@@ -238,10 +241,11 @@ def _open_disk(
     """Return the prefix cache on disk; None if it is not configured or not possible."""
     if config.prefix_cache_disk is None:
         return None
-    if cache is not None and config.tensor_parallel_size == 1:
-        return open_disk_tier(config, info, cache, path)
-    reason = "it does not support tensor parallelism"
+    off = "The prefix cache on disk (prefix_cache_disk) is off, because"
     if cache is None:
-        reason = f"{info.architecture} has no prefix cache"
-    report(f"The prefix cache on disk (prefix_cache_disk) is off, because {reason}.")
-    return None
+        report(f"{off} {info.architecture} has no prefix cache.")
+        return None
+    if config.tensor_parallel_size > 1:
+        report(f"{off} it does not support tensor parallelism.")
+        return None
+    return open_disk_tier(config, info, cache, path)

@@ -120,15 +120,17 @@ def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutpu
     last = updates[-1]
     assert last.finish_reason is not None
     token_ids = [token_id for update in updates for token_id in update.new_token_ids]
-    visible = token_ids[:-1] if last.finish_reason == "stop" else token_ids
-    has_logprobs = any(update.logprobs is not None for update in updates)
+    text_token_ids = token_ids[:-1] if last.finish_reason == "stop" else token_ids
+    logprobs = None
+    if any(update.logprobs is not None for update in updates):
+        logprobs = [entry for update in updates for entry in update.logprobs or ()]
     return CompletionOutput(
         index=last.index,
         token_ids=token_ids,
-        text=decode(visible),
+        text=decode(text_token_ids),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         cumulative_logprob=last.cumulative_logprob,
         error=last.error,
-        logprobs=[entry for u in updates for entry in u.logprobs or ()] if has_logprobs else None,
+        logprobs=logprobs,
     )

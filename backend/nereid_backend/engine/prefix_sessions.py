@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nereid_backend.core.blocks.block_pool import BlockPool
-from nereid_backend.core.blocks.eviction_order import SessionKey
+from nereid_backend.core.blocks.eviction_order import SessionUse
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
 from nereid_backend.errors import RequestError
 
@@ -40,24 +40,24 @@ class PrefixSessions:
         cache = self._cache
         sessions = self._matching(client_id, None)
         snapshots = None if cache is None else cache.snapshots
-        listed = sorted(sessions, key=lambda session: -session[2])[:_MAX_LISTED]
+        last_to_expire = sorted(sessions, key=lambda session: -session.expires_in_s)[:_MAX_LISTED]
         return {
             "num_blocks": self._pool.num_blocks,
             "num_used_blocks": self._pool.num_used,
             "num_cached_blocks": self._pool.num_cached,
             "num_retained_blocks": self._pool.idle.num_retained,
-            "num_snapshots": 0 if snapshots is None else len(snapshots),
-            "num_queried_tokens": 0 if cache is None else cache.num_queried_tokens,
-            "num_hit_tokens": 0 if cache is None else cache.num_hit_tokens,
+            "num_snapshots": len(snapshots) if snapshots is not None else 0,
+            "num_queried_tokens": cache.num_queried_tokens if cache is not None else 0,
+            "num_hit_tokens": cache.num_hit_tokens if cache is not None else 0,
             "num_sessions": len(sessions),
             "sessions": [
                 {
-                    "client_id": key.client_id,
-                    "prompt_cache_key": key.prompt_cache_key,
-                    "num_tokens": num_blocks * self._block_size,
-                    "expires_in_s": round(seconds, 3),
+                    "client_id": session.key.client_id,
+                    "prompt_cache_key": session.key.prompt_cache_key,
+                    "num_tokens": session.num_items * self._block_size,
+                    "expires_in_s": round(session.expires_in_s, 3),
                 }
-                for key, num_blocks, seconds in listed
+                for session in last_to_expire
             ],
         }
 
@@ -70,9 +70,9 @@ class PrefixSessions:
             seconds: the time in seconds.
         """
         sessions = self._matching(client_id, prompt_cache_key)
-        for key, _, _ in sessions:
+        for session in sessions:
             assert self._cache is not None, "without a cache, there are no sessions"
-            self._cache.extend_session(key, seconds)
+            self._cache.extend_session(session.key, seconds)
         return len(sessions)
 
     def drop(self, client_id: str | None, prompt_cache_key: str | None) -> int:
@@ -89,8 +89,10 @@ class PrefixSessions:
             return 0
         if client_id is None and prompt_cache_key is None:
             return self._cache.drop_all() * self._block_size
-        keys = [key for key, _, _ in self._matching(client_id, prompt_cache_key)]
-        return sum(self._cache.drop_session(key) for key in keys) * self._block_size
+        num_blocks = 0
+        for session in self._matching(client_id, prompt_cache_key):
+            num_blocks += self._cache.drop_session(session.key)
+        return num_blocks * self._block_size
 
     def call(self, operation: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Call one of the methods above by its name.
@@ -114,13 +116,11 @@ class PrefixSessions:
             f"is {operation!r}."
         )
 
-    def _matching(
-        self, client_id: str | None, prompt_cache_key: str | None
-    ) -> list[tuple[SessionKey, int, float]]:
+    def _matching(self, client_id: str | None, prompt_cache_key: str | None) -> list[SessionUse]:
         """Return the sessions of a client that have this key. None matches every value."""
         return [
             session
             for session in self._pool.idle.sessions()
-            if client_id in (None, session[0].client_id)
-            and prompt_cache_key in (None, session[0].prompt_cache_key)
+            if client_id in (None, session.key.client_id)
+            and prompt_cache_key in (None, session.key.prompt_cache_key)
         ]

@@ -75,9 +75,10 @@ class RequestPreparation:
         for reading the prefix has passed.
         """
         self.compiled = []
-        for request_id in self._disk.take_ready() if self._disk is not None else ():
-            if request_id not in self._pending_grammars:
-                self._scheduler.start(request_id, None)
+        if self._disk is not None:
+            for request_id in self._disk.take_ready():
+                if request_id not in self._pending_grammars:
+                    self._scheduler.start(request_id, None)
         for request_id, future, added in self._pending_grammars.take_done():
             self.compiled.append((request_id, added, time.monotonic()))
             if self._disk is not None:

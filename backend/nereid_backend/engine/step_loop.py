@@ -90,7 +90,8 @@ class StepLoop:
             EngineError: the device is lost, or too many consecutive steps have failed.
         """
         self.started = []
-        step, self._running_step = self._running_step, None
+        step = self._running_step
+        self._running_step = None
         if step is not None:
             return self._finish(step)
         plan = self._scheduler.plan()

@@ -70,13 +70,13 @@ def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tupl
         if isinstance(schema.get(word), Mapping):
             yield from subschemas(schema[word], f"{path}.{word}", depth + 1)
     for word in _LIST_KEYWORDS:
-        parts = schema.get(word)
-        for number, part in enumerate(parts if isinstance(parts, list) else ()):
-            yield from subschemas(part, f"{path}.{word}[{number}]", depth + 1)
+        if isinstance(schema.get(word), list):
+            for number, part in enumerate(schema[word]):
+                yield from subschemas(part, f"{path}.{word}[{number}]", depth + 1)
     for word in _MAP_KEYWORDS:
-        named = schema.get(word)
-        for name, part in (named if isinstance(named, Mapping) else {}).items():
-            yield from subschemas(part, f"{path}.{word}.{name}", depth + 1)
+        if isinstance(schema.get(word), Mapping):
+            for name, part in schema[word].items():
+                yield from subschemas(part, f"{path}.{word}.{name}", depth + 1)
 
 
 def depth_of(path: str) -> int:
@@ -117,16 +117,19 @@ def load(name: str, source: str) -> object:
 def _json_depth(value: object) -> int:
     """Return how many levels of objects and lists a JSON value has.
 
-    Examples: 5 has no levels, [] has one, and {"a": [1, 2]} has two.
+    Examples: 5 has no levels, [] has one, and {"a": [1, 2]} has two. The value is searched level by
+    level and not by recursion, because it can be nested more deeply than Python's recursion limit.
     """
     depth = 0
-    nodes = [value]
-    while containers := [node for node in nodes if isinstance(node, dict | list)]:
+    level = [value]
+    while True:
+        containers = [node for node in level if isinstance(node, dict | list)]
+        if not containers:
+            return depth
         depth += 1
-        nodes = []
+        level = []
         for container in containers:
-            nodes += container.values() if isinstance(container, dict) else container
-    return depth
+            level += container.values() if isinstance(container, dict) else container
 
 
 def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
@@ -169,6 +172,10 @@ def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
     """Yield all limits on repetitions in a structural tag.
 
     Example: `"maxLength": 2000` in one of the schemas of the tag is such a limit.
+
+    Args:
+        node: the tag, or a part of the tag.
+        path: the position of `node` in the tag, for error messages.
     """
     if isinstance(node, list):
         for number, part in enumerate(node):

@@ -102,8 +102,8 @@ def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled
 def _simple_grammar(tag: object) -> tuple[str, str] | None:
     """Return the kind and source of the only grammar in a structural tag.
 
-    Return None for other tags. Example: the tag `{"format": {"type": "regex", "pattern": "a+"}}`
-    gives `("regex", "a+")`.
+    Return None if the tag contains anything else, such as text around the grammar. Example: the tag
+    `{"format": {"type": "regex", "pattern": "a+"}}` gives `("regex", "a+")`.
     """
     node = tag.get("format") if isinstance(tag, Mapping) else None
     if not isinstance(node, Mapping):

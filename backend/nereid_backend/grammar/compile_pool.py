@@ -72,10 +72,8 @@ class CompilePool(Generic[T]):
     ) -> None:
         """Compile a grammar in a thread if its trial was successful.
 
-        If the trial failed, store its error in `result`.
-
-        If the trial was successful, compile the grammar in a thread. Otherwise, store the error of
-        the trial in `result`.
+        If the trial failed, store its error in `result`. If the trial was cancelled, cancel
+        `result`.
         """
         if trial.cancelled():
             result.cancel()

@@ -209,20 +209,23 @@ class Guides:
         )
 
     def _join_compilation(self, libraries: Libraries, key: GrammarSpec) -> _Compilation:
-        """Return the running compilation of a grammar, or start one."""
+        """Return the running compilation of a grammar, or start one.
+
+        The number of requests that wait for the compilation increases by one.
+        """
         assert self._pool is not None
         with self._lock:
-            compilation = self._compiling.get(key)
-            is_new = compilation is None
-            if compilation is None:
-                work = partial(self._compile, libraries, key)
-                compilation = _Compilation(self._pool.submit(key, work))
-                self._compiling[key] = compilation
+            running = self._compiling.get(key)
+            if running is not None:
+                running.num_waiting += 1
+                return running
+            work = partial(self._compile, libraries, key)
+            compilation = _Compilation(self._pool.submit(key, work))
             compilation.num_waiting += 1
-        if is_new:
-            # `add_done_callback` may call the callback at once, and the callback needs the lock.
-            # The lock must therefore be released first.
-            compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
+            self._compiling[key] = compilation
+        # `add_done_callback` may call the callback at once, and the callback needs the lock. The
+        # lock must therefore be released first.
+        compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
         return compilation
 
     def _leave(
@@ -259,8 +262,19 @@ class Guides:
         libraries: Libraries,
         compiled_spec: _CompiledSpec | None,
     ) -> TokenGuide:
-        """Create a guide from the libraries and the compiled grammar."""
-        special_ids = compiled_spec.special_ids if compiled_spec is not None else frozenset[int]()
+        """Create the guide of a request.
+
+        Args:
+            params: the request's sampling parameters.
+            stops: the tokens that end the answer.
+            libraries: the vocabulary and the grammar libraries.
+            compiled_spec: the compiled grammar; None if the request has only a thinking budget.
+        """
+        matcher = None
+        special_ids: frozenset[int] = frozenset()
+        if compiled_spec is not None:
+            matcher = compiled_spec.compiled.matcher()
+            special_ids = compiled_spec.special_ids
         after = params.grammar.after if params.grammar is not None else ""
         # Requests with equal stop tokens, special tokens and markers share one GuideRules object.
         key = (stops, special_ids, after)
@@ -270,7 +284,6 @@ class Guides:
             # Each value counts as one byte, so this cache limits the number of its values.
             self._rules.put(key, rules, 1)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
-        matcher = compiled_spec.compiled.matcher() if compiled_spec is not None else None
         return TokenGuide(rules, matcher, thinking)
 
 

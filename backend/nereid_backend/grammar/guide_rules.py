@@ -58,16 +58,16 @@ def rules_for(
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
-    every = mask_of(range(size), size)
+    all_tokens = mask_of(range(size), size)
     forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
     forbidden = mask_of(forbidden_special_ids | vocabulary.unusable_ids, size)
-    grammar_mask = every & ~stop_mask & ~forbidden
+    grammar_mask = all_tokens & ~stop_mask & ~forbidden
     marker = after.strip().encode()
     return GuideRules(
         vocabulary=vocabulary,
         stop_ids=stop_ids,
         stop_mask=stop_mask,
-        free_mask=every & ~stop_mask,
+        free_mask=all_tokens & ~stop_mask,
         grammar_mask=grammar_mask,
         grammar_bits=grammar_mask.tobytes(),
         white_space_mask=mask_of(vocabulary.white_space_ids - stop_ids, size),
@@ -79,25 +79,26 @@ def rules_for(
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
     """Return the tokens that contain the end of the marker and some text after it.
 
-    The format of the result is described at GuideRules.spanning.
+    The key of the result is the number of the marker's bytes that must come before the token. Each
+    value lists the tokens with their text after the marker and after white space.
 
     Example: for the marker "</think>", the token 5 `>{` gives {7: [(5, b"{")]}, and the token 9
     `</think>[` gives {0: [(9, b"[")]}.
     """
     if not marker:
         return {}
-    table: dict[int, list[tuple[int, bytes]]] = {}
+    spanning: dict[int, list[tuple[int, bytes]]] = {}
     # Find the tokens that complete a marker whose first `num_before` bytes belong to earlier
     # tokens.
     for num_before in range(1, len(marker)):
-        ending = marker[num_before:]
-        for data, number in vocabulary.starting_with(ending):
-            rest = data[len(ending) :].lstrip(WHITE_SPACE)
-            if rest:
-                table.setdefault(num_before, []).append((number, rest))
+        marker_end = marker[num_before:]
+        for data, token_id in vocabulary.starting_with(marker_end):
+            text_after = data[len(marker_end) :].lstrip(WHITE_SPACE)
+            if text_after:
+                spanning.setdefault(num_before, []).append((token_id, text_after))
     # Find the tokens that contain the whole marker.
-    for data, number in vocabulary.sorted_tokens:
-        rest = data.partition(marker)[2].lstrip(WHITE_SPACE)
-        if rest:
-            table.setdefault(0, []).append((number, rest))
-    return table
+    for data, token_id in vocabulary.sorted_tokens:
+        text_after = data.partition(marker)[2].lstrip(WHITE_SPACE)
+        if text_after:
+            spanning.setdefault(0, []).append((token_id, text_after))
+    return spanning

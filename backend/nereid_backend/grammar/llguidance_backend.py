@@ -145,12 +145,15 @@ class LLGuidanceBackend:
             if isinstance(schema, Mapping) and word in schema
         }
         innermost = "$"
+        num_compiled = 0
         # `subschemas` yields each schema before the schemas inside it.
-        for count, (part, path) in enumerate(subschemas(schema)):
-            if count == _MAX_LOCATED or depth_of(path) <= depth_of(innermost):
+        for part, path in subschemas(schema):
+            is_inside = path.startswith(innermost) and depth_of(path) > depth_of(innermost)
+            if not is_inside or not isinstance(part, Mapping):
                 continue
-            if not path.startswith(innermost) or not isinstance(part, Mapping):
-                continue
+            if num_compiled == _MAX_LOCATED:
+                break
+            num_compiled += 1
             # A part of the schema may refer to the definitions of the whole schema, so these
             # definitions are added to the part. A part that is itself one of the definitions needs
             # no addition.

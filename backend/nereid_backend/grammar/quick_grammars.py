@@ -44,10 +44,9 @@ def is_quick(spec: GrammarSpec) -> bool:
 
 
 def _has_slow_part(value: object) -> bool:
-    """Return whether a JSON value contains a keyword that can take long to compile.
+    """Return whether some object in a JSON value can take long to compile.
 
-    The value is a JSON schema, a structural tag or a list of choices. The result is also True if a
-    pattern can take long to compile, or if a length keyword has a large value.
+    The value is a JSON schema, a structural tag or a list of choices.
     """
     nodes = [value]
     while nodes:
@@ -55,15 +54,24 @@ def _has_slow_part(value: object) -> bool:
         if isinstance(node, list):
             nodes += node
         elif isinstance(node, dict):
-            if not _SLOW_WORDS.isdisjoint(node):
-                return True
-            pattern = node.get("pattern")
-            if isinstance(pattern, str) and not _is_quick_pattern(pattern):
-                return True
-            if any(_is_long(node.get(name)) for name in _LENGTHS):
+            if _is_slow(node):
                 return True
             nodes += node.values()
     return False
+
+
+def _is_slow(schema: dict[str, object]) -> bool:
+    """Return whether the keywords of one schema can take long to compile.
+
+    Schemas inside this schema are not examined. Examples: `{"allOf": [...]}`, `{"maxLength": 5000}`
+    and `{"pattern": "(ab)*"}` can take long.
+    """
+    if not _SLOW_WORDS.isdisjoint(schema):
+        return True
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and not _is_quick_pattern(pattern):
+        return True
+    return any(_is_long(schema.get(name)) for name in _LENGTHS)
 
 
 def _is_quick_pattern(pattern: str) -> bool:

@@ -125,7 +125,11 @@ class TokenGuide:
             )
 
     def _advance(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
-        """Advance the phase and the grammar by one token, and return whether it is allowed."""
+        """Advance the phase and the grammar by one token, and return whether it is allowed.
+
+        The phases are described in the module's docstring. Example: in the phase WHITE_SPACE, the
+        token with a newline keeps the phase, and the token `{` begins the phase GRAMMAR.
+        """
         if token_id in self._rules.stop_ids:
             if not self._may_end(matcher):
                 return False
@@ -165,8 +169,8 @@ class TokenGuide:
         text = self._tail + data
         _, found_marker, after_marker = text.partition(marker)
         if not found_marker:
-            # Keep the last bytes, because they may be the beginning of the marker. They are fewer
-            # than the bytes of the whole marker, which the search above would have found.
+            # Keep the last bytes, because they may be the beginning of the marker. The text does
+            # not contain the whole marker, so one byte less than its length is enough.
             max_tail = len(marker) - 1
             self._tail = text[-max_tail:] if max_tail else b""
             return True
@@ -211,6 +215,8 @@ class TokenGuide:
         Mutates: rows.
         """
         is_limited = []
+        # The guides whose grammars decide the next tokens, by the class of the matcher. Each class
+        # fills all its rows in one call.
         by_class: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
@@ -259,8 +265,8 @@ class TokenGuide:
         """
         rules = self._rules
         row[:] = rules.free_mask
-        # Each token in `tokens` contains the end of the marker and text after the marker. It may
-        # follow only if the first `num_before` bytes of the marker precede it.
+        # Each token in `tokens` contains the end of the marker and text after the marker. The token
+        # completes the marker only if the answer ends with the marker's first `num_before` bytes.
         for num_before, tokens in rules.spanning.items():
             if num_before and not self._tail.endswith(rules.marker[:num_before]):
                 continue  # The answer does not end with these bytes.
@@ -303,12 +309,12 @@ class TokenGuide:
             return list(self._thinking.forced)
         if self._matcher is None or self._phase is not Phase.GRAMMAR:
             return []
-        data = self._matcher.forced()
-        if len(data) <= 1:
+        forced_bytes = self._matcher.forced()
+        if len(forced_bytes) <= 1:
             return []
-        tokens = self._rules.vocabulary.encode_forced([*self._recent], data)
-        has_only_allowed = all(_has(self._rules.grammar_bits, token_id) for token_id in tokens)
-        return tokens if has_only_allowed else []
+        tokens = self._rules.vocabulary.encode_forced([*self._recent], forced_bytes)
+        are_allowed = all(_has(self._rules.grammar_bits, token_id) for token_id in tokens)
+        return tokens if are_allowed else []
 
     def fork(self) -> "TokenGuide":
         """Return an independent copy for another sequence."""

@@ -98,7 +98,11 @@ class TrialServer:
                 return
 
     def _step(self) -> None:
-        """Wait for the next event, and handle every event that has occurred."""
+        """Wait for the next event, and handle every event that has occurred.
+
+        The events are a message of the engine, the result of a child, and the deadline of a job.
+        Afterwards, start as many waiting jobs as the number of children allows.
+        """
         now = time.monotonic()
         jobs = [*self._running, *self._waiting]
         timeout_s = min((job.deadline - now for job in jobs), default=None)
@@ -106,14 +110,11 @@ class TrialServer:
         ready = wait([self._connection, *results], timeout_s)
         while self._connection.poll():
             self._handle(*self._connection.recv())
-        finished = [job for job in self._running if job.result in ready]
-        for job in finished:
+        for job in [job for job in self._running if job.result in ready]:
             self._finish(job)
-        late = [job for job in jobs if job.deadline <= time.monotonic()]
-        for job in late:
-            # `_remove` returns False if this call of `_step` has already removed the job. The
-            # engine has then received the result or has cancelled the job, and needs no further
-            # message.
+        for job in [job for job in jobs if job.deadline <= time.monotonic()]:
+            # `_remove` returns False if the job has ended or was cancelled in this call of `_step`.
+            # The engine then needs no further message about the job.
             if self._remove(job):
                 self._connection.send((job.job_id, Outcome.LATE.value, ""))
         while self._waiting and len(self._running) < _MAX_CHILDREN:

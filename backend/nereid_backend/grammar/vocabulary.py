@@ -133,10 +133,10 @@ class Vocabulary:
         before = _decoded(b"".join(self.tokens[token_id] for token_id in recent))
         if not text or (recent and not before):
             return []
-        tokens = self.encode(before + text)
-        if tokens[: len(recent)] != recent:
+        all_tokens = self.encode(before + text)
+        if all_tokens[: len(recent)] != recent:
             return []
-        tokens = tokens[len(recent) :]
+        tokens = all_tokens[len(recent) :]
         if tokens and tokens[-1] not in self.marker_ids:
             tokens.pop()
         spelled = b"".join(self.tokens[token_id] for token_id in tokens)

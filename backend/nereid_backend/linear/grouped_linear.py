@@ -130,12 +130,13 @@ class GroupedLinear(nn.Linear):
         self.group_size = _used_group_size(group_size, in_features)
         # The layer stores each group as this number of smaller groups, all of which have the same
         # scale.
-        self._repeats = -(-min(group_size, in_features) // self.group_size)
-        panels = -(-self.out_features // LANES)
-        groups = -(-in_features // self.group_size)
-        units = groups * self.group_size // (UNIT if bits == 4 else UNIT // 2)
-        values = torch.empty(panels, units, LANES, 4, dtype=torch.uint8)
-        scales = torch.empty(panels, groups, LANES, dtype=torch.float16)
+        self._repeats = _divide_up(min(group_size, in_features), self.group_size)
+        num_panels = _divide_up(self.out_features, LANES)
+        num_groups = _divide_up(in_features, self.group_size)
+        inputs_per_unit = UNIT if bits == 4 else UNIT // 2
+        num_units = num_groups * self.group_size // inputs_per_unit
+        values = torch.empty(num_panels, num_units, LANES, 4, dtype=torch.uint8)
+        scales = torch.empty(num_panels, num_groups, LANES, dtype=torch.float16)
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         zeros = torch.empty_like(scales) if has_zeros else None
@@ -159,13 +160,13 @@ class GroupedLinear(nn.Linear):
         # to the right result.
         unsigned = values.view(torch.uint8) + offset if offset else values
         num_groups = self.scales.shape[1]
-        first = start // LANES
-        panels = slice(first, first - (-len(values) // LANES))
+        first_panel = start // LANES
+        panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
 
-        def panels_of(of_groups: Tensor) -> Tensor:
+        def panels_of(group_values: Tensor) -> Tensor:
             # If the last group is incomplete, it needs fewer than `_repeats` copies of its scale.
             # The slice drops the surplus copies.
-            repeated = of_groups.repeat_interleave(self._repeats, dim=1)[:, :num_groups]
+            repeated = group_values.repeat_interleave(self._repeats, dim=1)[:, :num_groups]
             return _panels_of_groups(repeated)
 
         self.values[panels] = pack_values(unsigned, self.bits, self.group_size)
@@ -318,11 +319,17 @@ def _used_group_size(group_size: int, in_features: int) -> int:
     groups of 128, and one group of 20 inputs as a group of 24.
     """
     if group_size >= in_features:
-        return min(_MAX_GROUP_SIZE, -(-in_features // UNIT) * UNIT)
-    parts = -(-group_size // _MAX_GROUP_SIZE)
-    while group_size % (parts * UNIT):
-        parts += 1
-    return group_size // parts
+        padded_row = _divide_up(in_features, UNIT) * UNIT
+        return min(_MAX_GROUP_SIZE, padded_row)
+    num_parts = _divide_up(group_size, _MAX_GROUP_SIZE)
+    while group_size % (num_parts * UNIT):
+        num_parts += 1
+    return group_size // num_parts
+
+
+def _divide_up(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded up. Example: `_divide_up(7, 3)` returns 3."""
+    return -(-dividend // divisor)
 
 
 def _check(
@@ -336,13 +343,14 @@ def _check(
     out_features, in_features = values.shape
     if group_size < in_features and group_size % UNIT:
         raise ValueError(f"group_size must be a multiple of {UNIT}, but the value is {group_size}.")
-    expected = (out_features, -(-in_features // min(group_size, in_features)))
-    for name, of_groups in (("scales", scales), ("zeros", zeros)):
-        if of_groups is not None and of_groups.shape != expected:
+    num_groups = _divide_up(in_features, min(group_size, in_features))
+    expected = (out_features, num_groups)
+    for name, tensor in (("scales", scales), ("zeros", zeros)):
+        if tensor is not None and tensor.shape != expected:
             raise ValueError(
                 f"{name} must have the shape {expected} for weights of the shape "
                 f"{tuple(values.shape)} and group_size {group_size}, but the shape is "
-                f"{tuple(of_groups.shape)}."
+                f"{tuple(tensor.shape)}."
             )
 
 

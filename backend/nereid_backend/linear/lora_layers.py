@@ -95,6 +95,10 @@ class _Joined:
 def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
     """Join the matrices of several adapters for linear layers with the same input.
 
+    The first matrices (`down`) of all layers become one layer, and the second matrices (`up`) of
+    each linear layer become one layer. Example: two adapters of the ranks 2 and 3 change q_proj and
+    k_proj. The joined first matrix has 10 rows, and each joined second matrix has 5 columns.
+
     Args:
         pairs: the matrices of each adapter, for each linear layer. An item is None if the adapter
             does not change the layer.
@@ -102,21 +106,20 @@ def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
     Returns:
         The joined matrices of each linear layer.
     """
-    present = [[pair for pair in of_layer if pair is not None] for of_layer in pairs]
-    layers = nn.ModuleList(
-        [
-            _linear(torch.cat([pair.down for of_layer in present for pair in of_layer])),
-            *(_linear(torch.cat([pair.up for pair in of_layer], dim=1)) for of_layer in present),
-        ]
-    )
+    present = [[pair for pair in layer_pairs if pair is not None] for layer_pairs in pairs]
+    all_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
+    all_up = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
+    layers = nn.ModuleList([_linear(all_down), *map(_linear, all_up)])
     # For such narrow matrices on a CPU, torch is several times slower than the packed layers.
     prepack_linears(layers)
     down, *ups = cast("list[nn.Linear]", list(layers))
     ranks = tuple(
-        tuple(0 if pair is None else len(pair.down) for pair in of_layer) for of_layer in pairs
+        tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)
+        for layer_pairs in pairs
     )
     group = _Group(down, ranks)
-    joined, start = [], 0
+    joined = []
+    start = 0
     for up in ups:
         joined.append(_Joined(group, slice(start, start + up.in_features), up))
         start += up.in_features
@@ -176,18 +179,23 @@ class LoraLayers:
         )
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Store the matrices of an adapter. The keys of `weights` are names of linear layers."""
+        """Store the matrices of an adapter, and register the hooks that its layers need.
+
+        The keys of `weights` are the names of linear layers. The kernels of `_native` compute some
+        of these layers, and forward hooks change the outputs of the other layers.
+        """
         native = {name: pair for name, pair in weights.items() if name in self._native}
+        other = {name: pair for name, pair in weights.items() if name not in native}
         self._native.add(adapter, native)
-        joined = {name: pair for name, pair in weights.items() if name not in native}
-        self._weights[adapter] = joined
-        self._total_ranks[adapter] = sum(len(pair.down) for pair in joined.values())
-        self._hooked[adapter] = [*joined, *filter(self._native.needs_hook, native)]
+        self._weights[adapter] = other
+        self._total_ranks[adapter] = sum(len(pair.down) for pair in other.values())
+        self._hooked[adapter] = [*other, *filter(self._native.needs_hook, native)]
         for name in self._hooked[adapter]:
-            if name not in self._hooks:
-                add = self._add_product if name in joined else self._native.adapt
-                layer = self._model.get_submodule(name)
-                self._hooks[name] = layer.register_forward_hook(partial(add, name))
+            if name in self._hooks:
+                continue
+            add_product = self._add_product if name in other else self._native.adapt
+            layer = self._model.get_submodule(name)
+            self._hooks[name] = layer.register_forward_hook(partial(add_product, name))
 
     def remove(self, adapter: Adapter) -> None:
         """Free the matrices of an adapter, and remove hooks that no other adapter needs."""
@@ -209,14 +217,14 @@ class LoraLayers:
             Whether layers need their hooks. If not, the model can be computed without calling its
             modules, because the CPU kernels add the products of the adapters.
         """
-        parts = [(chunk.sequence.adapter, chunk.num_tokens) for chunk in chunks]
-        adapters = tuple(dict.fromkeys(adapter for adapter, _ in parts if adapter is not None))
+        chunks = list(chunks)
+        owners = [chunk.sequence.adapter for chunk in chunks]
+        adapters = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
         if not adapters:
             yield False
             return
-        owners = [adapter for adapter, _ in parts]
-        counts = [num_tokens for _, num_tokens in parts]
-        if any(map(self._weights.__getitem__, adapters)):
+        counts = [chunk.num_tokens for chunk in chunks]
+        if any(self._weights[adapter] for adapter in adapters):
             self._use(adapters)
             indices = {adapter: index for index, adapter in enumerate(self._adapters)}
             self._chunk_owners = np.array(
@@ -225,7 +233,7 @@ class LoraLayers:
             self._owners = upload(self._chunk_owners.repeat(counts), self._device)
         try:
             with self._native.serving(owners, counts):
-                yield any(map(self._hooked.__getitem__, adapters))
+                yield any(self._hooked[adapter] for adapter in adapters)
         finally:
             self._end_step()
 
@@ -306,7 +314,7 @@ class LoraLayers:
         return hidden
 
     def _mask(self, ranks: tuple[tuple[int, ...], ...], num_rows: int) -> Tensor:
-        """Return a mask that is True where a row uses the adapter of a column.
+        """Return a mask that is True where a row does not use the adapter of a column.
 
         A layer usually computes one row for each token of the step. Some models store compressed
         keys and values, and one of their layers expands the keys and values of the whole context in

@@ -175,20 +175,20 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
     """Return the groups of layers that can be merged.
 
-    Each group has at least two layers, in the order of their calls.
+    Each group has at least two layers, in the order of their calls. A group with a layer that is
+    called twice is left out, because the inputs of the two calls may differ in a later run.
     """
-    runs: list[list[_Call]] = []
+    groups: list[list[_Call]] = []
     for call in calls:
-        if runs and _can_merge(runs[-1][-1], call):
-            runs[-1].append(call)
+        if groups and _can_merge(groups[-1][-1], call):
+            groups[-1].append(call)
         else:
-            runs.append([call])
+            groups.append([call])
     num_calls = collections.Counter(id(call.layer) for call in calls)
-    # A layer that is called twice is not merged, because its two inputs may differ in a later run.
     return [
-        [call.layer for call in run]
-        for run in runs
-        if len(run) > 1 and all(num_calls[id(call.layer)] == 1 for call in run)
+        [call.layer for call in group]
+        for group in groups
+        if len(group) > 1 and all(num_calls[id(call.layer)] == 1 for call in group)
     ]
 
 

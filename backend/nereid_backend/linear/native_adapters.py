@@ -63,24 +63,30 @@ class NativeAdapters:
         # The layers that need a hook, by name. Each has a key that replaces the address of its
         # weights.
         self._hook_keys: dict[str, int] = {}
-        # The number of outputs of each layer.
+        # The number of outputs of each layer, by the number of the layer.
         sizes: list[int] = []
+        # The matrix products to which the kernels add adapters: one for each layer, and one for
+        # each merged group. The kernels find a product by the address of its weights.
         products: list[NativeAdaptedProduct] = []
         for group in _groups(model):
-            first = len(sizes)
+            first_number = len(sizes)
             for name, layer in group.items():
                 key = _address(layer)
                 if key is None:
-                    key = self._hook_keys[name] = id(layer)
+                    key = id(layer)
+                    self._hook_keys[name] = key
+                number = len(sizes)
                 num_outputs = _num_outputs(layer)
-                products.append(NativeAdaptedProduct(key, num_outputs, len(sizes), 1))
-                self._numbers[name] = len(sizes)
+                products.append(NativeAdaptedProduct(key, num_outputs, number, 1))
+                self._numbers[name] = number
                 sizes.append(num_outputs)
             if len(group) > 1:
                 merged = next(iter(group.values())).merged
                 assert isinstance(merged, Tensor)
-                total = sum(sizes[first:])
-                products.append(NativeAdaptedProduct(merged.data_ptr(), total, first, len(group)))
+                num_outputs = sum(sizes[first_number:])
+                products.append(
+                    NativeAdaptedProduct(merged.data_ptr(), num_outputs, first_number, len(group))
+                )
         products.sort(key=lambda product: product.weight)
         self._products = (NativeAdaptedProduct * len(products))(*products)
         self._sizes = (ctypes.c_int64 * len(sizes))(*sizes)
@@ -235,7 +241,9 @@ def _padded_sizes(pair: LayerPair) -> tuple[int, int, int]:
 def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
     """Return the linear layers of a model on a CPU, with merged layers in one group.
 
-    A layer that is not merged is alone in its group.
+    Each group maps the names of its layers to the layers, in the order in which the layers were
+    merged. A layer that is not merged is alone in its group. Example: `[{"q_proj": q, "k_proj": k,
+    "v_proj": v}, {"o_proj": o}]`. The list is empty if the kernels cannot be used.
     """
     device = next(model.parameters()).device
     if device.type != "cpu" or not native_linear.is_available():
@@ -245,10 +253,11 @@ def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
         if _num_outputs(module):
             key = id(module.group) if isinstance(module, MergedNativeLinear) else name
             groups.setdefault(key, {})[name] = module
-    return [
-        dict(sorted(group.items(), key=lambda item: getattr(item[1], "place", 0)))
-        for group in groups.values()
-    ]
+
+    def place_in_group(item: tuple[str, nn.Module]) -> int:
+        return int(getattr(item[1], "place", 0))
+
+    return [dict(sorted(group.items(), key=place_in_group)) for group in groups.values()]
 
 
 def _num_outputs(module: nn.Module) -> int:

@@ -71,12 +71,14 @@ def prepack_linears(
     freed = FreedMemory()
     count = 0
     for module in report_items(list(model.modules()), "packing modules", progress):
-        if type(module) is nn.Linear:
-            is_shared = module.weight.data_ptr() in shared
-            if copy_shared or not is_shared:
-                num_bytes = module.weight.nbytes
-                count += _prepack(module, keep=is_shared)
-                freed.add(num_bytes)
+        if type(module) is not nn.Linear:
+            continue
+        is_shared = module.weight.data_ptr() in shared
+        if is_shared and not copy_shared:
+            continue
+        num_bytes = module.weight.nbytes
+        count += _prepack(module, keep=is_shared)
+        freed.add(num_bytes)
     return count
 
 
@@ -129,18 +131,18 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
         keep: whether the weight must remain unchanged, because other layers share it.
     """
     weight = layer.weight.detach()
-    kind: type[nn.Linear]
+    packed_class: type[nn.Linear]
     if native_linear.can_pack(weight):
-        kind = NativeLinear
+        packed_class = NativeLinear
         packed = native_linear.pack(weight)
     elif _can_reorder(weight):
-        kind = PackedLinear
+        packed_class = PackedLinear
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
     else:
         return False
     if not keep:
         free_weight(layer)
-    change_class(layer, kind)
+    change_class(layer, packed_class)
     # The tensor is registered as a buffer, so that torch.export treats it as part of the model.
     layer.register_buffer("packed", packed, persistent=False)
     return True

@@ -80,18 +80,19 @@ def quantise_linears(
     freed = FreedMemory()
     count = 0
     for module in report_items(list(model.modules()), "rounding modules", progress):
-        weight = module.weight if type(module) is nn.Linear else None
-        if weight is None or weight.device.type != "cpu" or weight.dtype not in _DTYPES:
+        if type(module) is not nn.Linear or not _can_quantise(module.weight):
             continue
-        if 0 in weight.shape:
-            continue
-        used_bits = 8 if module is output_layer else bits
-        num_bytes = weight.nbytes
-        _quantise(module, used_bits, keep=weight.data_ptr() in shared)
-        del weight
+        num_bytes = module.weight.nbytes
+        is_shared = module.weight.data_ptr() in shared
+        _quantise(module, 8 if module is output_layer else bits, keep=is_shared)
         freed.add(num_bytes)
         count += 1
     return count
+
+
+def _can_quantise(weight: Tensor) -> bool:
+    """Return whether a weight is a float32 or bfloat16 tensor on a CPU that is not empty."""
+    return weight.device.type == "cpu" and weight.dtype in _DTYPES and 0 not in weight.shape
 
 
 def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
@@ -119,7 +120,7 @@ def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits:
 
     Args:
         layer: the layer. Mutated.
-        read_rows: returns the rows from the first to the second number of the weight.
+        read_rows: returns rows of the weight. Example: `read_rows(16, 32)` returns 16 rows.
         bits: 4 or 8.
     """
     num_rows, in_features = layer.weight.shape

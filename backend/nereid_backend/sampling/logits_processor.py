@@ -38,16 +38,19 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     Raises:
         RequestError: a token id is too large. The message names the field, the id and the limit.
     """
-    named = {
+    token_ids_of_field = {
         "logit_bias": [token_id for token_id, _ in _bias_pairs(params)],
         "allowed_token_ids": params.allowed_token_ids or (),
-        "bad_words_token_ids": [t for word in params.bad_words_token_ids for t in word],
+        "bad_words_token_ids": [
+            token_id for word in params.bad_words_token_ids for token_id in word
+        ],
     }
-    for name, token_ids in named.items():
+    for field, token_ids in token_ids_of_field.items():
         highest = max(token_ids, default=0)
         if highest >= vocab_size:
             raise RequestError(
-                f"{name}: the token id {highest} is outside the vocabulary (0 to {vocab_size - 1})."
+                f"{field}: the token id {highest} is outside the vocabulary "
+                f"(0 to {vocab_size - 1})."
             )
 
 
@@ -120,18 +123,19 @@ class LogitsParams:
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
-        known, drafts = self.owner.token_ids, position.drafts
+        known = self.owner.token_ids
+        drafts = position.drafts
         newest = drafts[-1] if drafts else known[-1]
-        ends = []
-        for before, last in self.bad_words.get(newest, ()):
-            length = len(before)  # at least 1
-            if length <= num_output:
-                # The position comes after draft tokens, which follow the known tokens of the
-                # sequence.
-                tail = known[-length:] + drafts
-                if tail[-length:] == before:
-                    ends.append(last)
-        return ends
+        last_tokens = []
+        for beginning, last_token in self.bad_words.get(newest, ()):
+            length = len(beginning)  # at least 1
+            if length > num_output:
+                continue
+            # The position comes after draft tokens, which follow the known tokens of the sequence.
+            tail = known[-length:] + drafts
+            if tail[-length:] == beginning:
+                last_tokens.append(last_token)
+        return last_tokens
 
 
 class LogitsProcessor:

@@ -100,15 +100,18 @@ class TokenCounts:
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
-        """Count the new tokens of a request, and return how many distinct tokens it has."""
+        """Count the new tokens of a request, and return how many distinct tokens it has.
+
+        If the row belonged to another request until now, count all tokens of this request.
+        """
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:
             counted = self._begin(row, sequence)
         token_ids = sequence.token_ids
         if counted.num_counted < len(token_ids):
-            new = token_ids[counted.num_counted :]
-            self._widen(len(counted.columns) + len(new))
-            _add(self._ids[row], self._counts[row], new, counted.columns)
+            new_token_ids = token_ids[counted.num_counted :]
+            self._widen(len(counted.columns) + len(new_token_ids))
+            _add(self._ids[row], self._counts[row], new_token_ids, counted.columns)
             counted.num_counted = len(token_ids)
         return len(counted.columns)
 
@@ -200,7 +203,8 @@ def _add(
     for token_id in token_ids:
         column = columns.get(token_id)
         if column is None:
-            column = columns[token_id] = len(columns)
+            column = len(columns)
+            columns[token_id] = column
             if column == 0:
                 ids[:] = token_id
             else:

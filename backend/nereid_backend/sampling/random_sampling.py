@@ -178,17 +178,20 @@ def _sample_filtered(
         is False for each row that the caller must sample again. It is None if `defers` is False.
     """
     if defers:
-        token_ids, is_certain, _ = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
-        return token_ids, is_certain
-    token_ids, is_certain, total_probs = _sample_from_likeliest(logits, batch, _LIKELIEST)
+        first = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
+        return first.token_ids, first.is_certain
+    first = _sample_from_likeliest(logits, batch, _LIKELIEST)
+    token_ids, is_certain = first.token_ids, first.is_certain
     if native_logits.can_read(logits):
         # A second attempt examines more of the likeliest tokens. Rows with a very flat distribution
         # get no second attempt.
-        rows = (~is_certain & (total_probs >= _MIN_TOTAL_PROB)).nonzero().squeeze(1)
+        rows = (~is_certain & (first.total_probs >= _MIN_TOTAL_PROB)).nonzero().squeeze(1)
         if len(rows) > 0:
-            token_ids[rows], is_certain[rows], _ = _sample_from_likeliest(
+            second = _sample_from_likeliest(
                 logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND
             )
+            token_ids[rows] = second.token_ids
+            is_certain[rows] = second.is_certain
     rows = (~is_certain).nonzero().squeeze(1)
     if len(rows) > 0:
         uncertain = batch.rows(rows.cpu().numpy())
@@ -196,15 +199,25 @@ def _sample_filtered(
     return token_ids, None
 
 
-def _sample_from_likeliest(
-    logits: Tensor, batch: SamplingBatch, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Attempt(NamedTuple):
+    """The tokens that were sampled from the likeliest tokens of each row.
+
+    Attributes:
+        token_ids: [n] int64, the sampled tokens.
+        is_certain: [n] bool, True if the filters of the row keep only tokens that were examined.
+        total_probs: [n] float32, the total probability of the examined tokens.
+    """
+
+    token_ids: Tensor
+    is_certain: Tensor
+    total_probs: Tensor
+
+
+def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> _Attempt:
     """Sample one token for each row from the `width` likeliest tokens.
 
-    Returns:
-        Three tensors. The first contains the token ids, [n] int64. The second is True for each row
-        of which the filters keep only tokens that were examined, [n] bool. The third is the total
-        probability of the examined tokens, [n] float32.
+    The result is wrong if the filters of a row also keep less likely tokens, which
+    `_Attempt.is_certain` shows.
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
@@ -220,7 +233,7 @@ def _sample_from_likeliest(
     token_ids, order = token_ids.sort(dim=-1)
     weights = (probs * (probs >= threshold)).gather(1, order)
     sampled_ids = token_ids.gather(1, _select(weights, batch)[:, None]).squeeze(1)
-    return sampled_ids, is_certain.squeeze(1), probs.sum(-1)
+    return _Attempt(sampled_ids, is_certain.squeeze(1), probs.sum(-1))
 
 
 def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:

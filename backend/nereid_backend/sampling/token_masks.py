@@ -7,6 +7,7 @@ threads fill the masks. Then the masks are applied to the logits of all position
 """
 
 import logging
+import math
 import os
 import time
 from collections import abc
@@ -259,10 +260,10 @@ class MaskFiller:
         if len(guided) * self._seconds_per_mask < _WORTH_A_THREAD_S:
             return [_FillJob(groups, positions, self._buffer, rows)]
         num_jobs = max(1, min(self._max_jobs, len(groups) // _SEQUENCES_PER_JOB))
-        size = -(-len(groups) // num_jobs)
+        sequences_per_job = math.ceil(len(groups) / num_jobs)
         jobs = [
-            _FillJob(groups[i : i + size], positions, self._buffer, rows)
-            for i in range(0, len(groups), size)
+            _FillJob(groups[start : start + sequences_per_job], positions, self._buffer, rows)
+            for start in range(0, len(groups), sequences_per_job)
         ]
         return [self._threads.submit(job.result) for job in jobs]
 

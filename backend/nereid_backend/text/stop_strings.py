@@ -56,7 +56,8 @@ class StopStrings:
         if match is not None:
             start, stop = match
             self._held = ""
-            return StopMatch(text[: start + len(stop) if self._include else start], stop)
+            end = start + len(stop) if self._include else start
+            return StopMatch(text[:end], stop)
         num_sendable = len(text) - self._held_length(text)
         self._held = text[num_sendable:]
         return StopMatch(text[:num_sendable])
@@ -75,9 +76,14 @@ class StopStrings:
         """
         positions = [(text.find(stop), stop) for stop in self._stops]
         matches = [(start, stop) for start, stop in positions if start >= 0]
+
+        def end_and_start(match: tuple[int, str]) -> tuple[int, int]:
+            start, stop = match
+            return start + len(stop), start
+
         # Choose the match that ends first. If several matches end at the same character, choose the
         # longest.
-        return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
+        return min(matches, key=end_and_start, default=None)
 
     def _held_length(self, text: str) -> int:
         """Return how many characters at the end of `text` could begin a stop string.

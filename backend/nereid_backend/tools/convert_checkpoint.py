@@ -58,20 +58,20 @@ def convert(source: str, target: str, dtype: Target) -> None:
     config = read_config(folder, trust_remote_code=False)
     if model_class(config) is None:
         raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
-    bits = _BITS.get(dtype)
-    other_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
-    arguments = weight_arguments(folder, config, other_dtype, is_lazy=True)
-    layers: set[str] = set()
+    bits = _BITS.get(dtype)  # None if the weights become floating point numbers
+    float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
+    arguments = weight_arguments(folder, config, float_dtype, is_lazy=True)
+    linear_layers: set[str] = set()
     if bits is not None:
         with torch.device("meta"):
-            layers = linear_names(model_class(config)(arguments["config"]))
+            linear_layers = linear_names(model_class(config)(arguments["config"]))
     new_folder.mkdir(parents=True, exist_ok=True)
     _copy_other_files(folder, new_folder)
     weights = arguments["state_dict"]
-    names = layers & weights.keys()
-    _write_shards(new_folder, _converted(weights, names, bits, other_dtype))
-    settings = None if bits is None else _quantization_config(bits, layers, names)
-    _write_config(folder, new_folder, str(other_dtype).removeprefix("torch."), settings)
+    integers = linear_layers & weights.keys()
+    _write_shards(new_folder, _converted(weights, integers, bits, float_dtype))
+    settings = None if bits is None else _quantization_config(bits, linear_layers, integers)
+    _write_config(folder, new_folder, str(float_dtype).removeprefix("torch."), settings)
 
 
 def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' configs are untyped

@@ -170,6 +170,18 @@ def test_a_schema_that_is_not_strict_passes_over_what_cannot_be_enforced(guide, 
     guide(schema_spec(asked, is_strict=False)).accept([*vocabulary.encode("[1, 1]"), 2])
 
 
+def test_only_the_first_200_schemas_are_searched_for_the_place_of_an_error(guide):
+    refused = {"type": "array", "uniqueItems": True}
+    strings = {f"p{number}": {"type": "string"} for number in range(250)}
+    few = {"type": "object", "properties": {"last": refused}}
+    many = {"type": "object", "properties": {**strings, "last": refused}}
+    with pytest.raises(RequestError, match=r"\$\.properties\.last"):
+        guide(schema_spec(few, is_strict=True))
+    with pytest.raises(RequestError, match="uniqueItems") as error:
+        guide(schema_spec(many, is_strict=True))
+    assert "properties" not in str(error.value)
+
+
 def test_a_schema_cannot_bring_options_of_its_own(guide):
     asked = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
     with pytest.raises(RequestError, match="uniqueItems"):

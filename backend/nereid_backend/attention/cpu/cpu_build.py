@@ -66,23 +66,31 @@ def load_library() -> ctypes.CDLL:
 
 def _load(instruction_set: InstructionSet) -> ctypes.CDLL:
     """Return the kernels for one instruction set, and build them if necessary."""
-    library = _load_precompiled(instruction_set)
-    if library is None:
-        compiler = find_compiler()
-        fingerprint = _fingerprint(compiler, instruction_set)
-        path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
-        if not path.is_file():
-            with _build_lock(path.with_suffix(".lock")):
-                if not path.is_file():
-                    _build(compiler, instruction_set, path)
-        try:
-            library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        except OSError as error:
-            raise KernelBuildError(
-                f"the file {path} cannot be loaded ({error}); delete the file to build it again"
-            ) from error
+    library = _load_precompiled(instruction_set) or _load_built(instruction_set)
     logger.info("The CPU kernels use the instruction set %s.", instruction_set.name)
     return library
+
+
+def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
+    """Return the kernels from the cache folder, and build them if the folder does not have them.
+
+    Raises:
+        KernelBuildError: if there is no compiler, or if the library cannot be built or loaded.
+    """
+    compiler = find_compiler()
+    fingerprint = _fingerprint(compiler, instruction_set)
+    path = cache_folder() / f"cpu-kernels-{instruction_set.name}-{fingerprint}.so"
+    if not path.is_file():
+        with _build_lock(path.with_suffix(".lock")):
+            # Another process may have built the library while this process waited for the lock.
+            if not path.is_file():
+                _build(compiler, instruction_set, path)
+    try:
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise KernelBuildError(
+            f"the file {path} cannot be loaded ({error}); delete the file to build it again"
+        ) from error
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:

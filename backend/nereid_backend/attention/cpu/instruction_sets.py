@@ -71,9 +71,9 @@ def usable_instruction_sets() -> list[InstructionSet]:
     name = os.environ.get(CPU_INSTRUCTIONS, "").strip()
     if not name:
         return supported
-    chosen = [one for one in supported if one.name == name]
+    chosen = [instruction_set for instruction_set in supported if instruction_set.name == name]
     if not chosen:
-        names = ", ".join(one.name for one in supported)
+        names = ", ".join(instruction_set.name for instruction_set in supported)
         raise ValueError(f"{CPU_INSTRUCTIONS} is {name}, but this processor supports only {names}")
     return chosen
 

@@ -144,7 +144,11 @@ def _fastest(
     make_trial: Callable[..., Trial],
     timer: Timer,
 ) -> AttentionBackend | None:
-    """Return the fastest library; None if the project's kernels are the fastest."""
+    """Return the fastest library; None if the project's kernels are the fastest.
+
+    The libraries and the kernels compute one step that is typical for the situation. A library must
+    take at most the share `_MAX_SHARE` of the kernels' time.
+    """
     step = _MEASURED[situation]
     trial = make_trial(decodes=step.decodes, prefills=step.prefills)
     own_ms = timer(trial.attend)

@@ -175,19 +175,21 @@ class BlockTables:
         computed. The next token, at position 10, attends to positions 7 to 10, which start in the
         second block. The block table [8, 3, 6] becomes [null, 3, 6].
         """
-        first, window_before = 0, None
+        first_needed = 0  # the index of the first block in the window
+        previous_window = None
         for group, (window, table) in enumerate(
             zip(self._windows, sequence.block_tables, strict=True)
         ):
             if window is None:
                 continue
-            # Consecutive groups of layers often have the same attention window.
-            if window is not window_before:
-                position = window.first_visible(sequence.num_computed_tokens)
-                first, window_before = position // self._block_size, window
+            # Consecutive groups often have the same window, so its first block is computed once.
+            if window is not previous_window:
+                first_position = window.first_visible(sequence.num_computed_tokens)
+                first_needed = first_position // self._block_size
+                previous_window = window
             # The block table may end before the window starts, because the block of the next token
             # is allocated only when that token is planned.
-            end = min(first, len(table))
+            end = min(first_needed, len(table))
             num_dropped = sequence.num_dropped_blocks[group]
             if end > num_dropped:
                 self._pool.release(table[num_dropped:end])
@@ -215,9 +217,9 @@ class BlockTables:
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
         """Let the other sequences of a request share the prompt blocks that `leader` has computed.
 
-        The leader has computed these blocks. The other sequences are called followers. If the model
-        has a recurrent state, the followers do not share the blocks here, because they also need
-        the state. They find blocks and a snapshot in the prefix cache instead.
+        The leader is the sequence that has computed the prompt. The other sequences are called
+        followers. If the model has a recurrent state, the followers do not share the blocks here,
+        because they also need the state. They find blocks and a snapshot in the prefix cache.
 
         Example with one group: the prompt has 10 tokens, block_size is 4, and the leader's block
         table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.

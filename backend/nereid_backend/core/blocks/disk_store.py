@@ -93,8 +93,9 @@ class DiskStore:
         name = self._name(key)
         with self._lock:
             if name in self._pending:
-                pending = self._pending[name]
-                return None if pending is None else pending.partition(b"\n")[2]
+                # The writer thread has not written or deleted this file yet.
+                waiting_data = self._pending[name]
+                return None if waiting_data is None else waiting_data.partition(b"\n")[2]
             if name not in self._sizes:
                 return None
             self._sizes.move_to_end(name)
@@ -163,14 +164,18 @@ class DiskStore:
             self._num_bytes += size
 
     def _write_files(self) -> None:
-        """Write and delete files until the queue contains None."""
+        """Write and delete files until the queue contains None. The writer thread runs this method.
+
+        The queue contains the names of files. `_pending` has the bytes to write for each name, or
+        None if the file must be deleted.
+        """
         while (name := self._queue.get()) is not None:
             with self._lock:
                 if name not in self._pending:
                     continue
                 data = self._pending[name]
             try:
-                self._apply(name, data)
+                self._write_or_delete(name, data)
             except OSError as error:
                 self._warn(
                     f"The prefix cache cannot write to the folder {self._folder}: {error}. "
@@ -184,8 +189,11 @@ class DiskStore:
                     del self._pending[name]
                     self._num_pending_bytes -= len(data or b"")
 
-    def _apply(self, name: str, data: bytes | None) -> None:
-        """Write the bytes `data` to the file `name`. If `data` is None, delete the file."""
+    def _write_or_delete(self, name: str, data: bytes | None) -> None:
+        """Write the bytes `data` to the file `name`. If `data` is None, delete the file.
+
+        The bytes are first written to a temporary file, so that a crash never leaves half a file.
+        """
         path = self._folder / name
         if data is None:
             path.unlink(missing_ok=True)

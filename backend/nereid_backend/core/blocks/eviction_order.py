@@ -38,6 +38,20 @@ class SessionKey(NamedTuple):
     prompt_cache_key: str
 
 
+class SessionUse(NamedTuple):
+    """The number of items that a session retains, and the time until the session expires.
+
+    Attributes:
+        key: the name of the session.
+        num_items: the number of items that the session retains.
+        expires_in_s: the seconds until the items are no longer retained.
+    """
+
+    key: SessionKey
+    num_items: int
+    expires_in_s: float
+
+
 @dataclass(slots=True)
 class _Session(Generic[Item]):
     """The retained items of one session.
@@ -175,9 +189,10 @@ class EvictionOrder(Generic[Item]):
         session.last_use = self._num_changes
         session.expires = max(session.expires, expires)
         for item in items:
-            old = self._session_of.get(item)
-            if old is session or (old is not None and old.expires >= session.expires):
+            owner = self._session_of.get(item)
+            if owner is session or (owner is not None and owner.expires >= session.expires):
                 continue
+            # Move the item from its present session, if it has one, to this session.
             is_idle = item in self
             self.forget(item)
             self._session_of[item] = session
@@ -204,17 +219,20 @@ class EvictionOrder(Generic[Item]):
         session = self._sessions.get(key)
         return [] if session is None else list(session.idle)
 
-    def sessions(self) -> list[tuple[SessionKey, int, float]]:
-        """Return each session with its number of items and the seconds until it expires."""
+    def sessions(self) -> list[SessionUse]:
+        """Return the sessions that have not expired."""
         self._expire()
         now = self._clock()
         return [
-            (key, session.num_items, session.expires - now)
+            SessionUse(key, session.num_items, session.expires - now)
             for key, session in self._sessions.items()
         ]
 
     def _expire(self) -> None:
-        """Remove the sessions whose retention has expired. Their items are no longer retained."""
+        """Remove the sessions whose retention has expired.
+
+        Their idle items become the oldest items without a session, so they are evicted next.
+        """
         if not self._sessions:
             return
         now = self._clock()

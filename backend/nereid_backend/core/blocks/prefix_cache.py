@@ -90,23 +90,22 @@ class PrefixCache:
         hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
         if self._has_windows:
             return self._find_visible(hashes)
-        found: list[int] = []
-        blocks = self._blocks[0]
+        block_table: list[int] = []
+        cached_blocks = self._blocks[0]
         for block_hash in hashes:
-            block = blocks.get(block_hash)
+            block = cached_blocks.get(block_hash)
             if block is None:
                 break
-            found.append(block)
+            block_table.append(block)
         if self.snapshots is None:
-            return [found]
+            return [block_table]
         # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
         # are computed again. `branch_position` causes a new snapshot at the end of the cached
         # blocks. The next request with the same prefix can then reuse all of these blocks.
-        num_cached = len(found)
-        while found and hashes[len(found) - 1] not in self.snapshots:
-            found.pop()
-        sequence.branch_position = num_cached * self._block_size
-        return [found]
+        sequence.branch_position = len(block_table) * self._block_size
+        while block_table and hashes[len(block_table) - 1] not in self.snapshots:
+            block_table.pop()
+        return [block_table]
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
         """Record the hashes of new blocks in `unsaved`, so that the blocks can be saved on disk.
@@ -175,13 +174,15 @@ class PrefixCache:
             for index in range(sequence.num_findable_blocks, num_full):
                 # If two requests computed the same tokens, the cache contains only the block that
                 # was added first.
-                if hashes[index] not in blocks:
-                    block = table[index]
-                    blocks[hashes[index]] = block
-                    self._hashes[block] = hashes[index]
-                    self._pool.mark_cached(block)
-                    if self.unsaved is not None:
-                        self.unsaved[hashes[index]] = None
+                block_hash = hashes[index]
+                if block_hash in blocks:
+                    continue
+                block = table[index]
+                blocks[block_hash] = block
+                self._hashes[block] = block_hash
+                self._pool.mark_cached(block)
+                if self.unsaved is not None:
+                    self.unsaved[block_hash] = None
         sequence.num_findable_blocks = num_full
         if self.snapshots is not None:
             self.snapshots.add(sequence)
@@ -251,8 +252,8 @@ class PrefixCache:
         """Return the longest cached prefix for a model whose layers have attention windows.
 
         The token after a prefix attends only to the blocks of its window. The prefix counts as
-        cached if the cache contains these blocks in every group. The null block replaces the blocks
-        before the window.
+        cached if the cache contains these blocks in every group of layers. The null block replaces
+        the blocks before the window. The result has one block table for each group.
 
         Example with one group: block_size is 4, and the window has 4 tokens. The sequence has 3
         full blocks, and the cache contains the last two of them as the blocks 8 and 5. The token at
@@ -261,27 +262,36 @@ class PrefixCache:
         """
         null = self._pool.null_block
         tables = [[blocks.get(one, null) for one in hashes] for blocks in self._blocks]
-        # For each window and each index, this list has the largest index up to there whose block is
-        # missing from a group with that window.
-        missing: dict[AttentionWindow | None, list[int]] = {}
-        for window, table in zip(self._windows, tables, strict=True):
-            last = _last_missing(table, null)
-            missing[window] = list(map(max, missing.get(window, last), last))
+        missing = self._missing_blocks(tables)
         # A group of layers with full attention needs all blocks of the prefix.
         longest = bisect_right(missing.pop(None), -1) if None in missing else len(hashes)
         for num_blocks in range(longest, 0, -1):
             if self.snapshots is not None and hashes[num_blocks - 1] not in self.snapshots:
                 continue
-            if all(
+            has_all_blocks = all(
                 last[num_blocks - 1] < min(self._first_block(window, num_blocks), num_blocks - 1)
                 for window, last in missing.items()
-            ):
+            )
+            if has_all_blocks:
                 firsts = [self._first_block(window, num_blocks) for window in self._windows]
                 return [
                     [null] * first + table[first:num_blocks]
                     for first, table in zip(firsts, tables, strict=True)
                 ]
         return [[] for _ in self._windows]
+
+    def _missing_blocks(self, tables: list[list[int]]) -> dict[AttentionWindow | None, list[int]]:
+        """Return for each window which blocks are missing from the groups with this window.
+
+        Element i of a list is the largest index up to i at which a group with the window has a null
+        block, or -1. Example: two groups with one window and the tables [4, null, 9] and [null, 3,
+        6] give the list [0, 1, 1].
+        """
+        missing: dict[AttentionWindow | None, list[int]] = {}
+        for window, table in zip(self._windows, tables, strict=True):
+            last = _last_missing(table, self._pool.null_block)
+            missing[window] = list(map(max, missing.get(window, last), last))
+        return missing
 
     def _first_block(self, window: AttentionWindow | None, num_blocks: int) -> int:
         """Return the index of the first block that the next token reads.
@@ -335,13 +345,13 @@ def _last_missing(table: list[int], null_block: int) -> list[int]:
 
     Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
     """
-    last = -1
-    found = []
+    last_missing = -1
+    result = []
     for index, block in enumerate(table):
         if block == null_block:
-            last = index
-        found.append(last)
-    return found
+            last_missing = index
+        result.append(last_missing)
+    return result
 
 
 def _first_hash(sequence: Sequence) -> bytes:

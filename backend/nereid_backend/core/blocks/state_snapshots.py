@@ -104,14 +104,16 @@ class StateSnapshots:
             sequence.snapshot_id = self._ids[block_hash]
             self._note_use(block_hash)
 
-    def cut(self, sequence: Sequence, num_tokens: int) -> int:
+    def chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens the next chunk should compute.
 
-        The chunk ends where a snapshot is worth a forward pass of its own. Otherwise, a chunk that
-        does not reach the last known token ends at the end of a block, if it can.
+        The result is at most `num_tokens`. A snapshot can be saved only at the end of a chunk, so
+        the chunk ends at the next position of `_targets` at which a snapshot should be saved. If
+        there is no such position, a chunk that does not reach the last known token ends at the end
+        of a block, if the chunk contains one.
 
         Example: the block size is 16, and a prompt of 1000 tokens starts at token 512. The call
-        `cut(sequence, 488)` returns 464, because a snapshot is saved after 976 tokens.
+        `chunk_length(sequence, 488)` returns 464, because a snapshot is saved after 976 tokens.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
@@ -135,7 +137,9 @@ class StateSnapshots:
         """
         loads: list[tuple[int, int]] = []
         saves: list[tuple[int, int]] = []
-        max_snapshots = self._max_snapshots = self._num_states - num_running
+        # Snapshots get the memory for states that running sequences do not need.
+        max_snapshots = self._num_states - num_running
+        self._max_snapshots = max_snapshots
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             if chunk.is_first and sequence.snapshot_id is not None:
@@ -146,13 +150,15 @@ class StateSnapshots:
                 self._num_saved += 1
         while self._ids and len(self._ids) > max_snapshots - len(saves):
             self._evict()
-        deleted, self._deleted = self._deleted, []
+        deleted = self._deleted
+        self._deleted = []
         return SnapshotPlan(loads, saves, deleted)
 
     def add(self, sequence: Sequence) -> None:
         """Add the snapshot that the last step has saved, so that requests can find it.
 
-        The hash of the block before the snapshot must be in `sequence.block_hashes`.
+        If another sequence has saved a snapshot at the end of the same block, delete the new
+        snapshot. The hash of the block before the snapshot must be in `sequence.block_hashes`.
         """
         snapshot_id = sequence.unsaved_snapshot_id
         if snapshot_id is None:
@@ -168,11 +174,11 @@ class StateSnapshots:
             self._order.add(block_hash)
         if position <= sequence.num_prompt_tokens:
             self._write_to_disk_later(block_hash)
-        previous = sequence.num_snapshot_tokens
-        if previous > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
+        previous_position = sequence.num_snapshot_tokens
+        if previous_position > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
             # The next turn of the chat starts after the answer, so only the last snapshot of the
             # answer is useful.
-            self.delete(sequence.block_hashes[previous // self._block_size - 1])
+            self.delete(sequence.block_hashes[previous_position // self._block_size - 1])
         sequence.num_snapshot_tokens = position
 
     def discard(self, sequence: Sequence) -> None:
@@ -259,7 +265,8 @@ class StateSnapshots:
     def _is_worth_saving(self, chunk: Chunk) -> bool:
         """Return whether the state should be saved after a chunk.
 
-        The module's docstring lists the rules.
+        A state can be saved only at the end of a block. It is saved in an answer, at the positions
+        of `_targets` in a prompt, and if many blocks were computed since the last snapshot.
         """
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens

@@ -192,6 +192,9 @@ class DraftLengths:
     def next_length(self, sequence: Sequence) -> int:
         """Return the largest number of draft tokens for a sequence in the next step.
 
+        The result is the largest n for which p ** n is above the cost ratio, where p is the rate of
+        accepted draft tokens; see the module's docstring.
+
         Call this method once for each step of the sequence, because each call shortens a pause by
         one step.
 

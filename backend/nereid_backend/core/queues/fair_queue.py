@@ -110,15 +110,20 @@ def fair_shares(
 
     Example: with equal weights and a budget of 512, the demands {"a": 4000, "b": 100} give the
     shares {"a": 412, "b": 100}.
+
+    Args:
+        demands: what each client needs, at least 1.
+        weights: the weight of each client in `demands`, greater than 0.
+        budget: what is divided.
     """
     shares: dict[str, int] = {}
-    left = budget
-    total_weight = sum(weights[client] for client in demands)
+    remaining_budget = budget
+    remaining_weight = sum(weights[client] for client in demands)
     # Start with the client that has the smallest ratio of demand to weight. If this client does not
     # need its whole share, the rest is divided among the clients that follow.
     for client in sorted(demands, key=lambda client: demands[client] / weights[client]):
-        fair = int(left * weights[client] / total_weight)
-        shares[client] = max(1, min(demands[client], fair))
-        left -= shares[client]
-        total_weight -= weights[client]
+        fair_share = int(remaining_budget * weights[client] / remaining_weight)
+        shares[client] = max(1, min(demands[client], fair_share))
+        remaining_budget -= shares[client]
+        remaining_weight -= weights[client]
     return shares

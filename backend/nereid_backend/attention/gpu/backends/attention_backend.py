@@ -102,22 +102,22 @@ class AttentionBackend(Protocol):
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 
-def first_refusal(spec: LayerSpec, *, window: bool, softcap: bool) -> str | None:
+def first_refusal(spec: LayerSpec, *, supports_window: bool, supports_softcap: bool) -> str | None:
     """Return the first reason why a library does not support a layer, or None.
 
     No library supports attention sinks or attention chunks through the functions that are used.
 
     Args:
         spec: the properties of the layer.
-        window: whether the library supports sliding windows.
-        softcap: whether the library supports a softcap.
+        supports_window: whether the library supports sliding windows.
+        supports_softcap: whether the library supports a softcap.
     """
     if spec.has_sinks:
         return "the layer has attention sinks"
     if spec.window.chunk is not None:
         return "the layer has attention chunks"
-    if spec.window.size is not None and not window:
+    if spec.window.size is not None and not supports_window:
         return "the layer has a sliding window"
-    if spec.softcap is not None and not softcap:
+    if spec.softcap is not None and not supports_softcap:
         return "the layer has a softcap"
     return None

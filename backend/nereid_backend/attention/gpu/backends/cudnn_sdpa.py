@@ -32,7 +32,7 @@ class CudnnSdpa:
         """Return why cuDNN cannot compute a layer; see `AttentionBackend.refusal`."""
         if dtype not in _DTYPES:
             return f"it does not support {dtype}"
-        return first_refusal(spec, window=False, softcap=False)
+        return first_refusal(spec, supports_window=False, supports_softcap=False)
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
         """Call cuDNN once for each prompt of the step; see `AttentionBackend.attend`."""

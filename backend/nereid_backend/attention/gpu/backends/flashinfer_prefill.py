@@ -46,7 +46,7 @@ class FlashInferPrefill:
             return "the package flashinfer is not installed"
         if dtype not in _DTYPES:
             return f"it does not support {dtype}"
-        return first_refusal(spec, window=True, softcap=True)
+        return first_refusal(spec, supports_window=True, supports_softcap=True)
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:  # noqa: ARG002
         """Compute all prefills of a step in one call; see `AttentionBackend.attend`."""

@@ -61,7 +61,7 @@ class TorchVarlen:
             return f"it does not support {dtype}"
         if spec.key_dim != spec.value_dim:
             return "the keys and the values have different sizes"
-        return first_refusal(spec, window=True, softcap=False)
+        return first_refusal(spec, supports_window=True, supports_softcap=False)
 
     def attend(self, situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
         """Compute all decodes or all prefills of a step; see `AttentionBackend.attend`."""

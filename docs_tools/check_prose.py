@@ -29,7 +29,10 @@ PHRASES = {
 # Tests quote wrong words and the outputs of models, and docs_tools contains the private words.
 SKIPPED = ("tests/", "demo/lessons/", "docs_tools/")
 ALLOWED = {
-    ("backend/nereid_backend/pooling/generative_rerank.py", "judge"): "the prompt of a model",
+    (
+        "backend/nereid_backend/pooling/inputs/generative_rerank.py",
+        "judge",
+    ): "the prompt of a model",
     ("client/nereid_client/responses/output_items.py", "hel"): "an example of text in pieces",
     ("client/nereid_client/supervise/warmup.py", "get's"): "the possessive of the method GET",
     ("client/nereid_client/protocol/rerank_requests.py", "judge"): "what a reranker does",

@@ -3,7 +3,7 @@
 
 from nereid_backend.errors import ConfigError
 from nereid_backend.model.length_limits import model_limit
-from nereid_backend.pooling.choose_forward import position_table
+from nereid_backend.pooling.forward.choose_forward import position_table
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
 from nereid_backend.pooling.pooling_config import PoolingConfig

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from nereid_backend.errors import CapacityError, RequestError
+from nereid_backend.pooling.inputs.text_size import TextLimit, check_num_inputs
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem, PoolingResult, Value
 from nereid_backend.pooling.pooling_model import NOT_FINITE, PoolingModel
-from nereid_backend.pooling.text_size import TextLimit, check_num_inputs
 from nereid_backend.pooling.token_queue import QueuedItem, TokenQueue
 
 

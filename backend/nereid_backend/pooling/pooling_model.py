@@ -15,22 +15,37 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import choose_device
 from nereid_backend.model.limits import usable_cpus
-from nereid_backend.pooling.choose_forward import (
+from nereid_backend.pooling.forward.choose_forward import (
     ChosenForward,
     choose_forward,
     choose_head,
     own_attention,
 )
-from nereid_backend.pooling.generative_rerank import GenerativeReranker
-from nereid_backend.pooling.image_forward import ImageForward
-from nereid_backend.pooling.image_prompts import ChatPrompts, Prompts, RetrievalPrompts
-from nereid_backend.pooling.image_text_towers import (
+from nereid_backend.pooling.forward.image_forward import ImageForward
+from nereid_backend.pooling.forward.image_text_towers import (
     ImageReader,
     check_towers,
     image_vectors,
     text_vectors,
 )
-from nereid_backend.pooling.integer_weights import store_as_integers
+from nereid_backend.pooling.forward.packed_texts import TokenBatch
+from nereid_backend.pooling.forward.poolers import pool
+from nereid_backend.pooling.forward.pooling_forward import Head, PaddedForward, token_logits
+from nereid_backend.pooling.forward.pooling_outputs import (
+    dense_outputs,
+    multi_vector_output,
+    score_outputs,
+    sparse_output,
+    splade_outputs,
+    token_score_outputs,
+)
+from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.inputs.prepare_items import ItemPreparer, Prepared
+from nereid_backend.pooling.inputs.vision_language_prompts import (
+    ChatPrompts,
+    Prompts,
+    RetrievalPrompts,
+)
 from nereid_backend.pooling.length_limit import length_limit
 from nereid_backend.pooling.loading.checkpoint_spec import (
     CAUSAL,
@@ -43,22 +58,12 @@ from nereid_backend.pooling.loading.checkpoint_spec import (
     CheckpointSpec,
     read_checkpoint_spec,
 )
+from nereid_backend.pooling.loading.integer_weights import store_as_integers
 from nereid_backend.pooling.loading.load_encoder import Encoder, load_encoder
 from nereid_backend.pooling.loading.output_layers import load_output_layers
-from nereid_backend.pooling.packed_texts import TokenBatch
-from nereid_backend.pooling.poolers import Layer, pool
+from nereid_backend.pooling.loading.vector_layers import Layer
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.pooling.pooling_forward import Head, PaddedForward, token_logits
 from nereid_backend.pooling.pooling_items import PoolingInfo, Value
-from nereid_backend.pooling.pooling_outputs import (
-    dense_outputs,
-    multi_vector_output,
-    score_outputs,
-    sparse_output,
-    splade_outputs,
-    token_score_outputs,
-)
-from nereid_backend.pooling.prepare_items import ItemPreparer, Prepared
 from nereid_backend.text.prompt_encoder import PromptEncoder
 
 # A new request waits for the current step, so steps are short. On a CPU, 512 to 4096 tokens per

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nereid_backend.pooling.prepare_items import Prepared
+from nereid_backend.pooling.inputs.prepare_items import Prepared
 
 
 @dataclass(frozen=True, slots=True)

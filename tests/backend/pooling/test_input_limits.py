@@ -5,11 +5,11 @@ import time
 import numpy as np
 import pytest
 from nereid_backend import Embedder, RequestError, Reranker
+from nereid_backend.pooling.inputs.prepare_items import ItemPreparer
+from nereid_backend.pooling.inputs.text_size import TextLimit
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
-from nereid_backend.pooling.prepare_items import ItemPreparer
-from nereid_backend.pooling.text_size import TextLimit
 
 # A text that is much longer than any limit of the tiny models, and whose tokenising takes seconds.
 HUGE = "w1 w2 w3 w4 " * 500_000

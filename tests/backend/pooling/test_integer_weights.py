@@ -6,7 +6,7 @@ import torch
 from backend.pooling.tiny import BY_NAME
 from nereid_backend import ConfigError, Embedder, Reranker
 from nereid_backend.linear.grouped_linear import GroupedLinear
-from nereid_backend.pooling import integer_weights
+from nereid_backend.pooling.loading import integer_weights
 
 
 def cosines(first, second):

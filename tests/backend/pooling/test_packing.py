@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
+from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 
 
 def by_definition(query, key, value, *, is_causal, window, softcap, sinks, scale):

@@ -13,20 +13,19 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
-from nereid_backend.pooling.late_interaction import (
-    STANFORD_ARCHITECTURE,
-    LateInteraction,
-    is_pylate,
-    read_late_interaction,
-)
 from nereid_backend.pooling.loading.checkpoint_task import (
     GENERATIVE,
     SEQUENCE_HEAD,
     TOKEN_HEAD,
     choose_task,
 )
-from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
-from nereid_backend.pooling.sentence_modules import (
+from nereid_backend.pooling.loading.late_interaction_files import (
+    STANFORD_ARCHITECTURE,
+    LateInteraction,
+    is_pylate,
+    read_late_interaction,
+)
+from nereid_backend.pooling.loading.sentence_modules import (
     MULTI_VECTOR_FILE,
     SPARSE_FILE,
     ModuleSpec,
@@ -36,6 +35,7 @@ from nereid_backend.pooling.sentence_modules import (
     read_json,
     read_modules,
 )
+from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
 from nereid_backend.vision.load_processor import has_chat_template, has_processor
 
 # The kind of model that is loaded. Each kind has its own auto class of transformers.

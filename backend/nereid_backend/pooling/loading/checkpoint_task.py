@@ -6,8 +6,8 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from nereid_backend.errors import ConfigError
+from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, is_embedder
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.pooling.sentence_modules import ModuleSpec, is_embedder
 
 # The names of generative architectures end with one of these texts.
 GENERATIVE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")

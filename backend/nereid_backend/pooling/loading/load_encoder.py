@@ -29,7 +29,6 @@ from transformers.utils import logging as transformers_logging
 from nereid_backend.checkpoints.weight_arguments import weight_arguments
 from nereid_backend.errors import ModelError, UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import check_files
-from nereid_backend.pooling.late_interaction import STANFORD_ARCHITECTURE, STANFORD_PROJECTION
 from nereid_backend.pooling.loading.checkpoint_spec import (
     BASE,
     CAUSAL,
@@ -40,6 +39,10 @@ from nereid_backend.pooling.loading.checkpoint_spec import (
     TOKENS,
     TOWERS,
     CheckpointSpec,
+)
+from nereid_backend.pooling.loading.late_interaction_files import (
+    STANFORD_ARCHITECTURE,
+    STANFORD_PROJECTION,
 )
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

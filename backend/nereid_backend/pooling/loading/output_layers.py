@@ -4,11 +4,19 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nereid_backend.pooling.late_interaction import STANFORD_ARCHITECTURE, STANFORD_PROJECTION
 from nereid_backend.pooling.loading.checkpoint_spec import MASKED, CheckpointSpec
+from nereid_backend.pooling.loading.late_interaction_files import (
+    STANFORD_ARCHITECTURE,
+    STANFORD_PROJECTION,
+)
 from nereid_backend.pooling.loading.load_encoder import Encoder
-from nereid_backend.pooling.poolers import Layer, load_layer, load_linear, load_projection
-from nereid_backend.pooling.sentence_modules import MULTI_VECTOR_FILE, SPARSE_FILE
+from nereid_backend.pooling.loading.sentence_modules import MULTI_VECTOR_FILE, SPARSE_FILE
+from nereid_backend.pooling.loading.vector_layers import (
+    Layer,
+    load_layer,
+    load_linear,
+    load_projection,
+)
 
 # If a model has dense and sparse output, the sparse output contains no weights for these special
 # tokens. The names are attributes of the tokenizer.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereid_backend.errors import RequestError
-from nereid_backend.pooling.text_size import TRUNCATE_REMEDY
+from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY
 from nereid_backend.serving import pooling_tensor_names as names
 
 EMBEDDING_OPTIONS: Mapping[str, type] = {

@@ -22,8 +22,8 @@ from typing import Any
 import numpy.typing as npt
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError
+from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit, check_num_inputs
 from nereid_backend.pooling.pooling_config import PoolingConfig
-from nereid_backend.pooling.text_size import TRUNCATE_REMEDY, TextLimit, check_num_inputs
 from nereid_backend.serving import pooling_tensor_names as names
 from nereid_backend.serving import tensors
 from nereid_backend.serving.pooling.decode_request import decode_texts, parse_options

@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError
-from nereid_backend.pooling.generative_rerank import GenerativeReranker
-from nereid_backend.pooling.image_prompts import Prompts, check_length
+from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.inputs.query_expansion import TextRules
+from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit
+from nereid_backend.pooling.inputs.vision_language_prompts import Prompts, check_length
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
-from nereid_backend.pooling.query_expansion import TextRules
-from nereid_backend.pooling.text_size import TRUNCATE_REMEDY, TextLimit
 
 # The index, the token ids and the type ids of one item. The index is the position of the item in
 # its request. For the type ids, see Prepared.type_ids.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.errors import ConfigError, ModelError, UnsupportedModelError
-from nereid_backend.pooling.late_interaction import DOCUMENT, QUERY, LateInteraction
+from nereid_backend.pooling.loading.late_interaction_files import DOCUMENT, QUERY, LateInteraction
 from nereid_backend.pooling.pooling_items import PoolingItem
 
 

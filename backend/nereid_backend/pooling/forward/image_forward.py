@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nereid_backend.pooling.inputs.prepare_items import Prepared
 from nereid_backend.pooling.loading.checkpoint_spec import RETRIEVAL, CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
-from nereid_backend.pooling.prepare_items import Prepared
 from nereid_backend.vision.image_tensors import place_images
 
 

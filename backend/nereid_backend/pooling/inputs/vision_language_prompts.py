@@ -10,7 +10,7 @@ from typing import Any
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
-from nereid_backend.pooling.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import PoolingItem
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt

@@ -19,9 +19,14 @@ from torch import Tensor
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
+from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
+from nereid_backend.pooling.forward.pooling_forward import (
+    Head,
+    PackedForward,
+    PaddedForward,
+    RowsForward,
+)
 from nereid_backend.pooling.loading.load_encoder import Encoder
-from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
-from nereid_backend.pooling.pooling_forward import Head, PackedForward, PaddedForward, RowsForward
 
 # The lengths of the texts in the mixed batch, in tokens.
 SELF_CHECK_LENS = (5, 5, 13, 21)

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder, accepts
-from nereid_backend.pooling.packed_texts import PackedAttention, TokenBatch
 
 # Logits over the vocabulary are computed for at most this number of tokens at a time.
 _LOGIT_TOKENS = 256

@@ -11,10 +11,14 @@ from transformers import AutoImageProcessor
 
 from nereid_backend.errors import ModelError, RequestError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.pooling.choose_forward import SELF_CHECK_LENS, random_batch, relative_difference
+from nereid_backend.pooling.forward.choose_forward import (
+    SELF_CHECK_LENS,
+    random_batch,
+    relative_difference,
+)
+from nereid_backend.pooling.forward.packed_texts import TokenBatch
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
-from nereid_backend.pooling.packed_texts import TokenBatch
 
 # Limits for the test of padded batches. The vectors of texts in a padded batch may differ by at
 # most this relative error from the vectors of the same texts computed one by one. Otherwise the

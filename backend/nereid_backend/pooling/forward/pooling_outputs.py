@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nereid_backend.pooling.forward.packed_texts import TokenBatch
+from nereid_backend.pooling.inputs.prepare_items import Prepared
 from nereid_backend.pooling.loading.output_layers import OutputLayers
-from nereid_backend.pooling.packed_texts import TokenBatch
 from nereid_backend.pooling.pooling_items import Floats, Value
-from nereid_backend.pooling.prepare_items import Prepared
 
 # The smallest norm by which a vector is divided.
 _MIN_NORM = 1e-12

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
-from nereid_backend.pooling.sentence_modules import ModuleSpec, find_config, read_json
+from nereid_backend.pooling.loading.sentence_modules import ModuleSpec, find_config, read_json
 
 QUERY = "query"
 DOCUMENT = "document"

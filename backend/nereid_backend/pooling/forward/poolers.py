@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools the token vectors of a text to one vector.
+
+All computations are in float32, whatever the model's data type, because they are cheap.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# For each text, the index of its first pooled token and the index after its last pooled token. Each
+# range contains at least one token. Example: [(0, 5), (6, 9)] pools the tokens 0 to 4, and the
+# tokens 6 to 8.
+Ranges = list[tuple[int, int]]
+
+
+def pool(hidden: Tensor, ranges: Ranges, poolers: tuple[str, ...]) -> Tensor:
+    """Pool the token vectors of each text to one vector.
+
+    Args:
+        hidden: the token vectors of all texts, [num_tokens, hidden_size].
+        ranges: the pooled tokens of each text.
+        poolers: the names of pooling methods. Their results are concatenated.
+
+    Returns:
+        The pooled vectors, float32 [num_texts, len(poolers) * hidden_size].
+    """
+    pooled = [_POOLERS[name](hidden, ranges) for name in poolers]
+    return pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
+
+
+def _rows(index: list[int], hidden: Tensor) -> Tensor:
+    """Return the vectors of the tokens with the indices `index`, float32 [n, hidden_size]."""
+    return hidden[torch.tensor(index, device=hidden.device)].float()
+
+
+def _sums(hidden: Tensor, ranges: Ranges, weights: list[Tensor] | None) -> Tensor:
+    """Return the sum of the token vectors of each range, weighted if `weights` is given."""
+    parts = []
+    for number, (start, end) in enumerate(ranges):
+        rows = hidden[start:end].float()
+        parts.append(rows.sum(0) if weights is None else weights[number] @ rows)
+    return torch.stack(parts)
+
+
+def _lens(hidden: Tensor, ranges: Ranges) -> Tensor:
+    """Return the number of pooled tokens of each text, [num_texts, 1]."""
+    return torch.tensor([end - start for start, end in ranges], device=hidden.device)[:, None]
+
+
+def _weighted_mean(hidden: Tensor, ranges: Ranges) -> Tensor:
+    """Return a weighted mean of the token vectors of each text.
+
+    The first token has the weight 1, the second token has the weight 2, and so on.
+    """
+    weights = [
+        torch.arange(1, end - start + 1, device=hidden.device, dtype=torch.float32)
+        for start, end in ranges
+    ]
+    totals = torch.stack([text_weights.sum() for text_weights in weights])[:, None]
+    return _sums(hidden, ranges, weights) / totals
+
+
+_POOLERS: dict[str, Callable[[Tensor, Ranges], Tensor]] = {
+    "cls": lambda hidden, ranges: _rows([start for start, _ in ranges], hidden),
+    "lasttoken": lambda hidden, ranges: _rows([end - 1 for _, end in ranges], hidden),
+    "mean": lambda hidden, ranges: _sums(hidden, ranges, None) / _lens(hidden, ranges),
+    "mean_sqrt_len_tokens": lambda hidden, ranges: (
+        _sums(hidden, ranges, None) / _lens(hidden, ranges).sqrt()
+    ),
+    "weightedmean": _weighted_mean,
+    "max": lambda hidden, ranges: torch.stack(
+        [hidden[start:end].float().amax(0) for start, end in ranges]
+    ),
+}

@@ -4,7 +4,7 @@
 import hashlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ _DIGEST_BYTES = 32
 # images.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
 # Outputs with one value for each token: 0 for a text token, and another number for an image token.
-_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class ChatProcessor:
         """Return the prompt of messages with a placeholder for each image; see `prepare`."""
         if not self.has_template:
             return self._prepare_plain(messages, found)
-        return self.prepare_text(self._render(messages, template_arguments), found)
+        return self.prepare_text(self.render(messages, template_arguments), found)
 
     def _prepare_plain(
         self, messages: list[dict[str, Any]], found: Sequence[FoundImage]
@@ -181,17 +181,23 @@ class ChatProcessor:
         images = read_images(found, self.limits)
         outputs = self._process(text, images)
         token_ids = [int(token) for token in outputs["input_ids"][0]]
-        if self._needs_token_types and _TOKEN_TYPES[0] not in outputs:
+        if self._needs_token_types and TOKEN_TYPES[0] not in outputs:
             types = self._processor.create_mm_token_type_ids([token_ids])
-            outputs[_TOKEN_TYPES[0]] = torch.tensor(types)
+            outputs[TOKEN_TYPES[0]] = torch.tensor(types)
         if not images:
             return ImagePrompt(token_ids, None, text)
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
         first_token = self._first_image_token(token_ids, arguments)
-        return ImagePrompt(token_ids, ImageInputs(arguments, _digest(arguments), first_token), text)
+        return ImagePrompt(
+            token_ids, ImageInputs(arguments, arguments_digest(arguments), first_token), text
+        )
 
-    def _render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """Return the text of messages. Each image is one placeholder in the text."""
+    def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        """Return the text of messages. Each image is one placeholder in the text.
+
+        Raises:
+            RequestError: the chat template fails.
+        """
         messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
         try:
             return str(
@@ -226,7 +232,7 @@ class ChatProcessor:
 
     def _first_image_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
         """Return the index of the first token that belongs to an image; 0 if it is unknown."""
-        for name in _TOKEN_TYPES:
+        for name in TOKEN_TYPES:
             types = arguments.get(name)
             if isinstance(types, Tensor) and types.any():
                 return int(types[0].nonzero()[0])
@@ -245,7 +251,7 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
     """Return whether the forward method of the model accepts the argument mm_token_type_ids."""
     name = (getattr(config, "architectures", None) or [""])[0]
     forward = getattr(getattr(transformers, name, None), "forward", None)
-    return forward is not None and _TOKEN_TYPES[0] in inspect.signature(forward).parameters
+    return forward is not None and TOKEN_TYPES[0] in inspect.signature(forward).parameters
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
@@ -267,7 +273,7 @@ def _texts(content: Any) -> list[str]:  # noqa: ANN401 - the content of a messag
     return [str(part["text"]) for part in parts if part.get("type") == "text" and "text" in part]
 
 
-def _digest(arguments: dict[str, Any]) -> bytes:
+def arguments_digest(arguments: Mapping[str, Any]) -> bytes:
     """Return a hash of the names and values of a prompt's image arguments."""
     state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in sorted(arguments):

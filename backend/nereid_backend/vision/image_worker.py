@@ -129,12 +129,17 @@ def _load(folder: Path) -> Prepare:
     return prepare
 
 
-def main() -> None:
-    """Load the processor and serve the tokenizer."""
+def run_worker(load: Callable[[Path], Prepare]) -> None:
+    """Load the processor, and answer requests until the parent process closes the connection.
+
+    Args:
+        load: loads the processor of a checkpoint, and returns the function that prepares the images
+            of a request.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     try:
-        prepare = _load(Path(sys.argv[2]))
+        prepare = load(Path(sys.argv[2]))
     except Exception as error:  # noqa: BLE001 - the process ends here, and the parent must learn why
         connection.send_bytes(msgpack.packb(["failed", str(error)]))
         return
@@ -143,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(_load)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts and calls the process that decodes and prepares images (see image_worker.py)."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+
+from nereid_backend.errors import EngineError, RequestError
+
+_START_TIMEOUT_S = 120.0
+_TIMEOUT_S = 10.0
+# The worker process aborts a request after _TIMEOUT_S. If the worker process does not respond
+# within this longer time, the worker process hangs.
+_HANG_TIMEOUT_S = 20.0
+
+
+class ImageProcess:
+    """The process that prepares images. If it has ended, the next request starts it again."""
+
+    def __init__(self, module: str, model: str) -> None:
+        """Create an object without a process.
+
+        Args:
+            module: the name of the Python module that the process runs.
+            model: the folder of the checkpoint.
+        """
+        self._module = module
+        self._model = model
+        self._lock = threading.Lock()
+        # Kills the process; None if there is no process.
+        self._kill: weakref.finalize[..., Any] | None = None
+        self._connection: Connection | None = None
+        self._is_ready = False
+
+    def warm_up(self) -> None:
+        """Start the process, and wait until it is ready.
+
+        If the start fails, the first request starts the process again and reports the error.
+        """
+        with self._lock, contextlib.suppress(RequestError, EngineError):
+            self._ready_connection()
+
+    def ask(self, request: Sequence[Any]) -> list[Any]:
+        """Return the answer of the process to a request, without its first element "done".
+
+        The method is thread-safe. Requests are answered one after another.
+
+        Args:
+            request: the arguments of the function that prepares images in the process, such as a
+                text and a list of images. msgpack must be able to pack the arguments.
+
+        Raises:
+            RequestError: an image is invalid or exceeds a limit.
+            EngineError: the process has ended or cannot be started.
+        """
+        with self._lock:
+            kind, *values = self._answer(msgpack.packb(request))
+        if kind != "done":
+            raise RequestError(str(values[0]))
+        return values
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _answer(self, message: bytes) -> list[Any]:
+        """Send a message to the process, and return the unpacked answer."""
+        connection = self._ready_connection()
+        try:
+            connection.send_bytes(message)
+            if connection.poll(_HANG_TIMEOUT_S):
+                answer: list[Any] = msgpack.unpackb(connection.recv_bytes())
+                return answer
+        except (EOFError, OSError):
+            pass
+        self._end()
+        raise EngineError("The process that prepares images has ended. Send the request again.")
+
+    def _ready_connection(self) -> Connection:
+        """Return the connection to the process. Start the process first if there is none.
+
+        Raises:
+            RequestError: the process cannot load the processor of the checkpoint.
+            EngineError: the process cannot be started.
+        """
+        try:
+            connection = self._connection or self._start()
+            if self._is_ready:
+                return connection
+            if connection.poll(_START_TIMEOUT_S):
+                answer = msgpack.unpackb(connection.recv_bytes())
+                if answer[0] == "ready":
+                    self._is_ready = True
+                    return connection
+                self._end()
+                raise RequestError(f"messages: images are refused, because {answer[1]}")
+        except (EOFError, OSError):
+            pass
+        self._end()
+        raise EngineError("The process that prepares images could not be started.")
+
+    def _start(self) -> Connection:
+        """Start the process, and return the connection to it."""
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            connection = Connection(own_end.detach())
+            # An embedded Python may not know the path of its interpreter.
+            python = sys.executable or shutil.which("python3") or "python3"
+            command = [python, "-m", self._module, str(child_end.fileno())]
+            try:
+                process = subprocess.Popen(
+                    [*command, self._model, str(_TIMEOUT_S)],
+                    pass_fds=[child_end.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            except OSError:
+                connection.close()
+                raise
+        self._connection = connection
+        # End the process even if this object is dropped without a call of `close`.
+        self._kill = weakref.finalize(self, _kill, process)
+        return connection
+
+    def _end(self) -> None:
+        """Kill the process."""
+        self._is_ready = False
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._kill is not None:
+            self._kill()
+            self._kill = None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, and wait until it has ended."""
+    with contextlib.suppress(OSError):
+        process.kill()
+    process.wait()

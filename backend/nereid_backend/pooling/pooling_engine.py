@@ -91,8 +91,19 @@ class PoolingEngine:
         """Return whether items are waiting."""
         return len(self._queue) > 0
 
+    def start_image_process(self) -> None:
+        """Start the process that decodes images and wait until it is ready.
+
+        Do nothing if the model accepts no images. Without this call, the first image waits until
+        the process is ready.
+        """
+        self._model.preparer.start_image_process()
+
     def close(self) -> None:
-        """Unregister the engine's attention function, so that the model can be freed."""
+        """Unregister the engine's attention function, so that the model can be freed.
+
+        End the process that decodes images.
+        """
         self._model.close()
 
     def _compute(self, queued_items: list[QueuedItem]) -> list[PoolingResult]:

@@ -3,7 +3,7 @@ import torch
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
 from nereid_backend.model import limits
-from nereid_backend.pooling.pooling_model import gpu_share
+from nereid_backend.pooling.load_model import gpu_share
 
 GIB = 2**30
 

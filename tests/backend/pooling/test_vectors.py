@@ -12,16 +12,17 @@ from backend.pooling.tiny import (
     add_modules,
     copy_of,
     pooling,
-    save_tokenizer,
     text,
 )
+from backend.pooling.tiny_images import picture, png, save_towers
 from nereid_backend import Embedder, ModelError, RequestError, UnsupportedModelError
 from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_engine import PoolingEngine
 from nereid_backend.pooling.pooling_items import PoolingItem
+from PIL import Image
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
-from transformers import AutoModel, AutoTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel
+from transformers import AutoModel, AutoTokenizer, CLIPImageProcessor, CLIPModel
 
 DENSE = "sentence_transformers.base.modules.dense.Dense"
 
@@ -227,50 +228,13 @@ def test_a_linear_layer_that_is_no_tensor_file_is_refused(lexical_folder):
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    size["num_attention_heads"] = 4
-    config = CLIPConfig(
-        text_config={
-            **size,
-            "vocab_size": len(VOCABULARY),
-            "max_position_embeddings": 77,
-            "eos_token_id": 2,
-            "bos_token_id": 0,
-            "pad_token_id": 1,
-        },
-        vision_config={**size, "image_size": 32, "patch_size": 8},
-        projection_dim=24,
-    )
-    model = CLIPModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.2)
-    # The tests' end token is 2, a value that old CLIP configs have for another one.
-    model.config.text_config.eos_token_id = 4
-    model.save_pretrained(folder)
-    save_tokenizer(folder, types=False, end="<mask>")
-    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(folder)
-    return folder
-
-
-def png(seed, size=(40, 50)):
-    from PIL import Image
-
-    rng = np.random.default_rng(seed)
-    out = io.BytesIO()
-    Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(out, "PNG")
-    return out.getvalue()
+    return save_towers(tmp_path_factory.mktemp("clip"))
 
 
 def test_vectors_of_texts_and_images_equal_those_of_transformers(clip_folder):
-    from PIL import Image
-
     rng = random.Random(0)
     texts = [text(rng, n) for n in (3, 20, 1, 60)]
-    images = [png(1), png(2, (64, 33))]
+    images = [png(picture(1)), png(picture(2, (64, 33)))]
     embedder = Embedder(str(clip_folder), num_threads=1)
     assert embedder.info.accepts_images
     mixed = [texts[0], {"image": images[0]}, {"text": texts[1]}, *texts[2:], {"image": images[1]}]
@@ -290,17 +254,22 @@ def test_vectors_of_texts_and_images_equal_those_of_transformers(clip_folder):
     np.testing.assert_allclose(found, torch.stack(wanted).numpy(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("data", [b"", b"no image", png(3)[:200]], ids=["empty", "text", "cut"])
-def test_a_broken_image_is_an_error_and_the_next_one_works(data, clip_folder):
+def test_a_broken_image_is_an_error_and_the_next_one_works(clip_folder):
     embedder = Embedder(str(clip_folder), num_threads=1)
-    with pytest.raises(RequestError, match="image: the image cannot be decoded"):
-        embedder.encode({"image": data})
-    assert embedder.encode({"image": png(3)}).shape == (1, 24)
+    image = png(picture(3))
+    for data, problem in (
+        (b"", "the file is not an image"),
+        (b"no image", "the file is not an image"),
+        (image[:200], "the image cannot be decoded"),
+    ):
+        with pytest.raises(RequestError, match=f"image: {problem}"):
+            embedder.encode({"image": data})
+    assert embedder.encode({"image": image}).shape == (1, 24)
 
 
 def test_a_model_without_an_image_encoder_refuses_images(encoder_of):
     embedder = Embedder(str(encoder_of("bert")), num_threads=1)
     with pytest.raises(RequestError, match="BertModel does not accept images"):
-        embedder.encode({"image": png(1)})
+        embedder.encode({"image": png(picture(1))})
     with pytest.raises(RequestError, match="exactly one of the following: text, token ids"):
-        embedder.encode({"image": png(1), "text": "w1"})
+        embedder.encode({"image": png(picture(1)), "text": "w1"})

@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes one prompt of a vision-language model at a time, with the model's own code."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.pooling.inputs.prepare_items import Prepared
 from nereid_backend.pooling.loading.checkpoint_spec import RETRIEVAL, CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
+from nereid_backend.vision.chat_processor import TOKEN_TYPES, arguments_digest
+from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.image_tensors import place_images
+
+# The largest size of the cached features of images.
+_FEATURE_BYTES = 64 * 2**20
 
 
 class ImageForward:
-    """Runs a vision-language model on prompts that may contain images."""
+    """Runs a vision-language model on prompts that may contain images.
+
+    Attributes:
+        features: the cached features of images. If an image is used again, its encoder does not
+            run, unless the model's code bypasses `get_image_features`.
+    """
 
     def __init__(self, encoder: Encoder, spec: CheckpointSpec) -> None:
+        """Create an object that runs a loaded model.
+
+        Mutates: the model's method `get_image_features`, which uses the cache from now on.
+        """
         self._encoder = encoder
         self._has_projection = spec.loader == RETRIEVAL
+        self.features = FeatureCache(encoder.model, _FEATURE_BYTES)
 
     def token_vectors(self, prepared: Prepared) -> Tensor:
         """Return the vectors of a prompt's tokens, [num_tokens, hidden_size].
@@ -34,17 +51,25 @@ class ImageForward:
         return logits[0, -1].float()
 
     def _run(self, prepared: Prepared, **options: object) -> Any:  # noqa: ANN401 - an output class of transformers
+        """Run the model on one prompt, and return the output of the model."""
         encoder = self._encoder
         model: Any = encoder.model
         ids = torch.tensor([prepared.token_ids], device=encoder.device)
-        arguments: dict[str, Any] = {}
-        if prepared.images is not None:
-            images = place_images(prepared.images, encoder.device, encoder.dtype)
-            arguments.update(images.arguments)
-        return model(
+        run = partial(
+            model,
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             return_dict=True,
-            **arguments,
             **options,
         )
+        if prepared.images is None:
+            return run()
+        images = place_images(prepared.images, encoder.device, encoder.dtype)
+        with self.features.serving(_image_digest(prepared.images)):
+            return run(**images.arguments)
+
+
+def _image_digest(images: ImageInputs) -> bytes:
+    """Return a hash of the images of a prompt that does not depend on the text of the prompt."""
+    arguments = images.arguments.items()
+    return arguments_digest({name: value for name, value in arguments if name not in TOKEN_TYPES})

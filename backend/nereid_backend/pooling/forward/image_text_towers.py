@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with a text encoder and an image encoder. Text and image vectors can be compared."""
 
-import io
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor
 
-from nereid_backend.errors import ModelError, RequestError, UnsupportedModelError
+from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
 from nereid_backend.pooling.forward.choose_forward import (
     SELF_CHECK_LENS,
@@ -17,7 +14,6 @@ from nereid_backend.pooling.forward.choose_forward import (
     relative_difference,
 )
 from nereid_backend.pooling.forward.packed_texts import TokenBatch
-from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
 # Limits for the test of padded batches. The vectors of texts in a padded batch may differ by at
@@ -25,66 +21,6 @@ from nereid_backend.pooling.loading.load_encoder import Encoder
 # model is refused.
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
-# The limits of an image: the size of the file in bytes, and the number of pixels.
-_MAX_BYTES = 32 * 2**20
-_MAX_PIXELS = 64 * 10**6
-
-
-class ImageReader:
-    """Decodes image files and prepares their pixels with the checkpoint's image processor."""
-
-    def __init__(self, spec: CheckpointSpec) -> None:
-        """Load the image processor.
-
-        Raises:
-            ModelError: the processor is missing or broken, or pillow is not installed.
-        """
-        try:
-            import PIL.Image
-
-            self._images = PIL.Image
-            load: Any = AutoImageProcessor.from_pretrained
-            self._processor: Any = load(spec.folder, local_files_only=True, trust_remote_code=False)
-        except ImportError as error:
-            raise ModelError(
-                f"{spec.folder} needs a package for images that is not installed: {error}"
-            ) from error
-        except (ValueError, OSError, KeyError) as error:
-            raise ModelError(
-                f"the image processor in {spec.folder} cannot be loaded: {error}"
-            ) from error
-
-    def __call__(self, data: bytes) -> Tensor:
-        """Return the pixels of one image file, float32 [channels, height, width].
-
-        Raises:
-            RequestError: the data is not a readable image, or the image is too large.
-        """
-        if len(data) > _MAX_BYTES:
-            raise RequestError(
-                f"image: the file has {len(data)} bytes, but the limit is {_MAX_BYTES}."
-            )
-        try:
-            with warnings.catch_warnings():
-                # Pillow warns about large images. The warning is not needed, because large images
-                # are refused below.
-                warnings.simplefilter("ignore")
-                image = self._images.open(io.BytesIO(data))
-                width, height = image.size
-                if width * height > _MAX_PIXELS:
-                    raise RequestError(
-                        f"image: the image has {width} x {height} pixels, but the limit is "
-                        f"{_MAX_PIXELS} pixels."
-                    )
-                processed = self._processor(images=image.convert("RGB"), return_tensors="pt")
-        except RequestError:
-            raise
-        except Exception as error:
-            # Catch every exception, because image decoders can raise any exception for a broken
-            # file. Only the request with this image fails.
-            raise RequestError(f"image: the image cannot be decoded: {error}") from error
-        pixels: Tensor = processed["pixel_values"][0]
-        return pixels.to(torch.float32)
 
 
 def text_vectors(encoder: Encoder, batch: TokenBatch) -> Tensor:
@@ -109,6 +45,16 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
     """
     model: Any = encoder.model
     return _vectors(model.get_image_features(pixels.to(encoder.device, encoder.dtype)))
+
+
+def num_image_tokens(encoder: Encoder) -> int:
+    """Return the number of tokens that one image counts as: the number of its patches plus one.
+
+    Example: an image size of 224 and a patch size of 16 return 14 * 14 + 1 = 197.
+    """
+    vision = encoder.model.config.vision_config
+    side = getattr(vision, "image_size", 224) // max(1, getattr(vision, "patch_size", 16))
+    return int(side * side + 1)
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ The sizes of texts and of lists of token ids are checked before anything is toke
 text of 5 MB would occupy the tokenizer for seconds and take hundreds of MB of memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError
 from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.inputs.image_requests import TowerImages
 from nereid_backend.pooling.inputs.query_expansion import TextRules
 from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit
 from nereid_backend.pooling.inputs.vision_language_prompts import Prompts, check_length
@@ -72,7 +73,7 @@ class ItemPreparer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         reranker: GenerativeReranker | None,
-        images: tuple[Callable[[bytes], Tensor], int] | None,
+        images: TowerImages | None,
         prompts: Prompts | None = None,
     ) -> None:
         """Store the arguments, and check the rules for queries and documents.
@@ -82,8 +83,7 @@ class ItemPreparer:
             info: the description of the loaded model.
             tokenizer: the tokenizer of the checkpoint.
             reranker: builds the tokens of a pair for a generative reranker; None for other models.
-            images: a function that decodes an image file to pixels, and the number of tokens that
-                an image counts as. None if the model has no image tower.
+            images: prepares images for an image tower; None if the model has no image tower.
             prompts: prepares texts and images for a vision-language model; None for other models.
 
         Raises:
@@ -96,6 +96,9 @@ class ItemPreparer:
         self._reranker = reranker
         self._images = images
         self._prompts = prompts
+        source = images or prompts
+        # None if the model accepts no images.
+        self._image_process = source.process if source is not None else None
         self._prompt_lens: dict[str, int] = {}
         side = tokenizer.truncation_side if reranker is None else reranker.truncation_side
         self._text_limit = TextLimit(info.max_model_len, info.max_token_bytes, side)
@@ -103,6 +106,20 @@ class ItemPreparer:
         # Some tokenizers return type ids although the model has no embedding for them.
         kinds = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
+
+    def start_image_process(self) -> None:
+        """Start the process that decodes images and wait until it is ready.
+
+        Do nothing if the model accepts no images. Without this call, the first image waits until
+        the process is ready.
+        """
+        if self._image_process is not None:
+            self._image_process.warm_up()
+
+    def close(self) -> None:
+        """End the process that decodes images."""
+        if self._image_process is not None:
+            self._image_process.close()
 
     def prepare(self, items: Sequence[PoolingItem]) -> list[Prepared]:
         """Validate and tokenise items. All texts are tokenised in one call.
@@ -240,8 +257,8 @@ class ItemPreparer:
         """Validate an image or token ids."""
         if item.image is not None:
             assert self._images is not None
-            read, num_tokens = self._images
-            return Prepared(item, [], pixels=read(item.image), num_tokens=num_tokens)
+            pixels = self._images.pixels(item.image)
+            return Prepared(item, [], pixels=pixels, num_tokens=self._images.num_tokens)
         ids = item.token_ids
         assert ids is not None
         if not ids:

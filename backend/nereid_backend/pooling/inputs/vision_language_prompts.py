@@ -1,32 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts texts and images to the inputs of a vision-language model that embeds or reranks.
 
-The checkpoint's own processor prepares the inputs. There are two kinds of checkpoints. One kind
+The checkpoint's own processor prepares the inputs. Images are decoded in a separate process,
+because an image file may be hostile. There are two kinds of checkpoints. One kind
 renders a text, an image or both as a chat message. The other kind, such as ColPali, has one fixed
 prompt for pages (images) and one for queries (texts).
 """
 
+import base64
 from typing import Any
 
-from nereid_backend.core.image_inputs import ImageInputs
-from nereid_backend.errors import ModelError, RequestError, first_line
+from nereid_backend.errors import ModelError, RequestError
 from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.inputs.image_processors import (
+    load_page_processor,
+    run_processor,
+    split_outputs,
+)
+from nereid_backend.pooling.inputs.image_requests import IMAGE_WORKER, prepare_images
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.pooling.pooling_items import PoolingItem
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
-from nereid_backend.vision.load_processor import load_processor
-from nereid_backend.vision.messages import FoundImage
-from nereid_backend.vision.read_image import ImageLimits, decode_image
+from nereid_backend.vision.image_process import ImageProcess
 
+# The worker for checkpoints with a chat template. The worker expects images in base64.
+_CHAT_IMAGE_WORKER = "nereid_backend.vision.image_worker"
 # A text that no query contains. It marks the place of a document that is an image.
 _IMAGE_MARK = "mark7image7mark"
-# Outputs of a processor that are no arguments for images. The labels are for training.
-_NOT_FOR_IMAGES = ("input_ids", "attention_mask", "labels")
 _TRUNCATE = "truncate: prompts of vision-language models cannot be truncated."
 
 
 class ChatPrompts:
-    """Renders inputs as chat messages."""
+    """Renders inputs as chat messages.
+
+    Attributes:
+        process: the process that decodes and prepares images.
+    """
 
     def __init__(self, spec: CheckpointSpec, reranker: GenerativeReranker | None) -> None:
         """Load the processor.
@@ -34,6 +43,7 @@ class ChatPrompts:
         Raises:
             ModelError: the processor is missing or broken, or a reranker has no chat template.
         """
+        self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
         # sentence-transformers adds the beginning of an answer only if its files say so.
@@ -52,47 +62,58 @@ class ChatPrompts:
         if item.pair is not None:
             return self._prepare_pair(item.pair, item.instruction or item.prompt)
         parts: list[dict[str, Any]] = []
-        found = []
         if item.image is not None:
             parts.append({"type": "image"})
-            found.append(FoundImage("image", item.image))
         if item.text is not None:
             parts.append({"type": "text", "text": item.text})
         messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
         if item.prompt:
             system = [{"type": "text", "text": item.prompt}]
             messages.insert(0, {"role": "system", "content": system})
-        return self._processor.prepare_split(messages, found, self._variables)
+        return self._prepare(messages, item.image, self._variables)
 
     def _prepare_pair(self, pair: tuple[str, str | bytes], instruction: str | None) -> ImagePrompt:
         """Return the prompt of a query and a document, which may be an image."""
         assert self._reranker is not None
         query, document = pair
-        found = []
-        if isinstance(document, bytes):
-            found.append(FoundImage("image", document))
-            document = _IMAGE_MARK
-        messages, variables = self._reranker.messages(query, document, instruction)
+        image = document if isinstance(document, bytes) else None
+        text = document if isinstance(document, str) else _IMAGE_MARK
+        messages, variables = self._reranker.messages(query, text, instruction)
         split = [{**message, "content": _parts(message["content"])} for message in messages]
-        return self._processor.prepare_split(split, found, variables)
+        return self._prepare(split, image, variables)
+
+    def _prepare(
+        self, messages: list[dict[str, Any]], image: bytes | None, variables: dict[str, Any]
+    ) -> ImagePrompt:
+        """Return the prompt of messages. A separate process decodes and prepares the image.
+
+        Args:
+            messages: the messages, with a placeholder for the image.
+            image: the content of an image file; None without an image.
+            variables: the variables of the chat template.
+        """
+        if image is None:
+            return self._processor.prepare_split(messages, [], variables)
+        text = self._processor.render(messages, variables)
+        token_ids, images = prepare_images(self.process, text, [base64.b64encode(image)])
+        return ImagePrompt(token_ids, images, text)
 
 
 class RetrievalPrompts:
-    """Prepares queries and pages for a checkpoint with one vector for each token."""
+    """Prepares queries and pages for a checkpoint with one vector for each token.
+
+    Attributes:
+        process: the process that decodes and prepares pages.
+    """
 
     def __init__(self, spec: CheckpointSpec) -> None:
-        """Load the processor.
+        """Load the processor for queries.
 
         Raises:
             ModelError: the processor is missing or broken, or has no prompts for retrieval.
         """
-        self._processor: Any = load_processor(spec.folder, spec.config)
-        for name in ("process_images", "process_queries"):
-            if not hasattr(self._processor, name):
-                raise ModelError(
-                    f"the processor {type(self._processor).__name__} in {spec.folder} has no "
-                    f"method {name}, which {spec.architecture} needs."
-                )
+        self.process = ImageProcess(IMAGE_WORKER, str(spec.folder))
+        self._processor = load_page_processor(spec.folder, spec.config)
 
     def prepare(self, item: PoolingItem) -> ImagePrompt:
         """Return the prompt of a query (a text) or of a page (an image).
@@ -109,24 +130,12 @@ class RetrievalPrompts:
             raise RequestError(
                 "prompt: this model has a fixed prompt for queries. Leave the field out."
             )
-        image = None
         if item.image is not None:
-            image = decode_image(item.image, "image", ImageLimits())
-        try:
-            if image is not None:
-                outputs = dict(self._processor.process_images(images=[image]))
-            else:
-                outputs = dict(self._processor.process_queries(text=[item.text]))
-        except Exception as error:
-            # A processor can raise any exception. Only the request with this input ends.
-            raise RequestError(
-                f"input: the checkpoint's processor cannot prepare the input: "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
-        token_ids = [int(token) for token in outputs["input_ids"][0]]
-        arguments = {name: value for name, value in outputs.items() if name not in _NOT_FOR_IMAGES}
-        images = ImageInputs(arguments, b"", 0) if image is not None else None
-        return ImagePrompt(token_ids, images, item.text or "")
+            token_ids, images = prepare_images(self.process, "", [item.image])
+            return ImagePrompt(token_ids, images, "")
+        outputs = run_processor(self._processor.process_queries, text=[item.text])
+        token_ids, _ = split_outputs(outputs)
+        return ImagePrompt(token_ids, None, item.text or "")
 
 
 Prompts = ChatPrompts | RetrievalPrompts

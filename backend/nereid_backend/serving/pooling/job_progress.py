@@ -31,6 +31,9 @@ from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 # The limits of one slice: the number of inputs, and the sum of their characters or token ids.
 _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
+# An image counts as at least this number of characters, so a slice has at most 8 images. Decoding
+# one image takes up to half a second, even if its file is small.
+_IMAGE_CHARACTERS = _SLICE_CHARACTERS // 8
 # The largest number of slices of one job that are in the engine at the same time.
 _MAX_SLICES = 2
 # Between two steps of the engine, inputs are sent to the engine for at most this number of seconds.
@@ -112,11 +115,11 @@ class _JobProgress:
                 # msgpack turns tuples into lists, but PoolingItem needs a tuple.
                 pair = (self.job.query, value) if name == "document" else tuple(value)
                 items.append(PoolingItem(pair=pair, **self.job.options))
-                size += sum(map(len, pair))
+                size += sum(map(_size, pair))
             else:
                 fields = value if name == "mixed" else {name: value}
                 items.append(PoolingItem(**fields, **self.job.options))
-                size += sum(map(len, fields.values()))
+                size += sum(map(_size, fields.values()))
             if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
                 break
         self.slices[self.num_sent] = len(items)
@@ -262,6 +265,11 @@ class WorkerJobs:
         if isinstance(error, RequestError | CapacityError):
             kind = type(error).__name__
         self._send(["refused", progress.request_id, kind, str(error)])
+
+
+def _size(value: str | bytes | list[int]) -> int:
+    """Return the size of an input in characters or token ids, by which slices are limited."""
+    return max(len(value), _IMAGE_CHARACTERS) if isinstance(value, bytes) else len(value)
 
 
 def _kind_of(value: Value) -> str:

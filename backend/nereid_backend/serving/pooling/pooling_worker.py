@@ -77,4 +77,15 @@ def serve_worker(make: MakeEngine) -> NoReturn:
 if __name__ == "__main__":
     with importing():
         from nereid_backend.pooling.pooling_engine import PoolingEngine
-    serve_worker(lambda config, progress: PoolingEngine(config, progress=progress))
+
+    def load_engine(config: PoolingConfig, progress: Callable[[str], None]) -> PoolingEngine:
+        """Load the engine, and start its process for images.
+
+        The start takes some seconds. The worker does not wait for it later, because a worker that
+        sends no message for the time hang_timeout_s is killed.
+        """
+        engine = PoolingEngine(config, progress=progress)
+        engine.start_image_process()
+        return engine
+
+    serve_worker(load_engine)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that decodes images for models without a chat template.
+
+    python -m nereid_backend.pooling.inputs.pooling_image_worker FD FOLDER TIMEOUT_S
+
+A request contains one image file: the page for a model such as ColPali, or the image for a model
+with a text tower and an image tower. The text of the request is not used. image_worker.py
+describes the arguments, the messages and the limits of the process.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from nereid_backend.vision.image_worker import Prepare, run_worker
+
+
+def _load(folder: Path) -> Prepare:
+    """Load the processor of a checkpoint, and return a function that prepares an image file."""
+    # This function contains imports, because declare_operators must run before transformers is
+    # imported.
+    from nereid_backend.vision.torchvision_operators import declare_operators
+
+    declare_operators()
+    import torch
+    from transformers import AutoConfig
+
+    from nereid_backend.core.image_inputs import ImageInputs
+    from nereid_backend.pooling.inputs.image_processors import load_image_processor
+    from nereid_backend.vision.packed_tensors import pack_images
+    from nereid_backend.vision.read_image import ImageLimits, decode_image
+
+    # Threads of torch do not survive a fork.
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    process = load_image_processor(folder, config)
+
+    def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - see the docstring
+        (data,) = images
+        token_ids, arguments = process(decode_image(data, "image", ImageLimits()))
+        return ["done", token_ids, pack_images(ImageInputs(arguments, b"", 0))]
+
+    return prepare
+
+
+if __name__ == "__main__":
+    run_worker(_load)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a checkpoint, and chooses how its token vectors, its vectors or its scores are computed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nereid_backend.attention.interface import AttentionHook
+from nereid_backend.checkpoint import choose_device
+from nereid_backend.errors import ConfigError
+from nereid_backend.pooling.forward.choose_forward import ChosenForward, choose_forward, choose_head
+from nereid_backend.pooling.forward.image_text_towers import check_towers
+from nereid_backend.pooling.forward.pooling_forward import Head
+from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
+from nereid_backend.pooling.length_limit import length_limit
+from nereid_backend.pooling.loading.checkpoint_spec import (
+    CAUSAL,
+    IMAGE_CAUSAL,
+    RETRIEVAL,
+    SEQUENCE,
+    TOKENS,
+    TOWERS,
+    CheckpointSpec,
+    read_checkpoint_spec,
+)
+from nereid_backend.pooling.loading.integer_weights import store_as_integers
+from nereid_backend.pooling.loading.load_encoder import Encoder, load_encoder
+from nereid_backend.pooling.loading.output_layers import OutputLayers, load_output_layers
+from nereid_backend.pooling.pooling_config import PoolingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A loaded checkpoint, and the chosen methods of computing its outputs.
+
+    Attributes:
+        spec: the description of the checkpoint.
+        encoder: the model and the tokenizer.
+        hook: Nereid's entry in transformers' attention interface.
+        max_model_len: the length limit of inputs in tokens.
+        forward: the method of computing the token vectors of a batch. None for a model with a text
+            and an image tower, which always computes padded batches, and for a vision-language
+            model whose inputs are all computed one by one.
+        head: the method of computing the output of a classifier's head; None for other models.
+        self_check_difference: see PoolingInfo.self_check_difference.
+        poolers: the names of the pooling methods.
+        normalizes: whether dense vectors are scaled to length 1 by default.
+        layers: the layers between token vectors and the outputs.
+        reranker: builds the prompts of a generative reranker; None for other models.
+    """
+
+    spec: CheckpointSpec
+    encoder: Encoder
+    hook: AttentionHook
+    max_model_len: int
+    forward: ChosenForward | None
+    head: Head | None
+    self_check_difference: float
+    poolers: tuple[str, ...]
+    normalizes: bool
+    layers: OutputLayers
+    reranker: GenerativeReranker | None
+
+
+def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> LoadedModel:
+    """Load a checkpoint, and choose how batches are computed.
+
+    Args:
+        config: the settings.
+        progress: called with one line for each slow operation.
+
+    Raises:
+        ConfigError: the settings do not fit the checkpoint or the machine.
+        ModelError: the checkpoint is missing, broken or not supported.
+    """
+    spec = read_checkpoint_spec(config)
+    hook = AttentionHook()
+    device = choose_device(config.device)
+    with gpu_share(device, config.gpu_memory_utilization):
+        encoder = load_encoder(
+            spec, dtype=config.dtype, device=device, attention=hook.name, progress=progress
+        )
+    store_as_integers(encoder, config.weight_dtype, spec.architecture, progress)
+    max_len = length_limit(config, spec, encoder)
+    progress("comparing the vectors of texts in a batch and one by one")
+    forward: ChosenForward | None = None
+    head: Head | None = None
+    difference = 0.0
+    if spec.loader == TOWERS:
+        difference = check_towers(encoder, spec.architecture, max_len)
+    elif spec.loader not in (IMAGE_CAUSAL, RETRIEVAL):
+        forward = choose_forward(encoder, hook, spec.architecture, max_len)
+        difference = forward.difference
+        if spec.loader in (SEQUENCE, TOKENS):
+            is_per_token = spec.loader == TOKENS
+            head = choose_head(encoder, forward, spec.architecture, max_len, per_token=is_per_token)
+    poolers, normalizes = _choose_pooling(spec, forward)
+    return LoadedModel(
+        spec=spec,
+        encoder=encoder,
+        hook=hook,
+        max_model_len=max_len,
+        forward=forward,
+        head=head,
+        self_check_difference=difference,
+        poolers=poolers,
+        normalizes=normalizes,
+        layers=load_output_layers(Path(config.model), spec, encoder),
+        reranker=_generative_reranker(spec, encoder),
+    )
+
+
+@contextmanager
+def gpu_share(device: torch.device, share: float) -> Iterator[None]:
+    """Limit the memory of this process on a GPU. The limit stays after the with statement.
+
+    Args:
+        device: the device of the model. If it is a CPU, nothing is limited.
+        share: the setting gpu_memory_utilization.
+
+    Raises:
+        ConfigError: the code inside the with statement needed more memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"gpu_memory_utilization: the weights do not fit into the share {share:g} of the "
+            f"memory of {device}. Raise the setting. The shares of all models on a GPU must not "
+            "exceed 1."
+        ) from error
+
+
+def _choose_pooling(
+    spec: CheckpointSpec, forward: ChosenForward | None
+) -> tuple[tuple[str, ...], bool]:
+    """Return the pooling methods, and whether vectors are scaled to length 1.
+
+    If the checkpoint's files do not determine the methods, a causal model uses the last token, and
+    any other model uses the mean. If the files do not determine the scaling, only the dense vectors
+    of a causal model are scaled.
+    """
+    is_causal = forward is not None and forward.is_causal
+    poolers = spec.poolers or (("lasttoken",) if is_causal else ("mean",))
+    if spec.normalizes is None:
+        return poolers, is_causal and "dense" in spec.kinds
+    return poolers, spec.normalizes
+
+
+def _generative_reranker(spec: CheckpointSpec, encoder: Encoder) -> GenerativeReranker | None:
+    """Return the builder of prompts for a model that answers "yes" or "no"; None for others."""
+    if spec.loader not in (CAUSAL, IMAGE_CAUSAL):
+        return None
+    return GenerativeReranker(
+        encoder.tokenizer,
+        spec.answer_tokens,
+        spec.template_kwargs,
+        has_parts=spec.loader == IMAGE_CAUSAL,
+    )

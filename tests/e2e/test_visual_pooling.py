@@ -1,0 +1,277 @@
+"""Models that embed and rerank images on a real server, compared with transformers."""
+
+import base64
+import json
+import struct
+import zlib
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+import tritonclient.http
+from backend.pooling.tiny_images import (
+    answer_logits,
+    last_vectors,
+    picture,
+    png,
+    save_page_model,
+    save_towers,
+    save_vision_language,
+    user,
+)
+from docs.blocks import Ports, read_blocks, run_block
+from e2e.scripted import DEMO, ROOT
+from fakes.live_server import serve
+from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+
+pytestmark = pytest.mark.triton
+
+TEXTS = ["a page about birds", "what is in this picture?"]
+PAGE = ROOT / "docs" / "how-to" / "serve-embeddings-and-rerankers.md"
+IMAGES = [picture(1), picture(2, (40, 72))]
+MODELS = """
+[chat]
+model = "{demo}"
+load_at_start = false
+
+[look]
+kind = "embedding"
+hang_timeout_s = 300
+model = "{look}"
+task = "embed"
+
+[towers]
+kind = "embedding"
+hang_timeout_s = 300
+model = "{towers}"
+
+[pages]
+kind = "embedding"
+hang_timeout_s = 300
+model = "{pages}"
+
+[judge]
+kind = "rerank"
+hang_timeout_s = 300
+model = "{judge}"
+task = "rerank"
+"""
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+URLS = [data_url(png(image)) for image in IMAGES]
+PARTS = [{"image": URLS[0]}, {"image": URLS[1], "text": TEXTS[1]}, {"text": TEXTS[0]}]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folders of the checkpoints, and the page model and its processor."""
+    look = save_vision_language("qwen2_vl", tmp_path_factory.mktemp("look"))
+    towers = save_towers(tmp_path_factory.mktemp("towers"))
+    pages = tmp_path_factory.mktemp("pages")
+    page_model = save_page_model("ColQwen2", tmp_path_factory.mktemp("vlm"), pages)
+    return {"look": look, "towers": towers, "pages": pages, "judge": look}, page_model
+
+
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    models = folder / "models.toml"
+    models.write_text(MODELS.format(demo=DEMO, **folders[0]))
+    script = folder / "script.json"
+    script.write_text(json.dumps([{"when": "", "text": "hello"}]))
+    with serve(
+        folder,
+        f"--config={models}",
+        f"--model-repository={ROOT / 'model_repository'}",
+        NEREID_ENGINE="scripted",
+        NEREID_SCRIPT=str(script),
+        XDG_STATE_HOME=str(folder / "state"),
+    ) as running:
+        running.wait_until_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def post(server):
+    """Send a request to the frontend, and return the status and the JSON of the answer."""
+
+    def send(path, **body):
+        url = f"http://127.0.0.1:{server.ports['openai']}/v1/{path}"
+        answer = httpx.post(url, json=body, timeout=120)
+        return answer.status_code, answer.json()
+
+    return send
+
+
+@pytest.fixture(scope="module")
+def triton(server):
+    address = f"127.0.0.1:{server.ports['http']}"
+    client = tritonclient.http.InferenceServerClient(address, network_timeout=120)
+    yield client
+    client.close()
+
+
+def strings(name, values):
+    tensor = tritonclient.http.InferInput(name, [len(values)], "BYTES")
+    tensor.set_data_from_numpy(np.array([value.encode() for value in values], dtype=object))
+    return tensor
+
+
+@pytest.fixture(scope="module")
+def look_vectors(folders):
+    """Return the vectors of PARTS by transformers."""
+    chats = [[user(IMAGES[0])], [user(IMAGES[1], TEXTS[1])], [user(TEXTS[0])]]
+    return last_vectors(folders[0]["look"], chats)
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode()
+def page_vectors(folders):
+    """Return the token vectors of a query and of the two images as pages, by transformers."""
+    model, processor = folders[1]
+    inputs = [processor.process_queries(text=[TEXTS[0]])]
+    inputs += [processor.process_images(images=[image]) for image in IMAGES]
+    return [model(**one).embeddings[0].numpy() for one in inputs]
+
+
+def test_the_openai_client_gets_the_vectors_of_images_and_of_mixed_inputs(server, look_vectors):
+    url = f"http://127.0.0.1:{server.ports['openai']}/v1"
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        answer = client.embeddings.create(model="look", input=PARTS)
+    vectors = [item.embedding for item in answer.data]
+    np.testing.assert_allclose(vectors, look_vectors, atol=2e-4)
+    assert answer.usage.prompt_tokens > len(IMAGES)
+
+
+def test_tritonclient_gets_the_vectors_of_images_and_of_mixed_inputs(triton, look_vectors):
+    parts = strings("parts", [json.dumps(part) for part in PARTS])
+    answer = triton.infer("look", [parts])
+    np.testing.assert_allclose(answer.as_numpy("embeddings"), look_vectors, atol=2e-4)
+    assert (answer.as_numpy("num_tokens") > 0).all()
+
+
+@torch.inference_mode()
+def test_towers_embed_texts_and_images(post, triton, folders):
+    folder = folders[0]["towers"]
+    words = ["w1 w2 w3", "w9"]
+    status, answer = post(
+        "embeddings", model="towers", input=[words[0], PARTS[0], {"image": URLS[1]}, words[1]]
+    )
+    assert status == 200, answer
+    model = CLIPModel.from_pretrained(folder, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = CLIPImageProcessor.from_pretrained(folder)
+    texts = [
+        model.get_text_features(**tokenizer(word, return_tensors="pt")).pooler_output
+        for word in words
+    ]
+    pixels = processor(images=IMAGES, return_tensors="pt").pixel_values
+    images = model.get_image_features(pixels).pooler_output
+    expected = torch.cat([texts[0], images, texts[1]]).numpy()
+    vectors = [item["embedding"] for item in answer["data"]]
+    np.testing.assert_allclose(vectors, expected, atol=2e-4)
+    parts = strings("parts", [json.dumps(PARTS[0])])
+    embeddings = triton.infer("towers", [parts]).as_numpy("embeddings")
+    np.testing.assert_allclose(embeddings[0], expected[1], atol=2e-4)
+
+
+def test_queries_and_pages_have_one_vector_for_each_token(triton, post, page_vectors):
+    inputs = [{"text": TEXTS[0]}, *({"image": url} for url in URLS)]
+    answer = triton.infer("pages", [strings("parts", [json.dumps(one) for one in inputs])])
+    counts = answer.as_numpy("num_vectors")
+    rows = np.split(answer.as_numpy("embeddings"), np.cumsum(counts)[:-1])
+    status, body = post("embeddings", model="pages", input=inputs)
+    assert status == 200, body
+    for row, item, expected in zip(rows, body["data"], page_vectors, strict=True):
+        np.testing.assert_allclose(row, expected, atol=2e-4)
+        np.testing.assert_allclose(item["embedding"], expected, atol=2e-4)
+
+
+def test_pages_are_ranked_by_maxsim(post, page_vectors):
+    query, *pages = page_vectors
+    expected = [(query @ page.T).max(axis=1).sum() for page in pages]
+    documents = [{"image": url} for url in URLS]
+    status, answer = post("rerank", model="pages", query=TEXTS[0], documents=documents)
+    assert status == 200, answer
+    assert set(answer) == {"id", "model", "usage", "results"}
+    ranked = sorted(range(len(pages)), key=lambda page: -expected[page])
+    assert [one["index"] for one in answer["results"]] == ranked
+    scores = [one["relevance_score"] for one in answer["results"]]
+    np.testing.assert_allclose(scores, sorted(expected, reverse=True), atol=2e-3)
+    status, answer = post("score", model="pages", text_1=TEXTS[0], text_2=documents)
+    assert status == 200, answer
+    np.testing.assert_allclose([one["score"] for one in answer["data"]], expected, atol=2e-3)
+
+
+def test_a_reranker_scores_images_and_texts(post, triton, folders):
+    logits = answer_logits(folders[0]["judge"], TEXTS[0], [IMAGES[0], TEXTS[1]])
+    expected = 1 / (1 + np.exp(-np.array(logits)))
+    content = {"type": "image_url", "image_url": {"url": URLS[0]}}
+    status, answer = post("rerank", model="judge", query=TEXTS[0], documents=[content, TEXTS[1]])
+    assert status == 200, answer
+    scores = {one["index"]: one["relevance_score"] for one in answer["results"]}
+    np.testing.assert_allclose([scores[0], scores[1]], expected, atol=1e-3)
+    status, answer = post("score", model="judge", queries=TEXTS[0], documents=[content, TEXTS[1]])
+    assert status == 200, answer
+    np.testing.assert_allclose([one["score"] for one in answer["data"]], expected, atol=1e-3)
+    parts = [json.dumps({"image": URLS[0]}), json.dumps({"text": TEXTS[1]})]
+    outputs = triton.infer("judge", [strings("query", TEXTS[:1]), strings("parts", parts)])
+    np.testing.assert_allclose(outputs.as_numpy("scores"), expected, atol=1e-3)
+
+
+def test_the_examples_of_the_manual_print_what_the_page_shows(server, tmp_path):
+    (tmp_path / "page.png").write_bytes(png(IMAGES[0]))
+    ports = Ports(openai=server.ports["openai"])
+    blocks = [block for block in read_blocks(PAGE) if block.reason.startswith(Path(__file__).name)]
+    examples = [
+        replace(block, output=shown)
+        for block, shown in pairwise(blocks)
+        if block.language in ("python", "bash")
+    ]
+    assert len(examples) == 3
+    for example in examples:
+        run_block(example, ports, tmp_path)
+
+
+def bomb() -> bytes:
+    """Return a PNG file of 40 kB that claims 60,000 x 60,000 pixels."""
+
+    def chunk(name, content):
+        check = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + check
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(40_000_000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (bomb(), "limit of 16000000 pixels"),
+        (png(IMAGES[0])[:400], "the image cannot be decoded"),
+        (b"<svg/>", "the file is not an image"),
+    ],
+    ids=["bomb", "truncated", "svg"],
+)
+@pytest.mark.parametrize("model", ["look", "towers", "pages", "judge"])
+def test_a_hostile_image_is_refused_and_the_model_keeps_serving(post, model, data, problem):
+    def send(url):
+        if model == "judge":
+            return post("rerank", model=model, query="a", documents=["b", {"image": url}])
+        return post("embeddings", model=model, input=["w1", {"image": url}])
+
+    status, answer = send(data_url(data))
+    assert status == 400, answer
+    assert problem in answer["error"]["message"]
+    assert "element 1" in answer["error"]["message"]
+    assert send(URLS[0])[0] == 200

@@ -3,6 +3,7 @@
 import base64
 import json
 import struct
+import time
 import zlib
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +30,10 @@ from e2e.scripted import DEMO, ROOT
 from fakes.live_server import serve
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
-pytestmark = pytest.mark.triton
+# The server starts four models with their processes for images. That takes minutes on a busy
+# machine.
+_START_TIMEOUT_S = 1000
+pytestmark = [pytest.mark.triton, pytest.mark.timeout(2 * _START_TIMEOUT_S)]
 
 TEXTS = ["a page about birds", "what is in this picture?"]
 PAGE = ROOT / "docs" / "how-to" / "serve-embeddings-and-rerankers.md"
@@ -96,18 +100,25 @@ def server(folders, tmp_path_factory):
         NEREID_SCRIPT=str(script),
         XDG_STATE_HOME=str(folder / "state"),
     ) as running:
-        running.wait_until_ready()
+        running.wait_until_ready(_START_TIMEOUT_S)
         yield running
 
 
 @pytest.fixture(scope="module")
 def post(server):
-    """Send a request to the frontend, and return the status and the JSON of the answer."""
+    """Send a request to the frontend, and return the status and the JSON of the answer.
+
+    A busy model can need more than the five seconds that the frontend waits for its description.
+    """
 
     def send(path, **body):
         url = f"http://127.0.0.1:{server.ports['openai']}/v1/{path}"
-        answer = httpx.post(url, json=body, timeout=120)
-        return answer.status_code, answer.json()
+        deadline = time.monotonic() + 120
+        while True:
+            answer = httpx.post(url, json=body, timeout=120)
+            if answer.status_code != 503 or time.monotonic() > deadline:
+                return answer.status_code, answer.json()
+            time.sleep(0.5)
 
     return send
 
@@ -145,7 +156,7 @@ def page_vectors(folders):
 
 def test_the_openai_client_gets_the_vectors_of_images_and_of_mixed_inputs(server, look_vectors):
     url = f"http://127.0.0.1:{server.ports['openai']}/v1"
-    with openai.OpenAI(base_url=url, api_key="none") as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=9) as client:
         answer = client.embeddings.create(model="look", input=PARTS)
     vectors = [item.embedding for item in answer.data]
     np.testing.assert_allclose(vectors, look_vectors, atol=2e-4)

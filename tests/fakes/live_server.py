@@ -62,11 +62,11 @@ class Serve:
         """Return the first printed curl command."""
         return next((line for line in self.lines if line.startswith("curl ")), None)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, timeout_s: float = 300) -> None:
         """Wait until the server is ready.
 
         Raises: AssertionError with the output if it ends instead."""
-        wait_for(lambda: self.curl or self._process.poll() is not None, timeout_s=300)
+        wait_for(lambda: self.curl or self._process.poll() is not None, timeout_s=timeout_s)
         assert self.curl, "\n".join(self.lines)
         self.descendants = psutil.Process(self._process.pid).children(recursive=True)
 

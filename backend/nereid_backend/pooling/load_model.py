@@ -24,11 +24,11 @@ from nereid_backend.pooling.loading.checkpoint_spec import (
     TOKENS,
     TOWERS,
     CheckpointSpec,
-    read_checkpoint_spec,
 )
 from nereid_backend.pooling.loading.integer_weights import store_as_integers
 from nereid_backend.pooling.loading.load_encoder import Encoder, load_encoder
 from nereid_backend.pooling.loading.output_layers import OutputLayers, load_output_layers
+from nereid_backend.pooling.loading.read_checkpoint import read_checkpoint_spec
 from nereid_backend.pooling.pooling_config import PoolingConfig
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of embedding models and rerankers. It has no KV cache and no sampling.
 
-add: validate, tokenise, queue -> step: take items up to the token budget, compute, return
+`add` validates, tokenises and queues the inputs of a request. `step` takes waiting inputs up to the
+token budget, computes them as one batch, and returns their results.
 """
 
 import sys

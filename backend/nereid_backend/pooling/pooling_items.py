@@ -17,7 +17,8 @@ Value = Floats | dict[int, float] | float
 class PoolingItem:
     """One input and its options.
 
-    Exactly one of text, token_ids, pair and image is set, or both text and image.
+    Either exactly one of the fields text, token_ids, pair and image is set, or both text and image
+    are set.
 
     Attributes:
         kind: the kind of output, one of PoolingInfo.kinds. Empty means the first one.
@@ -30,7 +31,7 @@ class PoolingItem:
         activation: the activation of scores, one of ACTIVATIONS. None means the checkpoint's
             default.
         prompt_name: the name of a prompt of the checkpoint. The prompt precedes the text.
-        prompt: a text that precedes the text.
+        prompt: a prompt, in place of a prompt of the checkpoint. It precedes the text.
         instruction: for generative rerankers, a sentence that says when a document is relevant.
             None means the default instruction.
         truncate: whether an input that is too long is truncated. If False, it is refused.
@@ -67,9 +68,10 @@ class PoolingInfo:
         pooling: a readable description of the pooling method.
         normalizes: whether dense vectors are scaled to length 1 by default.
         activation: the default activation of scores.
-        path: how batches are computed: "packed", "padded" (if the model cannot run packed), or
-            "rows" (batches of texts with equal lengths, if padding changes the model's output), or
-            "single" (one input at a time, if the inputs are images or may be images).
+        path: how batches are computed. "packed": without padding. "padded": with padding, because
+            the model cannot compute packed batches. "rows": batches of texts with equal lengths,
+            because padding changes the model's output. "single": one input at a time, because an
+            input may contain an image.
         labels: the labels of a classifier, in the order of its scores.
         prompts: the texts of the checkpoint's prompts by name.
         default_prompt_name: the name of the prompt for inputs without a prompt name; None if such

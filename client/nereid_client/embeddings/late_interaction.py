@@ -75,7 +75,8 @@ async def late_interaction(
     counts = []
     prompts = served.info.get("prompts", {})
     for tensor, names in _PROMPTS.items():
-        # Documents with images are in the tensor `parts`, which an embedding model has, too.
+        # If a document is an image, all documents are in the tensor `parts`, which has the same
+        # name in the inputs of a reranker and of an embedding model.
         source = tensor if tensor in inputs.tensors else "parts"
         target = "parts" if source == "parts" else "texts"
         texts = ModelInputs({target: inputs.tensors[source]}, {target: inputs.fields[source]})

@@ -1,4 +1,4 @@
-"""Converts the label probabilities of tokens to the labelled parts of a text."""
+"""Converts the probabilities of each token's labels to the labelled parts of a text."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -24,7 +24,7 @@ def test_embeddings_with_8_bits_are_close_to_those_with_unrounded_weights(
     plain = Embedder(folder, num_threads=1, dtype="float32").encode(texts)
     rounded = Embedder(folder, num_threads=1, dtype=dtype, weight_dtype="int8")
     assert cosines(plain, rounded.encode(texts)).min() > 0.995
-    layers = rounded._engine._model._encoder.model.modules()
+    layers = rounded._engine._model._loaded.encoder.model.modules()
     assert any(isinstance(layer, GroupedLinear) for layer in layers)
 
 

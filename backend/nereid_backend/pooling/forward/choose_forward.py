@@ -41,8 +41,6 @@ _LONGEST_TEXT = 160
 # texts computed one by one.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-
-
 # Test texts consist of random tokens. The tokens are chosen from at least this number of token ids,
 # unless the model's vocabulary is smaller.
 _MIN_TEST_IDS = 8

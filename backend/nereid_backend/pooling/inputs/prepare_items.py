@@ -7,7 +7,7 @@ text of 5 MB would occupy the tokenizer for seconds and take hundreds of MB of m
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError
+from nereid_backend.pooling.inputs.check_item import ItemChecker, has_text
 from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.inputs.image_requests import TowerImages
 from nereid_backend.pooling.inputs.query_expansion import TextRules
 from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit
 from nereid_backend.pooling.inputs.vision_language_prompts import Prompts, check_length
 from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
-from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
+from nereid_backend.pooling.pooling_items import PoolingInfo, PoolingItem
 
 # The index, the token ids and the type ids of one item. The index is the position of the item in
 # its request. For the type ids, see Prepared.type_ids.
@@ -101,7 +102,12 @@ class ItemPreparer:
         self._image_process = source.process if source is not None else None
         self._prompt_lens: dict[str, int] = {}
         side = tokenizer.truncation_side if reranker is None else reranker.truncation_side
-        self._text_limit = TextLimit(info.max_model_len, info.max_token_bytes, side)
+        self._checker = ItemChecker(
+            spec,
+            info,
+            TextLimit(info.max_model_len, info.max_token_bytes, side),
+            is_vision_language=prompts is not None,
+        )
         self._rules = TextRules.of(spec.late_interaction, info.max_model_len, tokenizer)
         # Some tokenizers return type ids although the model has no embedding for them.
         kinds = getattr(spec.config, "type_vocab_size", None)
@@ -132,119 +138,18 @@ class ItemPreparer:
         prepared: dict[int, Prepared] = {}
         for index, item in enumerate(items):
             with _error_index(index, len(items)):
-                checked[index] = self._check(item)
+                checked[index] = self._checker.check(item)
         for index, item in checked.items():
             with _error_index(index, len(items)):
                 if self._prompts is not None and item.token_ids is None:
                     prepared[index] = self._with_prompt(self._prompts, item)
-                elif not _has_text(item):
+                elif not has_text(item):
                     prepared[index] = self._without_text(item)
         texts = {index: item for index, item in checked.items() if index not in prepared}
         for index, ids, types in self._tokenise(texts):
             with _error_index(index, len(items)):
                 prepared[index] = self._with_text(texts[index], ids, types)
         return [prepared[index] for index in range(len(items))]
-
-    def _check(self, item: PoolingItem) -> PoolingItem:
-        """Validate an item, and return a copy in which defaults are filled in.
-
-        The copy has a kind, and the name and the text of its prompt.
-        """
-        info = self._info
-        kind = item.kind or info.kinds[0]
-        if kind not in info.kinds:
-            raise RequestError(
-                f"kind: {info.architecture} supports {', '.join(info.kinds)}, but the request has "
-                f"{kind}."
-            )
-        sources = (item.text, item.token_ids, item.pair, item.image)
-        is_mixed = self._prompts is not None and None not in (item.text, item.image)
-        if sum(source is not None for source in sources) != 1 + is_mixed:
-            both = ", or both a text and an image" if self._prompts is not None else ""
-            raise RequestError(
-                "input: an input must contain exactly one of the following: text, token ids, a "
-                f"pair of texts, or an image{both}."
-            )
-        self._check_options(item, kind)
-        if kind == "score" and item.pair is None and item.token_ids is None:
-            raise RequestError("input: scoring requires a pair of a query and a document.")
-        if item.pair is not None and kind not in ("score", "classify"):
-            raise RequestError(
-                f"input: the kind {kind} requires one text, but the request has a pair."
-            )
-        has_image = item.image is not None or (item.pair and isinstance(item.pair[1], bytes))
-        if has_image and not info.accepts_images:
-            raise RequestError(f"image: {info.architecture} does not accept images.")
-        _check_prompt_fields(item, takes_messages=self._prompts is not None)
-        name = self._prompt_name(item)
-        prompt = item.prompt if name is None else self._spec.prompts[name]
-        for field, text in (("prompt", prompt), ("instruction", item.instruction)):
-            if text is not None:
-                self._text_limit.check(f"{field}: the {field}", text)
-        # An empty prompt suppresses the checkpoint's default prompt.
-        return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
-
-    def _limit_texts(self, item: PoolingItem) -> PoolingItem:
-        """Truncate each text of an item that exceeds the size limit.
-
-        Raise a RequestError if a text exceeds the limit and the item does not permit truncation.
-        """
-        texts = tuple(one for one in item.pair or (item.text,) if isinstance(one, str))
-        if all(self._text_limit.fits(text) for text in texts):
-            return item
-        if not item.truncate:
-            for text in texts:
-                self._text_limit.check("input: the input", text, TRUNCATE_REMEDY)
-        if item.pair is None:
-            return replace(item, text=self._text_limit.truncate(texts[0]))
-        query, document = item.pair
-        if isinstance(document, str):
-            document = self._text_limit.truncate(document)
-        return replace(item, pair=(self._text_limit.truncate(query), document))
-
-    def _check_options(self, item: PoolingItem, kind: str) -> None:
-        """Raise RequestError if an option of an item is invalid or not supported by the model."""
-        if item.dimensions is not None:
-            size = self._info.dimension
-            requested = item.dimensions
-            if kind not in ("dense", "multi_vector"):
-                raise RequestError(
-                    f"dimensions: this field requires dense vectors, but the kind is {kind}."
-                )
-            is_integer = isinstance(requested, int) and not isinstance(requested, bool)
-            if not is_integer or not 1 <= requested <= size:
-                raise RequestError(
-                    f"dimensions: the value must be an integer from 1 to {size}, but the request "
-                    f"has {requested!r}."
-                )
-        if item.activation is not None and item.activation not in ACTIVATIONS:
-            raise RequestError(
-                f"activation: the value must be one of {', '.join(ACTIVATIONS)}, but the request "
-                f"has {item.activation!r}."
-            )
-        if item.instruction is not None and self._reranker is None:
-            raise RequestError(
-                f"instruction: this field requires a generative reranker, but the model is "
-                f"{self._info.architecture}. Leave the field out."
-            )
-
-    def _prompt_name(self, item: PoolingItem) -> str | None:
-        """Return the name of the checkpoint's prompt that precedes the item's text.
-
-        None means that the item has its own prompt or no prompt. The item must have passed
-        `_check_prompt_fields`.
-        """
-        if item.prompt is not None or not (_has_text(item) or self._prompts is not None):
-            return None
-        name = item.prompt_name
-        if name is None:
-            name = self._spec.default_prompt_name
-        if name is not None and name not in self._spec.prompts:
-            known = ", ".join(self._spec.prompts) or "none"
-            raise RequestError(
-                f"prompt_name: the model has no prompt {name!r}. Its prompts are: {known}."
-            )
-        return name
 
     def _with_prompt(self, prompts: Prompts, item: PoolingItem) -> Prepared:
         """Render an input of a vision-language model as a prompt."""
@@ -400,28 +305,6 @@ def _error_index(index: int, count: int) -> Iterator[None]:
         if count == 1:
             raise
         raise RequestError(f"input {index}: {error}") from error
-
-
-def _check_prompt_fields(item: PoolingItem, *, takes_messages: bool) -> None:
-    """Raise RequestError if an item has both prompt fields, or if it has a prompt but no text.
-
-    If `takes_messages` is true, a prompt is a system message, which can also precede an image.
-    """
-    if item.prompt is not None and item.prompt_name is not None:
-        raise RequestError(
-            "prompt: the request has both prompt and prompt_name. Send only one of them."
-        )
-    can_have_prompt = _has_text(item) or (takes_messages and item.image is not None)
-    if not can_have_prompt and (item.prompt or item.prompt_name is not None):
-        raise RequestError(
-            "prompt: a prompt can precede only a text or a pair of texts, but the input is a list "
-            "of token ids or an image."
-        )
-
-
-def _has_text(item: PoolingItem) -> bool:
-    """Return whether an item has a text or a pair of texts."""
-    return item.text is not None or item.pair is not None
 
 
 def _texts_of(item: PoolingItem) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 """Converts texts and images to the inputs of a vision-language model that embeds or reranks.
 
 The checkpoint's own processor prepares the inputs. Images are decoded in a separate process,
-because an image file may be hostile. There are two kinds of checkpoints. One kind
-renders a text, an image or both as a chat message. The other kind, such as ColPali, has one fixed
-prompt for pages (images) and one for queries (texts).
+because an image file may be hostile. There are two types of checkpoints. Checkpoints of the first
+type have a chat template, which renders a text, an image or both as a chat message. Checkpoints of
+the second type, such as ColPali, have one fixed prompt for pages (images) and one for queries
+(texts).
 """
 
 import base64
@@ -25,7 +26,8 @@ from nereid_backend.vision.image_process import ImageProcess
 
 # The worker for checkpoints with a chat template. The worker expects images in base64.
 _CHAT_IMAGE_WORKER = "nereid_backend.vision.image_worker"
-# A text that no query contains. It marks the place of a document that is an image.
+# A text that no query contains. A message is first built with this text as the document, and then
+# the text is replaced by a placeholder for the image.
 _IMAGE_MARK = "mark7image7mark"
 _TRUNCATE = "truncate: prompts of vision-language models cannot be truncated."
 
@@ -153,7 +155,7 @@ def check_length(prompt: ImagePrompt, limit: int, *, truncate: bool) -> None:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Return the content of a message as parts, with an image in place of the mark.
+    """Return the content of a message as content parts, with an image in place of _IMAGE_MARK.
 
     Example: "<Document>: mark7image7mark" returns [{"type": "text", "text": "<Document>: "},
     {"type": "image"}].

@@ -18,9 +18,10 @@ class Job:
 
     Attributes:
         field: the name of the tensor with the inputs, for error messages.
-        inputs: pairs of a field of PoolingItem (text, token_ids, pair or image) and its value, of
-            "mixed" and an object with a text and an image, or of "document" and a document that is
-            scored for `query`.
+        inputs: one pair of a name and a value for each input. The name is a field of PoolingItem
+            (text, token_ids, pair or image) and the value is the value of this field, or the name
+            is "mixed" and the value is {"text": str, "image": bytes}, or the name is "document" and
+            the value is a document that is scored for `query`.
         options: fields of PoolingItem that have the same value for all inputs.
         query: the query of all documents. The query is packed once, because a query of 60 kB that
             was packed with each of 10,000 documents would take 600 MB.

@@ -4,8 +4,9 @@
 The server's thread sends the job of each request to the worker process. The loop's thread
 (supervised_model.py) receives the outcomes, and sends one response for each request.
 
-The models are not decoupled, so that clients can call them with /infer and with plain gRPC calls.
-But `execute` does not wait: the loop sends the responses later through each request's sender.
+The models are not decoupled, so that clients can call the models with /infer and with unary gRPC
+calls. Nevertheless, `execute` does not wait for a response. The loop sends each response later,
+through the response sender of the request.
 """
 
 import dataclasses
@@ -98,7 +99,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         """Return the input tensor `name`, whose elements are the inputs of a job.
 
         Raises:
-            RequestError: the tensor is wrong, or has more elements than the queue can ever hold.
+            RequestError: the tensor is wrong, or has more elements than the queue can contain.
         """
         values = tensors.array(request, name)
         check_num_inputs(name, values.size, self._max_inputs)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validates the fields of items before anything is tokenised."""
+
+from dataclasses import replace
+
+from nereid_backend.errors import RequestError
+from nereid_backend.pooling.inputs.text_size import TRUNCATE_REMEDY, TextLimit
+from nereid_backend.pooling.loading.checkpoint_spec import CAUSAL, IMAGE_CAUSAL, CheckpointSpec
+from nereid_backend.pooling.pooling_items import ACTIVATIONS, PoolingInfo, PoolingItem
+
+
+class ItemChecker:
+    """Validates the fields of items."""
+
+    def __init__(
+        self,
+        spec: CheckpointSpec,
+        info: PoolingInfo,
+        text_limit: TextLimit,
+        *,
+        is_vision_language: bool,
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            spec: the description of the checkpoint.
+            info: the description of the loaded model.
+            text_limit: the limit on the size of a text.
+            is_vision_language: whether the model is a vision-language model, which accepts images.
+        """
+        self._spec = spec
+        self._info = info
+        self._text_limit = text_limit
+        self._is_vision_language = is_vision_language
+        self._is_generative = spec.loader in (CAUSAL, IMAGE_CAUSAL)
+
+    def check(self, item: PoolingItem) -> PoolingItem:
+        """Validate an item, and return a copy in which defaults are filled in.
+
+        The copy has a kind, and the name and the text of its prompt. If the item permits
+        truncation, the size of its texts is limited.
+
+        Raises:
+            RequestError: the item is wrong.
+        """
+        kind = item.kind or self._info.kinds[0]
+        self._check_kind(kind)
+        self._check_sources(item, kind)
+        self._check_options(item, kind)
+        self._check_prompt_fields(item)
+        name = self._prompt_name(item)
+        prompt = item.prompt if name is None else self._spec.prompts[name]
+        for field, text in (("prompt", prompt), ("instruction", item.instruction)):
+            if text is not None:
+                self._text_limit.check(f"{field}: the {field}", text)
+        # An empty prompt suppresses the checkpoint's default prompt.
+        return replace(self._limit_texts(item), kind=kind, prompt=prompt or None, prompt_name=name)
+
+    def _check_kind(self, kind: str) -> None:
+        """Raise a RequestError if the model cannot compute this kind of output."""
+        info = self._info
+        if kind not in info.kinds:
+            raise RequestError(
+                f"kind: {info.architecture} supports {', '.join(info.kinds)}, but the request has "
+                f"{kind}."
+            )
+
+    def _check_sources(self, item: PoolingItem, kind: str) -> None:
+        """Raise a RequestError if the fields with the input do not fit the model or the kind.
+
+        Example: an item with both a text and token ids is refused.
+        """
+        sources = (item.text, item.token_ids, item.pair, item.image)
+        is_mixed = self._is_vision_language and None not in (item.text, item.image)
+        if sum(source is not None for source in sources) != 1 + is_mixed:
+            both = ", or both a text and an image" if self._is_vision_language else ""
+            raise RequestError(
+                "input: an input must contain exactly one of the following: text, token ids, a "
+                f"pair of texts, or an image{both}."
+            )
+        if kind == "score" and item.pair is None and item.token_ids is None:
+            raise RequestError("input: scoring requires a pair of a query and a document.")
+        if item.pair is not None and kind not in ("score", "classify"):
+            raise RequestError(
+                f"input: the kind {kind} requires one text, but the request has a pair."
+            )
+        has_image = item.image is not None or (item.pair and isinstance(item.pair[1], bytes))
+        if has_image and not self._info.accepts_images:
+            raise RequestError(f"image: {self._info.architecture} does not accept images.")
+
+    def _check_options(self, item: PoolingItem, kind: str) -> None:
+        """Raise RequestError if an option of an item is invalid or not supported by the model."""
+        if item.dimensions is not None:
+            size = self._info.dimension
+            requested = item.dimensions
+            if kind not in ("dense", "multi_vector"):
+                raise RequestError(
+                    f"dimensions: this field requires dense vectors, but the kind is {kind}."
+                )
+            is_integer = isinstance(requested, int) and not isinstance(requested, bool)
+            if not is_integer or not 1 <= requested <= size:
+                raise RequestError(
+                    f"dimensions: the value must be an integer from 1 to {size}, but the request "
+                    f"has {requested!r}."
+                )
+        if item.activation is not None and item.activation not in ACTIVATIONS:
+            raise RequestError(
+                f"activation: the value must be one of {', '.join(ACTIVATIONS)}, but the request "
+                f"has {item.activation!r}."
+            )
+        if item.instruction is not None and not self._is_generative:
+            raise RequestError(
+                f"instruction: this field requires a generative reranker, but the model is "
+                f"{self._info.architecture}. Leave the field out."
+            )
+
+    def _check_prompt_fields(self, item: PoolingItem) -> None:
+        """Raise RequestError if an item has both prompt fields, or if it has a prompt but no text.
+
+        For a vision-language model, a prompt is a system message, which can also precede an image.
+        """
+        if item.prompt is not None and item.prompt_name is not None:
+            raise RequestError(
+                "prompt: the request has both prompt and prompt_name. Send only one of them."
+            )
+        can_have_prompt = has_text(item) or (self._is_vision_language and item.image is not None)
+        if not can_have_prompt and (item.prompt or item.prompt_name is not None):
+            raise RequestError(
+                "prompt: a prompt can precede only a text or a pair of texts, but the input is a "
+                "list of token ids or an image."
+            )
+
+    def _prompt_name(self, item: PoolingItem) -> str | None:
+        """Return the name of the checkpoint's prompt that precedes the item's text.
+
+        None means that the item has its own prompt or no prompt. The item must have passed
+        `_check_prompt_fields`.
+        """
+        if item.prompt is not None or not (has_text(item) or self._is_vision_language):
+            return None
+        name = item.prompt_name
+        if name is None:
+            name = self._spec.default_prompt_name
+        if name is not None and name not in self._spec.prompts:
+            known = ", ".join(self._spec.prompts) or "none"
+            raise RequestError(
+                f"prompt_name: the model has no prompt {name!r}. Its prompts are: {known}."
+            )
+        return name
+
+    def _limit_texts(self, item: PoolingItem) -> PoolingItem:
+        """Truncate each text of an item that exceeds the size limit.
+
+        Raise a RequestError if a text exceeds the limit and the item does not permit truncation.
+        """
+        texts = tuple(one for one in item.pair or (item.text,) if isinstance(one, str))
+        if all(self._text_limit.fits(text) for text in texts):
+            return item
+        if not item.truncate:
+            for text in texts:
+                self._text_limit.check("input: the input", text, TRUNCATE_REMEDY)
+        if item.pair is None:
+            return replace(item, text=self._text_limit.truncate(texts[0]))
+        query, document = item.pair
+        if isinstance(document, str):
+            document = self._text_limit.truncate(document)
+        return replace(item, pair=(self._text_limit.truncate(query), document))
+
+
+def has_text(item: PoolingItem) -> bool:
+    """Return whether an item has a text or a pair of texts."""
+    return item.text is not None or item.pair is not None

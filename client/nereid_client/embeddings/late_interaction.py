@@ -71,27 +71,44 @@ async def late_interaction(
             query for all documents, or one query for each document.
         truncate: whether texts that are too long are cut.
     """
-    vectors: list[list[Floats]] = []
-    counts = []
-    prompts = served.info.get("prompts", {})
-    for tensor, names in _PROMPTS.items():
-        # If a document is an image, all documents are in the tensor `parts`, which has the same
-        # name in the inputs of a reranker and of an embedding model.
-        source = tensor if tensor in inputs.tensors else "parts"
-        target = "parts" if source == "parts" else "texts"
-        texts = ModelInputs({target: inputs.tensors[source]}, {target: inputs.fields[source]})
-        prompt_name = next((name for name in names if name in prompts), None)
-        options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
-        outputs = await call_model(request, served, texts, options)
-        vectors.append(rows_of(outputs))
-        counts.append(outputs.arrays["num_tokens"])
-    queries, documents = vectors
-    if len(queries) == 1:
-        queries = queries * len(documents)
+    queries = await _embed_tokens(request, served, inputs, "query", truncate=truncate)
+    documents = await _embed_tokens(request, served, inputs, "documents", truncate=truncate)
+    query_vectors, document_vectors = rows_of(queries), rows_of(documents)
+    if len(query_vectors) == 1:
+        query_vectors = query_vectors * len(document_vectors)
     # The scores of a thousand documents take a tenth of a second or more. A thread computes them,
     # so that other requests can run.
-    scores = await asyncio.to_thread(max_sim, queries, documents)
-    return PoolingOutputs({"scores": scores, "num_tokens": np.concatenate(counts)}, {})
+    scores = await asyncio.to_thread(max_sim, query_vectors, document_vectors)
+    num_tokens = [outputs.arrays["num_tokens"] for outputs in (queries, documents)]
+    return PoolingOutputs({"scores": scores, "num_tokens": np.concatenate(num_tokens)}, {})
+
+
+async def _embed_tokens(
+    request: Request,
+    served: ServedModel,
+    inputs: ModelInputs,
+    tensor: str,
+    *,
+    truncate: bool | None,
+) -> PoolingOutputs:
+    """Return one vector for each token of the queries or of the documents.
+
+    Args:
+        request: the HTTP request.
+        served: the embedding model.
+        inputs: the input tensors of a reranker.
+        tensor: the name of the tensor with the texts, "query" or "documents". If a document is an
+            image, all documents are in the tensor "parts" instead.
+        truncate: whether texts that are too long are cut.
+    """
+    source = tensor if tensor in inputs.tensors else "parts"
+    # The tensor "parts" has the same name in the inputs of a reranker and of an embedding model.
+    target = "parts" if source == "parts" else "texts"
+    texts = ModelInputs({target: inputs.tensors[source]}, {target: inputs.fields[source]})
+    prompts = served.info.get("prompts", {})
+    prompt_name = next((name for name in _PROMPTS[tensor] if name in prompts), None)
+    options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
+    return await call_model(request, served, texts, options)
 
 
 def max_sim(queries: Sequence[Floats], documents: Sequence[Floats]) -> Floats:

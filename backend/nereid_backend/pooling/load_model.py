@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from nereid_backend.attention.interface import AttentionHook
-from nereid_backend.checkpoint import choose_device
 from nereid_backend.errors import ConfigError
+from nereid_backend.load_checkpoint import choose_device
 from nereid_backend.pooling.forward.choose_forward import ChosenForward, choose_forward, choose_head
 from nereid_backend.pooling.forward.image_text_towers import check_towers
 from nereid_backend.pooling.forward.pooling_forward import Head

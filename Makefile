@@ -185,7 +185,7 @@ bench-prefix-cache: setup ## Measure the first token of a chat's second turn: wi
 	@$(BIN)/python -m loadtest.bench.bench_prefix_cache --disk $(ARGS)
 
 bench-agents: setup ## Simulate agents with and without prompt_cache_key: hit rate and first token
-	@$(BIN)/python -m loadtest.bench.agent_simulator $(ARGS)
+	@$(BIN)/python -m loadtest.simulators.agent_simulator $(ARGS)
 
 bench-context: setup ## Measure prefill and decode of a small model with up to 128,000 tokens
 	@$(BIN)/python -m loadtest.bench.bench_context $(ARGS)

@@ -4,7 +4,7 @@ A chat completion passes through these modules:
 
 1. middleware/                 limits, API key, request id
 2. routes/chat.py              validates the body and calls the backend
-3. triton_backend.py           calls the ensemble on the Triton server over gRPC
+3. language_model/             `triton_backend.py` calls the ensemble on the Triton server over gRPC
 4. streaming/deltas.py         merges the deltas that arrive while the client is slow
 5. streaming/chat_stream.py    converts deltas to OpenAI chunks, or to one whole response
 6. streaming/sse.py            sends the chunks as server-sent events
@@ -34,6 +34,7 @@ from nereid_client.errors import (
     from_field_error,
     to_api_error,
 )
+from nereid_client.language_model.triton_backend import Backend
 from nereid_client.middleware.admission_control import AdmissionControl, Gate
 from nereid_client.middleware.api_key import ApiKey
 from nereid_client.middleware.body_limit import BodyLimit
@@ -49,18 +50,13 @@ from nereid_client.openapi import openapi_schema
 from nereid_client.responses.background_responses import Responses
 from nereid_client.responses.response_store import Limits
 from nereid_client.routes import (
-    abort,
     batches,
-    cache,
     chat,
     classify,
     completions,
     embeddings,
     files,
-    health,
     messages,
-    metrics,
-    model_control,
     models,
     pooling,
     rerank,
@@ -69,11 +65,17 @@ from nereid_client.routes import (
     tei,
     template,
     tokenize,
+)
+from nereid_client.routes.operations import (
+    abort,
+    cache,
+    health,
+    metrics,
+    model_control,
     weight_updates,
 )
 from nereid_client.settings import Settings
 from nereid_client.several_models.frontend_models import create_contexts
-from nereid_client.triton_backend import Backend
 from nereid_client.workers.forwarding import RunsElsewhereError, forward_to_worker
 from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.shared_limits import RequestsOfWorkers, UsagesOfWorkers, open_database

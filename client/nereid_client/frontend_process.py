@@ -13,11 +13,11 @@ import uvicorn
 
 from nereid_client.app import create_app
 from nereid_client.json_logs import uvicorn_log_config
-from nereid_client.listening_sockets import listening_sockets
+from nereid_client.language_model.triton_backend import Backend
 from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.http_protocol import protocol_class
 from nereid_client.settings import Settings, SettingsError
-from nereid_client.triton_backend import Backend
+from nereid_client.workers.listening_sockets import listening_sockets
 from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.worker_pool import worker_sockets
 

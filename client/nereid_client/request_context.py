@@ -14,9 +14,10 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from nereid_client.adapters import Adapters, current_adapter
 from nereid_client.errors import ApiError, Disconnected, from_validation
-from nereid_client.fill_in_middle import FillInMiddle
+from nereid_client.language_model.adapters import Adapters, current_adapter
+from nereid_client.language_model.fill_in_middle import FillInMiddle
+from nereid_client.language_model.triton_backend import Backend
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.common_fields import GenerationRequest
 from nereid_client.protocol.request_limits import PublishedLimits, RequestLimits
@@ -24,7 +25,6 @@ from nereid_client.request_turns import RequestTurns
 from nereid_client.settings import Settings
 from nereid_client.several_models.model_control import ModelControl
 from nereid_client.streaming.completion_frame import CompletionFrame
-from nereid_client.triton_backend import Backend
 
 R = TypeVar("R", bound=BaseModel)
 

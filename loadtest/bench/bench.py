@@ -38,7 +38,7 @@ from nereid_backend.linear import native_linear
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from loadtest import command_line
-from loadtest.bench.json_programs import Report, outcome
+from loadtest.peers.json_programs import Report, outcome
 
 LOADTEST = Path(__file__).parents[1]
 PEERS_PYTHON = LOADTEST.parent / ".venv-peers" / "bin" / "python"

@@ -21,11 +21,11 @@ import grpc
 import psutil
 import uvloop
 from nereid_client.grpc_calls import TritonCalls, infer_request
+from nereid_client.language_model.triton_backend import Generation, TritonBackend
 from nereid_client.streaming.chat_stream import chat_events
 from nereid_client.streaming.completion_frame import CompletionFrame
 from nereid_client.streaming.deltas import merged
 from nereid_client.streaming.reasoning_view import ReasoningView
-from nereid_client.triton_backend import Generation, TritonBackend
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loadtest.bench.markdown_table import table

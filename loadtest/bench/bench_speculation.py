@@ -36,9 +36,9 @@ from nereid_backend.core.outputs import EngineStats
 from transformers import AutoTokenizer
 
 from loadtest import command_line
-from loadtest.bench.grown_models import save_with_layers
+from loadtest.bench.created_models.grown_models import save_with_layers
+from loadtest.bench.created_models.trained_draft import trained_draft
 from loadtest.bench.markdown_table import table
-from loadtest.bench.trained_draft import trained_draft
 
 # The programs of the folder `demo` are scripts, which import each other by their short names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "demo"))

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from fakes import endless_server
 from nereid_client.embeddings.pooling_backend import PoolingCall, TritonPooling
+from nereid_client.language_model.triton_backend import Generation, TritonBackend
 from nereid_client.streaming.deltas import merged
-from nereid_client.triton_backend import Generation, TritonBackend
 
 NUM_ROUNDS = 6
 NUM_CALLS = 100

@@ -1,8 +1,8 @@
 import pytest
 
-from loadtest.bench import agent_simulator
-from loadtest.bench.agent_simulator import Traffic, compare
-from loadtest.bench.scheduler_simulator import Cost
+from loadtest.simulators import agent_simulator
+from loadtest.simulators.agent_simulator import Traffic, compare
+from loadtest.simulators.scheduler_simulator import Cost
 
 
 def test_sessions_find_more_cached_tokens_than_lru_and_delay_no_other_request():

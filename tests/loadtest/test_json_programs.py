@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from loadtest.bench import json_programs
+from loadtest.peers import json_programs
 
 
 def program(code, limit_s=20.0):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from loadtest.bench import scale_simulator
-from loadtest.bench.scale_simulator import conversations, run_node
+from loadtest.simulators import scale_simulator
+from loadtest.simulators.scale_simulator import conversations, run_node
 
 
 def test_a_node_gets_whole_conversations_with_prefix_routing():

@@ -11,8 +11,15 @@ from nereid_backend.core.scheduler import Scheduler
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled, StepResult
 
-from loadtest.bench import scheduler_simulator
-from loadtest.bench.scheduler_simulator import Arrival, Cost, main, poisson, read_trace, simulate
+from loadtest.simulators import scheduler_simulator
+from loadtest.simulators.scheduler_simulator import (
+    Arrival,
+    Cost,
+    main,
+    poisson,
+    read_trace,
+    simulate,
+)
 
 
 def make_scheduler(num_blocks=512, max_num_seqs=32, budget=512) -> Scheduler:
@@ -99,7 +106,7 @@ def test_the_command_prints_percentiles(capsys, tmp_path):
 
 def test_the_command_loads_no_torch():
     code = (
-        "import sys; from loadtest.bench.scheduler_simulator import main; "
+        "import sys; from loadtest.simulators.scheduler_simulator import main; "
         "main(['--requests', '20']); sys.exit('torch' in sys.modules)"
     )
     folder = Path(scheduler_simulator.__file__).parents[2]

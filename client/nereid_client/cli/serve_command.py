@@ -23,11 +23,12 @@ from nereid_client.cli.tritonserver_command import (
 from nereid_client.console import CliError, complain
 from nereid_client.settings import VARIABLES, Settings
 from nereid_client.several_models.serve_models import ServedModels, without_model_settings
-from nereid_client.supervise import fork_server, pooling_models, startup_checks
+from nereid_client.supervise import pooling_models, startup_checks
 from nereid_client.supervise.frontend_client import FrontendClient
 from nereid_client.supervise.hang_detection import PROBES, Probe
 from nereid_client.supervise.restart_policy import RestartPolicy
 from nereid_client.supervise.serve_plan import Program, ServePlan
+from nereid_client.supervise.start_fork_server import ADDRESS_VARIABLE, choose_address
 from nereid_client.supervise.supervisor import Supervisor
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -80,7 +81,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     host = args.host or "127.0.0.1"
     addresses = {flag: (host, getattr(args, attribute(flag))) for flag in PORT_FLAGS}
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
-    fork_server_address = fork_server.choose_address(repository, environment)
+    fork_server_address = choose_address(repository, environment)
     if several is None:
         startup_checks.check_model_settings(repository, environment)
     else:
@@ -89,7 +90,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
         several.write_repository(folder, repository, environment)
         repository, environment = folder, without_model_settings(environment)
     if fork_server_address:
-        environment[fork_server.ADDRESS_VARIABLE] = fork_server_address
+        environment[ADDRESS_VARIABLE] = fork_server_address
     shm_prefix = f"nereid_{os.getpid()}_"
     openai_url = f"http://{_local_host(settings.host)}:{settings.port}"
     http_url = f"http://{_local_host(host)}:{args.http_port}"

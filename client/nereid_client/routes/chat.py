@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.model_choice import check_language_model
+from nereid_client.language_model.triton_backend import Generation
 from nereid_client.protocol.generation_requests import ChatCompletionRequest
 from nereid_client.request_context import (
     context_of,
@@ -17,7 +18,6 @@ from nereid_client.streaming import sse
 from nereid_client.streaming.chat_stream import chat_completion, chat_events
 from nereid_client.streaming.deltas import fold, merged
 from nereid_client.streaming.reasoning_view import ReasoningView
-from nereid_client.triton_backend import Generation
 
 router = APIRouter(tags=["Language model"])
 

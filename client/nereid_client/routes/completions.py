@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.errors import ApiError
+from nereid_client.language_model.triton_backend import Backend, Generation
 from nereid_client.protocol.completion_prompts import Prompt
 from nereid_client.protocol.generation_requests import CompletionRequest
 from nereid_client.request_context import (
@@ -26,7 +27,6 @@ from nereid_client.streaming.completion_stream import (
     completion_events,
 )
 from nereid_client.streaming.deltas import Delta, fold, interleaved, merged
-from nereid_client.triton_backend import Backend, Generation
 
 router = APIRouter(tags=["Language model"])
 

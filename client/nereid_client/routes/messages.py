@@ -12,6 +12,7 @@ from nereid_client.anthropic.messages_request import CountTokensRequest, Message
 from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.error_responses import error_event
 from nereid_client.errors import BackendError, FrontendError, to_api_error
+from nereid_client.language_model.triton_backend import Generation
 from nereid_client.request_context import (
     context_of,
     name_of_model,
@@ -22,7 +23,6 @@ from nereid_client.request_context import (
 )
 from nereid_client.streaming import sse
 from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
-from nereid_client.triton_backend import Generation
 
 router = APIRouter(tags=["Language model"])
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.errors import ApiError, BackendError, FrontendError, shown, to_api_error
+from nereid_client.language_model.triton_backend import Generation
 from nereid_client.protocol.responses_request import ResponsesRequest
 from nereid_client.request_context import (
     context_of,
@@ -36,7 +37,6 @@ from nereid_client.responses.truncation import generate_truncated
 from nereid_client.routes.files import page
 from nereid_client.streaming import sse
 from nereid_client.streaming.deltas import Delta, by_kind, merged, unfinished_error
-from nereid_client.triton_backend import Generation
 from nereid_client.workers.forwarding import RunsElsewhereError
 
 router = APIRouter(tags=["Responses"])

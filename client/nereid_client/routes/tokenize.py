@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 
 from nereid_client.embeddings.model_choice import check_language_model
 from nereid_client.errors import BackendError
+from nereid_client.language_model.triton_backend import Generation
 from nereid_client.protocol.tokenize_request import DetokenizeRequest, TokenizeRequest
 from nereid_client.request_context import (
     check_unicode,
@@ -16,7 +17,6 @@ from nereid_client.request_context import (
     validate,
 )
 from nereid_client.streaming.field_names import FieldNames
-from nereid_client.triton_backend import Generation
 
 router = APIRouter(tags=["Language model"])
 

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from nereid_client.client_backend import ClientBackend
 from nereid_client.grpc_calls import TritonCalls
+from nereid_client.language_model.client_backend import ClientBackend
+from nereid_client.language_model.triton_backend import Backend, TritonBackend
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.request_context import Context, Contexts
 from nereid_client.settings import Settings
 from nereid_client.several_models.controlled import ControlledBackend
 from nereid_client.several_models.model_control import ModelControl
 from nereid_client.several_models.models_file import ModelSpec, read_models_file
-from nereid_client.triton_backend import Backend, TritonBackend
 
 
 def create_contexts(

@@ -3,7 +3,7 @@
 - startup_checks.py, weight_files.py: reject wrong settings and damaged checkpoints before the start
 - supervisor.py: START HERE; starts, announces, restarts, drains and ends the programs
 - child_processes.py: starts a program, reads its output, and ends it with all its descendants
-- fork_server.py: starts the process that imports torch once for all models
+- start_fork_server.py: starts the process that imports torch once for all models
 - warmup.py, pooling_models.py: wait until each model has answered a request
 - stub_processes.py, hang_detection.py: find failures that Triton server does not report
 - memory_watch.py: restarts a process that uses too much memory

@@ -52,7 +52,7 @@ class ServePlan:
         restarts: the limits on restarts.
         drain_timeout_s: after a signal to stop, running requests must finish within this number of
             seconds.
-        fork_server: the address of the fork server to start (fork_server.py), or None.
+        fork_server: the address of the fork server to start (start_fork_server.py), or None.
     """
 
     server: Program

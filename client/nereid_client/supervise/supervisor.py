@@ -15,11 +15,11 @@ from typing import IO, cast
 from nereid_client.console import CliError, complain, say, set_line_format
 from nereid_client.json_logs import JsonLines, LinesWithoutMessages, to_json_line
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
-from nereid_client.supervise.fork_server import start_fork_server
 from nereid_client.supervise.hang_detection import HangWatch
 from nereid_client.supervise.memory_watch import MemoryWatch
 from nereid_client.supervise.pooling_models import PoolingWarmUp
 from nereid_client.supervise.serve_plan import STANDARD_OUTPUT, ServePlan
+from nereid_client.supervise.start_fork_server import start_fork_server
 from nereid_client.supervise.supervised_program import SupervisedProgram
 from nereid_client.supervise.unfinished_requests import count_unfinished
 from nereid_client.supervise.warmup import WarmUp

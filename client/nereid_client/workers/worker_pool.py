@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nereid_client.console import complain
-from nereid_client.listening_sockets import listening_socket, with_duplicates
 from nereid_client.middleware.client_keys import read_key_file
 from nereid_client.responses import response_store
 from nereid_client.settings import Settings, SettingsError
 from nereid_client.supervise.restart_policy import RestartPolicy, Restarts
 from nereid_client.workers import shared_limits
+from nereid_client.workers.listening_sockets import listening_socket, with_duplicates
 from nereid_client.workers.place import WorkerPlace
 
 _CHECK_EVERY_S = 0.05

@@ -5,8 +5,12 @@ import sys
 
 import psutil
 import pytest
-from nereid_client.supervise import fork_server
-from nereid_client.supervise.fork_server import ADDRESS_VARIABLE, choose_address, start_fork_server
+from nereid_client.supervise import start_fork_server as fork_server
+from nereid_client.supervise.start_fork_server import (
+    ADDRESS_VARIABLE,
+    choose_address,
+    start_fork_server,
+)
 
 
 @pytest.fixture

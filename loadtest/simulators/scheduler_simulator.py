@@ -1,7 +1,7 @@
 """Simulate the scheduler on a trace of arrivals, with a cost model instead of a GPU and a model.
 
-    python -m loadtest.bench.scheduler_simulator --requests 2000 --rate 20
-    python -m loadtest.bench.scheduler_simulator --trace arrivals.jsonl --max-num-seqs 64
+    python -m loadtest.simulators.scheduler_simulator --requests 2000 --rate 20
+    python -m loadtest.simulators.scheduler_simulator --trace arrivals.jsonl --max-num-seqs 64
 
 A trace has one JSON object per line, such as
 {"arrival_s": 0.1, "prompt_tokens": 300, "output_tokens": 50}. The optional fields are "n",

@@ -1,7 +1,7 @@
 """Simulate coding agents that share a prefix cache with other requests, and compare two policies.
 
-    python -m loadtest.bench.agent_simulator
-    python -m loadtest.bench.agent_simulator --agents 40 --num-blocks 8192 --pause 60
+    python -m loadtest.simulators.agent_simulator
+    python -m loadtest.simulators.agent_simulator --agents 40 --num-blocks 8192 --pause 60
 
 Each agent sends turns. A turn repeats the whole conversation and adds a tool result. The next turn
 follows after the answer and a pause, in which the agent runs a tool. Some turns start a branch: a
@@ -9,8 +9,8 @@ second agent that continues the same conversation in another way. All agents hav
 prompt. Other clients send single prompts, which nobody sends again.
 
 The policy "lru" sends no prompt_cache_key. The policy "sessions" sends one key for each agent. The
-times come from the cost model of loadtest.bench.scheduler_simulator, so they do not depend on this
-machine.
+times come from the cost model of loadtest.simulators.scheduler_simulator, so they do not depend on
+this machine.
 """
 
 import heapq
@@ -30,7 +30,7 @@ from nereid_backend.core.step import Sampled, StepResult
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
-from loadtest.bench.scheduler_simulator import Cost, percentiles
+from loadtest.simulators.scheduler_simulator import Cost, percentiles
 
 POLICIES = ("lru", "sessions")
 _ANSWER_TOKEN = 1

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 
 from nereid_client.errors import ApiError
-from nereid_client.triton_backend import Backend, Generation
+from nereid_client.language_model.triton_backend import Backend, Generation
 
 _ONE_MARKER = json.dumps({"add_special_tokens": False})
 

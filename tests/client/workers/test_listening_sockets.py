@@ -6,8 +6,8 @@ import socket
 import pytest
 import uvloop
 from nereid_client.frontend_process import run_frontend
-from nereid_client.listening_sockets import listening_sockets
 from nereid_client.settings import Settings, SettingsError
+from nereid_client.workers.listening_sockets import listening_sockets
 
 _NUM_CONNECTIONS = 64
 

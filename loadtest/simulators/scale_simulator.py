@@ -1,13 +1,13 @@
 """Simulate conversations on many nodes, with random routing and with prefix routing.
 
-    python -m loadtest.bench.scale_simulator
-    python -m loadtest.bench.scale_simulator --plot docs/explanation/scale.png
+    python -m loadtest.simulators.scale_simulator
+    python -m loadtest.simulators.scale_simulator --plot docs/explanation/scale.png
 
 Each conversation has several turns, and the prompt of a turn contains all earlier turns. With
 prefix routing, all turns of a conversation reach the same node, so one node shows the behaviour of
 any number of nodes. With random routing, a turn reaches the node with its prefix less often if
 there are more nodes. The nodes are equal and independent, so the simulation runs one of them.
-loadtest.bench.scheduler_simulator describes the cost model of a node.
+loadtest.simulators.scheduler_simulator describes the cost model of a node.
 """
 
 import random
@@ -20,7 +20,7 @@ from nereid_backend.core.scheduler import Scheduler
 
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
-from loadtest.bench.scheduler_simulator import Arrival, Cost, Outcome, percentiles, simulate
+from loadtest.simulators.scheduler_simulator import Arrival, Cost, Outcome, percentiles, simulate
 
 _TURNS = 6
 _TURN_TOKENS = 500

@@ -2,7 +2,7 @@
 
 import pytest
 from fakes.fake_backend import FakeBackend
-from nereid_client.fill_in_middle import FORMATS
+from nereid_client.language_model.fill_in_middle import FORMATS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 pytestmark = pytest.mark.anyio

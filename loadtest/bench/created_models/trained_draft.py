@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from loadtest.bench.grown_models import save_with_layers
+from loadtest.bench.created_models.grown_models import save_with_layers
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _FLAGS = {
     "seed": 3,
     "steps": 200,

@@ -1,0 +1,1 @@
+"""The routes for operators: health, metrics, aborted requests, caches, and loaded models."""

@@ -12,6 +12,7 @@ METRICS_PORT ?= 8002
 OPENAI_PORT ?= 9000
 ARGS ?=
 MINUTES ?= 10
+REQUESTS ?= 20000
 # One more than two cores, because tests wait for servers. Each process and its servers use up to 4 GB of memory.
 TEST_PROCESSES ?= 3
 CALL ?= checks
@@ -23,7 +24,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers test-python test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-agents bench-context bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile clean
+.PHONY: help setup serve test test-long test-parsers test-python test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-agents bench-context bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile test-schemathesis clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -216,6 +217,9 @@ flat-memory: setup ## Check that the memory of no process grows under full load:
 
 test-hostile: setup ## Send hostile requests to a real server while a well-behaved client uses it (some minutes)
 	@$(BIN)/python -m loadtest.hostile.hostile $(ARGS)
+
+test-schemathesis: setup ## Send random requests from the OpenAPI description to a real server; none may cause a 5xx: make test-schemathesis REQUESTS=20000
+	@SCHEMATHESIS_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest -q -s -o timeout=3600 -o faulthandler_timeout=4000 -m long tests/e2e/test_described_requests.py $(ARGS)
 
 clean: ## Remove the virtual environment, the site and the caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .cache site

@@ -29,7 +29,7 @@ SHARED_SERVERS = {
         *("tests/e2e/test_examples.py", "tests/e2e/test_openai.py", "tests/e2e/test_output.py"),
         *("tests/e2e/test_parsed.py", "tests/e2e/test_pooling.py", "tests/e2e/test_rag.py"),
         *("tests/e2e/test_responses.py", "tests/e2e/test_strict.py", "tests/e2e/test_faults.py"),
-        "tests/e2e/test_playground.py",
+        *("tests/e2e/test_playground.py", "tests/e2e/test_described_requests.py"),
     ),
     "the server of tests/fuzz": (
         *("tests/fuzz/test_grammars.py", "tests/fuzz/test_http.py"),

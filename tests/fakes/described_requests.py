@@ -1,0 +1,79 @@
+"""Requests that schemathesis derives from a server's OpenAPI description."""
+
+import collections
+
+import hypothesis
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from schemathesis import GenerationMode
+
+# The kinds of requests: valid ones, and ones that violate the description.
+MODES = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# A request that generates more tokens would delay the test, and check nothing else.
+_MAX_TOKENS = 16
+
+
+class DescribedRequests:
+    """Sends random requests to each operation of a server, and counts the statuses.
+
+    Args:
+        url: the base URL of the server.
+        models: the names of the served models. Half of the valid requests get one of these names
+            as their `model`, because a random name is answered with 404.
+
+    Attributes:
+        counts: the number of responses with each status.
+        failures: for each operation with a response 5xx, the first request and its response.
+    """
+
+    def __init__(self, url, models=()):
+        self.counts = collections.Counter()
+        self.failures = {}
+        self._models = models
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        self._operations = [result.ok() for result in schema.get_all_operations()]
+
+    def send(self, part, num_parts, num_requests):
+        """Send about `num_requests` requests to every `num_parts`-th operation, from `part` on."""
+        operations = self._operations[part::num_parts]
+        num_examples = num_requests // (len(MODES) * len(operations)) + 1
+        with requests.Session() as session:
+            for operation in operations:
+                for mode in MODES:
+                    self._send_to(session, operation, mode, num_examples)
+
+    def _send_to(self, session, operation, mode, num_examples):
+        @hypothesis.seed(0)
+        @hypothesis.settings(
+            max_examples=num_examples,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def send(case):
+            self._make_answerable(case, mode)
+            response = case.call(session=session)
+            self.counts[response.status_code] += 1
+            if response.status_code >= 500:
+                failure = (case.as_curl_command(), response.text)
+                self.failures.setdefault(operation.label, failure)
+
+        try:
+            send()
+        except hypothesis.errors.Unsatisfiable:
+            self.counts["unsatisfiable"] += 1
+
+    def _make_answerable(self, case, mode):
+        """Limit the number of generated tokens, and name a served model in every second request."""
+        if mode != GenerationMode.POSITIVE or not isinstance(case.body, dict):
+            return
+        number = self.counts.total()
+        if self._models and number % 2:
+            case.body["model"] = self._models[number // 2 % len(self._models)]
+            for name in _TOKEN_LIMITS:
+                if isinstance(case.body.get(name), int) and case.body[name] > _MAX_TOKENS:
+                    case.body[name] = _MAX_TOKENS

@@ -1,4 +1,4 @@
-"""`python -m nereid_client`: run the OpenAI frontend for a Triton server that already runs."""
+"""`python -m nereid_client`: run the OpenAI frontend for a running Triton server."""
 
 import sys
 from collections.abc import Sequence

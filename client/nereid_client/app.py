@@ -179,7 +179,7 @@ def create_app(
 def _limit_state(
     settings: Settings, worker: WorkerPlace | None, database: Database | None
 ) -> tuple[SharedBudget, Usages]:
-    """Return the counter of running requests, and the used amounts of the API keys' limits.
+    """Return the counter of running requests, and the object that stores each API key's usage.
 
     Several frontend processes share both objects through `database`.
     """
@@ -197,7 +197,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
-    """Add the middleware to the application. The middleware that is added last runs first."""
+    """Add the middleware to the application. A request passes the last added middleware first."""
     metrics = app.state.metrics
     app.add_middleware(
         BodyLimit,
@@ -247,7 +247,7 @@ async def _on_frontend_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_field_error(request: Request, error: Exception) -> Response:
-    """Return the response for a wrong field that pydantic did not find."""
+    """Return the response for a FieldError that was raised outside of pydantic's validation."""
     if not isinstance(error, FieldError):
         raise error
     return await _on_frontend_error(request, from_field_error(error))
@@ -269,7 +269,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    """Return a response with the status 500 for a bug. Starlette logs the traceback afterwards."""
+    """Return a response with the status 500 for a bug. Starlette then logs the traceback."""
     request_id = getattr(request.state, "request_id", "unknown")
     message = (
         f"The server has a bug: it failed with an unexpected {type(error).__name__}. The log of "

@@ -7,7 +7,7 @@ _format_line: Callable[[str], str] = str
 
 
 class CliError(Exception):
-    """Raised if the command cannot continue. The command then ends with exit code 2.
+    """The `nereid` command cannot continue. It ends with exit code 2.
 
     The message is one line that names the problem and the remedy.
     """
@@ -26,6 +26,6 @@ def complain(line: str) -> None:
 
 
 def set_line_format(format_line: Callable[[str], str]) -> None:
-    """Make `say` and `complain` convert each line with `format_line` before they write the line."""
+    """Set the function with which `say` and `complain` convert each line before they write it."""
     global _format_line  # the format applies to everything that this process prints
     _format_line = format_line

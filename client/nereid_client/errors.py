@@ -1,4 +1,4 @@
-"""The exceptions of the frontend, and the error bodies that an OpenAI client receives for them.
+"""The exceptions of the frontend. Each exception becomes an error body in OpenAI's format.
 
 FrontendError
 |- ApiError          an HTTP error response: status, message, `param` and `code`
@@ -122,29 +122,28 @@ _HTTP_STATUS_AND_CODE = {
 }
 """Maps a gRPC status code to an HTTP status and OpenAI's error code. The default status is 500."""
 
-# The executor estimates the waiting time. Example: "Try again in 4 s".
+# Matches the waiting time in a message of the executor, such as "Try again in 4 s".
 _RETRY_AFTER = re.compile(r"again in (\d+) s\b")
-# Examples: "9000 tokens; the limit is 4096 (max_model_len)" and
+# Matches "9000 tokens; the limit is 4096 (max_model_len)" and
 # "9000 tokens, but max_model_len is 4096".
 _TOO_MANY_TOKENS = re.compile(
     r"\b(\d+) tokens\b.*?(?:(\d+) \(max_model_len\)|max_model_len\D{0,10}(\d+))"
 )
-# The names of the ensemble's input tensors for a prompt. Error messages for HTTP clients name the
-# field `prompt` instead.
+# Matches the name of the input tensor that contains the prompt. An HTTP client does not know this
+# name, so error messages contain the name of the field, `prompt`, instead.
 _TENSOR_NAME = re.compile(r"^(text_input|input_ids)(?=:| )")
 _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
-# Example: the pattern matches the field and the colon in "temperature: must be at least 0".
+# Matches the beginning "temperature: " of the message "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
-# The pattern matches a field name at the start of a sentence, such as "max_tokens" in "max_tokens
-# must be at least 1". A word without "_", "." or "[", such as "image" in "image is too large", is
-# usually not a field name. The pattern therefore lists the field names that have none of these
-# characters.
+# Matches a field name at the start of a sentence, such as "max_tokens" in "max_tokens must be at
+# least 1". A word with "_", "." or "[" is a field name. Most other words are not, such as "image"
+# in "image is too large", so the pattern lists the field names without these characters.
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
 )
-# The message "seed: the value must be an integer" becomes "seed must be an integer". The pattern
-# matches the words "the value", which are removed together with the colon.
+# Matches the words "the value" in "seed: the value must be an integer". These words and the colon
+# are removed, so that the message becomes "seed must be an integer".
 _SUBJECT = re.compile(r"^(?:the value|this field) ")
 _VERB = re.compile(r"(?:must|requires|is|are|has|have|can|cannot|does|needs|takes|accepts)\b")
 
@@ -167,7 +166,7 @@ _REQUIREMENTS = {
     "less_than_equal": "at most {le}",
     "string_too_short": "a string with at least {min_length} character",
 }
-"""Maps an error type of pydantic to the words that complete the sentence "FIELD must be ..."."""
+"""Maps an error type of pydantic to the end of the sentence "FIELD must be ..."."""
 
 _UNION_TYPES = {
     "bool": "true or false",
@@ -176,7 +175,7 @@ _UNION_TYPES = {
     "list[dict[str,any]]": "a list of objects",
     "dict[str,any]": "an object",
 }
-"""The types of fields that accept several types: maps pydantic's name to a description.
+"""Maps pydantic's name of a type to a description, for fields that accept several types.
 
 For such a field, pydantic reports one error for each type, and appends the name of the type to the
 path of the field. Example: the path ("stop", "list[str]").
@@ -198,9 +197,8 @@ def to_api_error(error: FrontendError) -> ApiError:
     if status == 400:
         param, message = _split_field(message)
         if tokens_and_limit(message) is not None:
-            # If an input is too long, many clients detect this error by OpenAI's error code or by
-            # the words of OpenAI's message. The error below therefore contains the code and these
-            # words.
+            # Many clients recognize an input that is too long by OpenAI's error code or by the
+            # words of OpenAI's message. The error therefore contains this code and these words.
             code = "context_length_exceeded"
             message = f"Input tokens exceed the configured limit: {message}"
         return ApiError(400, message, param=param, code=code)
@@ -209,9 +207,9 @@ def to_api_error(error: FrontendError) -> ApiError:
 
 
 def tokens_and_limit(message: str) -> tuple[int, int] | None:
-    """Return the number of tokens and the token limit that an error message contains.
+    """Return the number of tokens and the token limit in a message about an input that is too long.
 
-    Return None if the message does not report an input that is too long.
+    Return None for any other message.
 
     Example: "prompt has 9000 tokens; the limit is 4096 (max_model_len)" returns (9000, 4096).
     """
@@ -220,7 +218,7 @@ def tokens_and_limit(message: str) -> tuple[int, int] | None:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Return an error with the status 400 that describes the first wrong field of a body.
+    """Return an ApiError 400 that describes the first wrong field of a request body.
 
     Example: the message is "temperature must be at most 2, but the request has 2.5" and the param
     is "temperature".
@@ -229,7 +227,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def from_field_error(error: FieldError) -> ApiError:
-    """Return an error with the status 400 that describes a wrong field of a body."""
+    """Return an ApiError 400 that describes a wrong field of a request body."""
     return ApiError(400, str(error), param=error.field or None, code=error.code)
 
 
@@ -264,7 +262,7 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
 
 
 def _type_message(details: Sequence[ErrorDetails]) -> str:
-    """Return the error message for a value that has a wrong type or is out of range.
+    """Return the error message for a value with a wrong type, or a value out of range.
 
     Examples:
         stop=5:        "stop must be a string or a list of strings, but the request has 5"
@@ -273,20 +271,17 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
     Args:
         details: the errors of one field: one error for each type that the field accepts.
     """
-    field, value = _path(details[0]), details[0]["input"]
-    if isinstance(value, list):
-        # A member of the list can be wrong. The message then describes only the first such member.
-        for detail in details:
-            member = _path(detail)
-            if member.startswith(f"{field}["):
-                requirement = _requirement(detail)
-                return (
-                    f"{member} must be {requirement}, but the request has {shown(detail['input'])}"
-                )
-    requirements = [_requirement(detail) for detail in details if _path(detail) == field]
-    # Several types can have the same requirement, which the message contains only once.
-    requirement = " or ".join(dict.fromkeys(requirements))
-    return f"{field} must be {requirement}, but the request has {shown(value)}"
+    field = _path(details[0])
+    value = details[0]["input"]
+    wrong_members = [detail for detail in details if _path(detail).startswith(f"{field}[")]
+    if isinstance(value, list) and wrong_members:
+        first = wrong_members[0]
+        place, requirement, value = _path(first), _requirement(first), first["input"]
+    else:
+        requirements = [_requirement(detail) for detail in details if _path(detail) == field]
+        # Two types can have the same requirement. `dict.fromkeys` removes the duplicates.
+        place, requirement = field, " or ".join(dict.fromkeys(requirements))
+    return f"{place} must be {requirement}, but the request has {shown(value)}"
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -299,7 +294,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def _split_field(message: str) -> tuple[str | None, str]:
-    """Split an error message of the backend into the name of a field and a sentence.
+    """Split an error message of the backend into the field name and a sentence.
 
     The name is None if the message does not begin with a field.
 
@@ -318,7 +313,9 @@ def _split_field(message: str) -> tuple[str | None, str]:
 
 
 def _retry_after(message: str) -> dict[str, str]:
-    """Return the header Retry-After with the seconds in the message. The default is 1.
+    """Return the header Retry-After with the number of seconds in an error message.
+
+    If the message contains no time, the number is 1.
 
     Example: "Try again in 4 s." returns {"Retry-After": "4"}.
     """
@@ -327,7 +324,7 @@ def _retry_after(message: str) -> dict[str, str]:
 
 
 def _requirement(detail: ErrorDetails) -> str:
-    """Return the words that complete the error message "FIELD must be ...".
+    """Return the end of an error message that starts with "FIELD must be".
 
     Examples: "at most 2", "a string" and "'float' or 'base64'".
     """

@@ -21,9 +21,9 @@ from nereid_client.workers.listening_sockets import listening_sockets
 from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.worker_pool import worker_sockets
 
-# The frontend closes a connection that was idle for this number of seconds. Clients and load
-# balancers should close idle connections earlier. Otherwise, the frontend could close a connection
-# at the moment when a request arrives on it. Example: httpx, which OpenAI's library uses, closes
+# The frontend closes a connection that has been idle for this number of seconds. The time must be
+# longer than the idle times of clients and load balancers. Otherwise, the frontend could close a
+# connection just when a request arrives on it. Example: httpx, which OpenAI's library uses, closes
 # idle connections after 5 s.
 _KEEP_ALIVE_S = 75
 
@@ -51,11 +51,11 @@ def run_frontend(
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
-    # WorkerPool starts a worker with SIGUSR1 blocked. If a SIGUSR1 has arrived during the start, it
-    # is handled now.
+    # WorkerPool starts workers with SIGUSR1 blocked. A SIGUSR1 that has arrived during the start is
+    # handled now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    # The objects that exist now are needed until the process ends. After `freeze`, the garbage
-    # collector ignores these objects. Garbage collections are then short and do not delay streams.
+    # The objects that exist now live until the process ends. `freeze` makes the garbage collector
+    # ignore them, so that garbage collections are short and do not delay streams.
     gc.collect()
     gc.freeze()
     _raise_descriptor_limit()

@@ -1,4 +1,4 @@
-"""gRPC calls to a Triton server that leak no memory when they are cancelled.
+"""gRPC calls to a Triton server. A cancelled call leaks no memory.
 
 grpc.aio frees the memory of an operation, including the response, only if the task that awaits the
 operation runs to its end (issue 43360 of gRPC). This module therefore never cancels a task that
@@ -32,7 +32,7 @@ from nereid_client.middleware.tracing import current_traceparent
 
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
-# The calls of the frontend itself use a connection like the calls of a client.
+# The frontend's own calls, such as health checks, use the connection of a client with this name.
 _OWN_CALLS = "frontend itself"
 _CANCELLED_BY_SERVER = "The Triton server cancelled the request"
 _DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32, "UINT8": np.uint8}
@@ -63,7 +63,7 @@ class TritonCalls:
         return await self._response("ModelInfer", request, current_client.get().share)
 
     def stream(self, request: Any) -> "Stream":  # noqa: ANN401 - a protobuf message
-        """Send a ModelInferRequest to a model that answers with several responses."""
+        """Send a ModelInferRequest to a decoupled model, which can return several responses."""
         client = current_client.get().share
         connection = self._connections.start_call(client)
         stream = Stream(connection.start_stream(request), self._run_detached)
@@ -174,7 +174,7 @@ class TritonCalls:
 
 
 class Stream:
-    """A streaming call: one request and its responses. The user must call `let_end` or `cancel`.
+    """A streaming call: one request and its responses. The caller must call `let_end` or `cancel`.
 
     A separate task reads all responses, because the task that reads must never be cancelled. `read`
     returns the responses that this task has read.
@@ -210,7 +210,7 @@ class Stream:
         return self._responses.popleft()
 
     def add_end_callback(self, callback: Callable[[], None]) -> None:
-        """Call a function without arguments when the call has ended."""
+        """Register a function without arguments that is called when the gRPC call has ended."""
         self._reader.add_done_callback(lambda _: callback())
 
     def let_end(self) -> None:
@@ -223,7 +223,7 @@ class Stream:
         self._run_detached(self._wait_for_end())
 
     async def _wait_for_end(self) -> None:
-        """Wait for the end of the stream, and cancel the call if that takes too long."""
+        """Wait for the end of the stream. Cancel the call if the stream does not end in time."""
         await asyncio.wait([self._reader], timeout=_END_TIMEOUT_S)
         Call.cancel(self._call)
         await _wait_for_end(self._reader)
@@ -231,9 +231,9 @@ class Stream:
     async def _read_all(self) -> None:
         """Read all responses of the stream, and wake the method `read` after each response."""
         try:
-            # The code awaits the metadata before it reads responses. Otherwise, the first read
-            # would start a second gRPC operation that waits for the metadata. If the connection
-            # fails, each of the two operations would leak memory.
+            # The metadata is awaited first. Otherwise, the first `read` would start a second gRPC
+            # operation that waits for the metadata, and both operations would leak memory if the
+            # connection fails.
             await self._call.initial_metadata()
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 self._responses.append(response)
@@ -290,7 +290,7 @@ def encode_strings(strings: Iterable[bytes]) -> bytes:
 
 
 def decode_strings(raw: bytes) -> list[bytes]:
-    """Return the strings in the content of a BYTES tensor, as the inverse of `encode_strings`."""
+    """Return the strings in a BYTES tensor. This function is the inverse of `encode_strings`."""
     strings = []
     position = 0
     while position < len(raw):
@@ -301,9 +301,9 @@ def decode_strings(raw: bytes) -> list[bytes]:
 
 
 def _is_task_cancelled() -> bool:
-    """Return whether the current task was cancelled, not only the gRPC call that the task awaits.
+    """Return True if the current task was cancelled, and False if only its gRPC call was cancelled.
 
-    In both cases, the task gets a CancelledError.
+    In both cases, the task that awaits the call receives a CancelledError.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

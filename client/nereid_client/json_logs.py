@@ -1,4 +1,4 @@
-"""Writes the log as one JSON object in each line, if the setting log_format is "json".
+"""Writes each message of the log as a line with a JSON object, if log_format is "json".
 
 The frontend writes its records with JsonFormatter. The Triton server and the models write plain
 lines, which `nereid serve` converts with JsonLines before it writes them to the log.
@@ -31,7 +31,7 @@ class JsonFormatter(logging.Formatter):
     """Formats the log records of the frontend."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the JSON object of a record. The message includes the traceback, if there is one.
+        """Return the JSON object of a log record. Its message includes the traceback, if any.
 
         The message contains the text of an exception, but never the body of a request.
         """

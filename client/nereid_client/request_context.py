@@ -71,8 +71,8 @@ class Contexts:
     Attributes:
         all: the context of each language model. The first model is the default.
         control: loads and unloads models. None if all models are always loaded.
-        turns: the turns of the clients in starting requests.
-        large_bodies: the lock that a request holds while its large body is parsed.
+        turns: lets the clients start requests in turn.
+        large_bodies: the lock for parsing a large body, so that only one is parsed at a time.
     """
 
     all: tuple[Context, ...]
@@ -185,15 +185,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
         Disconnected: the client closed the connection.
     """
     if len(contexts_of(request).all) > 1:
-        # Only the body contains the name of the requested language model.
-        raw = await _read_bytes(request)
-        body = await _parse_object(request, raw)
-        select_context(request, body.get("model"))
-        limits = await context_of(request).limits.get()
-        if limits is not None:
-            limits.check_size(len(raw), _most_prompts(raw, max_prompts))
-            limits.check_members(body)
-        return body
+        return await _read_body_for_a_model(request, max_prompts)
     limits = await context_of(request).limits.get()
     if limits is None:
         return await read_body(request)
@@ -205,6 +197,22 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
     limits.check_size(len(raw), _most_prompts(raw, max_prompts))
     body = await _parse_object(request, raw)
     limits.check_members(body)
+    return body
+
+
+async def _read_body_for_a_model(request: Request, max_prompts: int) -> dict[str, Any]:
+    """Read a body, and select the language model that the body names.
+
+    The limits of the model can be checked only after the body is parsed. See `read_prompt_body` for
+    the arguments and the errors.
+    """
+    raw = await _read_bytes(request)
+    body = await _parse_object(request, raw)
+    select_context(request, body.get("model"))
+    limits = await context_of(request).limits.get()
+    if limits is not None:
+        limits.check_size(len(raw), _most_prompts(raw, max_prompts))
+        limits.check_members(body)
     return body
 
 
@@ -238,11 +246,11 @@ async def _read_bytes(request: Request) -> bytes:
 
 
 async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
-    """Read a body, but stop at a prompt that is certainly too long.
+    """Read a body. Stop reading if a prompt is certainly too long.
 
-    Each prompt is a string or a list of token ids. Neither contains a quotation mark or an opening
-    bracket. If more bytes than max_request_bytes arrive without such a character, one prompt is
-    larger than a body with one prompt may be.
+    Each prompt is a string or a list of token ids. Neither can contain a quotation mark or an
+    opening bracket. If more than max_request_bytes arrive without such a character, they belong to
+    one prompt, which is then too long.
 
     Example: max_request_bytes is 5 MB, and the body is {"prompt": "aaa..."} with 40 MB. The request
     is refused after about 5 MB.
@@ -257,7 +265,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
         async for chunk in request.stream():
             chunks.append(chunk)
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
-            # If no prompt starts in the chunk, `last_start` is -1.
+            # `last_start` is -1 if no prompt starts in this chunk.
             num_bytes = len(chunk) - 1 - last_start
             num_bytes_of_prompt = num_bytes + (num_bytes_of_prompt if last_start < 0 else 0)
             limits.check_prompt_size(num_bytes_of_prompt)
@@ -267,7 +275,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
 
 async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body, as soon as it is the turn of this client.
+    """Wait for the turn of this client, then parse a body and return its JSON object.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
     large body, the event loop serves other requests for as long as the parser has taken.
@@ -287,7 +295,7 @@ async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a body, and return the JSON object. The event loop cannot run other tasks meanwhile.
+    """Parse a body, and return its JSON object. Parsing blocks the event loop.
 
     Raises: ApiError 400 that describes the problem and, for a syntax error, its line and column.
     """

@@ -9,7 +9,7 @@ _STARTS_PER_ITERATION = 4
 class RequestTurns:
     """Starts a few requests in each iteration of the event loop. The clients take turns.
 
-    In each iteration, the event loop runs all tasks that are ready before it receives anything.
+    In each iteration, the event loop runs all tasks that are ready before it reads from sockets.
     The frontend needs about 3 ms to parse and validate a request and to send it to the Triton
     server. Without turns, 500 requests that arrive together would run in the same iteration, and
     a request that arrives a moment later would wait for 1.5 s.
@@ -22,11 +22,11 @@ class RequestTurns:
 
     def __init__(self) -> None:
         self._num_starts = 0
-        # The waiting requests of each client. The first client has the next turn.
+        # Maps a client to its waiting requests. The first client in this dict has the next turn.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def wait(self, client: str) -> None:
-        """Return when `client` may start a request. If no other request waits, return at once."""
+        """Wait until `client` may start a request. Do not wait if no other request is waiting."""
         loop = asyncio.get_running_loop()
         if not self._waiting and self._num_starts < _STARTS_PER_ITERATION:
             if not self._num_starts:

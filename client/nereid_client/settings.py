@@ -1,7 +1,7 @@
 """The settings of the OpenAI frontend, which are read from `NEREID_*` variables and flags.
 
-pydantic-settings is not used, because its settings classes read the environment whenever an object
-is created, and because they can read no other mapping than `os.environ`.
+pydantic-settings is not used, because its classes read the environment whenever an object is
+created, and because they can read only `os.environ` and no other mapping.
 """
 
 import argparse
@@ -35,7 +35,9 @@ class SettingsError(ValueError):
 
 @contextmanager
 def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
-    """Convert a ValidationError from the `with` block to a SettingsError about its first error.
+    """Convert a ValidationError that the `with` block raises to a SettingsError.
+
+    The message describes only the first error.
 
     Example of a message: "--port: the value must be less than or equal to 65535, but it is
     '70000'."
@@ -48,8 +50,8 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        # pydantic's message can be "Input should be a valid integer, unable to parse string as an
-        # integer". The regular expression removes "Input should " and the text from the comma on.
+        # Example of pydantic's message: "Input should be a valid integer, unable to parse string as
+        # an integer". Only "be a valid integer" remains.
         requirement = re.sub("^(Value error, )?Input should |, unable to .*", "", first["msg"])
         raise SettingsError(
             f"{labels.get(name, name)}: the value must {requirement}, but it is {first['input']!r}."
@@ -73,7 +75,7 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
 
 
 def _check_size(value: object) -> object:
-    """Return `value` unchanged. Raise ValueError if `value` is a string but not a size in bytes.
+    """Raise ValueError if `value` is a string that is not a size in bytes. Return it otherwise.
 
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """
@@ -260,7 +262,7 @@ def settings_from_flags(
 
 
 def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
-    """Return the settings, whose values are given as texts from the environment and from flags.
+    """Return the settings. The values are texts from environment variables and from flags.
 
     Args:
         environment: the environment variables.

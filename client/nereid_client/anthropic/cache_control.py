@@ -1,8 +1,8 @@
 """Read the field `cache_control` of Anthropic's API.
 
-The field marks the end of a prefix that the server should cache. Nereid caches all prompts, so the
-position has no effect. The field's time to live is the time for which the cached prefix of the
-request is evicted last.
+The field marks the end of a prompt prefix that the server should cache. Nereid caches all prompts,
+so the position of the field has no effect. The member `ttl` of the field is a duration. For this
+duration, the server evicts the cached prefix of the request only after all other cached blocks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class _CacheControl(RequestBody):
 
 
 def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
-    """Return the longest time to live in a request, or None if the request has no cache_control.
+    """Return the longest `ttl` of a request, or None if the request contains no cache_control.
 
     Example: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi",
     "cache_control": {"type": "ephemeral"}}]}]} returns "5m".
@@ -42,7 +42,7 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
 
 
 def _parts(body: Json) -> Iterator[tuple[str, Json]]:
-    """Yield each object that can have a cache_control, with the object's path in the body."""
+    """Yield each object that can have the field cache_control, with its path in the body."""
     yield "", body
     for name in ("tools", "system"):
         yield from _items(name, body.get(name))
@@ -53,7 +53,7 @@ def _parts(body: Json) -> Iterator[tuple[str, Json]]:
 
 
 def _items(name: str, value: object) -> Iterator[tuple[str, Json]]:
-    """Yield the objects of a list with their paths. Example of a path: "tools[0]."."""
+    """Yield each object in a list, with its path in the body. Example of a path: "tools[0]."."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         if isinstance(item, Mapping):
             yield f"{name}[{index}].", item

@@ -24,7 +24,7 @@ ANTHROPIC_NAMES = FieldNames(
 """Maps the name of a field in a chat completion to the field's name in Anthropic's API."""
 
 _EFFORTS = {"xhigh": "high", "max": "high"}
-"""Maps an effort that chat templates do not have to the most similar effort that they have."""
+"""Maps each effort that chat templates do not support to the most similar supported effort."""
 _SWITCHES = ("enable_thinking", "thinking")
 """The variables that turn reasoning on and off in chat templates."""
 
@@ -39,29 +39,34 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     chat = {
         name: value for name, value in body.items() if value is not None and name not in _TRANSLATED
     }
-    chat["messages"] = request.chat_messages
+    translated: Json = {
+        "response_format": request.response_format_of_config,
+        "chat_template_kwargs": _template_variables(request) or None,
+        "thinking_token_budget": request.thinking.budget_tokens if request.thinking else None,
+    }
     if isinstance(request, MessagesRequest):
-        chat["max_tokens"] = request.max_tokens
-        if request.stop_sequences:
-            chat["stop"] = request.stop_sequences
-    if tools := request.chat_tools:
-        chat |= {"tools": tools, "tool_choice": request.chat_tool_choice}
-        if request.tool_choice and request.tool_choice.disable_parallel_tool_use:
-            chat["parallel_tool_calls"] = False
-    if request.response_format_of_config is not None:
-        chat["response_format"] = request.response_format_of_config
-    if variables := _template_variables(request):
-        chat["chat_template_kwargs"] = variables
-    if request.thinking is not None and request.thinking.budget_tokens is not None:
-        chat["thinking_token_budget"] = request.thinking.budget_tokens
-    chat |= _session_fields(body)
+        translated |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or None}
+    chat |= {name: value for name, value in translated.items() if value is not None}
+    chat["messages"] = request.chat_messages
     if chat["messages"][-1]["role"] == "assistant":
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    return chat
+    return chat | _tool_fields(request) | _session_fields(body)
+
+
+def _tool_fields(request: CountTokensRequest) -> Json:
+    """Return the fields of the chat completion about tools, or {} if the request has no tools."""
+    if not (tools := request.chat_tools):
+        return {}
+    fields: Json = {"tools": tools, "tool_choice": request.chat_tool_choice}
+    if request.tool_choice and request.tool_choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
 
 
 def _session_fields(body: Mapping[str, Any]) -> Json:
-    """Return the fields for retaining the cached prefix, if the request has a cache_control.
+    """Return the fields that make the server retain the cached prefix of a request.
+
+    Return an empty dict if the request has no cache_control.
 
     Requests with the same `metadata.user_id` belong to the same session. Agents send the id of the
     conversation in this field. The fields prompt_cache_key and prompt_cache_retention take
@@ -91,7 +96,7 @@ _TRANSLATED |= CountTokensRequest.__annotations__.keys() | REFUSED_IN_MESSAGES.k
 def _template_variables(request: CountTokensRequest) -> Json:
     """Convert `thinking` and `output_config.effort` to variables for the chat template.
 
-    A template ignores variables that it does not have. This is intended, because agents send both
+    A template ignores variables that it does not use. This is intended, because agents send both
     fields to every model. The field chat_template_kwargs takes precedence.
 
     Example: {"type": "disabled"} returns {"enable_thinking": False, "thinking": False}.

@@ -1,4 +1,4 @@
-"""Read the messages of Anthropic's API, and convert them to the messages of a chat completion.
+"""Validates messages of Anthropic's API, and converts them to messages of a chat completion.
 
 A message of Anthropic's API has a list of blocks. The blocks of one message can become several chat
 messages. Example: a user's message with a `tool_result` block and a `text` block becomes a message
@@ -8,6 +8,7 @@ of the role "tool" and a message of the role "user".
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,8 +29,7 @@ _REFUSED_BLOCKS = {
 }
 """Maps each type of block that is refused to the reason. Unknown types are refused, too."""
 _BILLING_LINE = "x-anthropic-billing-header:"
-"""Agents insert a line with this beginning before the system prompt. See `_without_billing_line`.
-"""
+"""The beginning of the line that `_without_billing_line` removes from a system prompt."""
 
 
 class _Block(RequestBody):
@@ -39,25 +39,25 @@ class _Block(RequestBody):
 
 
 class _TextBlock(_Block):
-    """A text. The module cache_control.py reads the field cache_control."""
+    """A content block that contains text."""
 
     text: str
 
 
 class _ImageBlock(_Block):
-    """An image. The server checks whether the served model accepts images."""
+    """A content block that contains an image. The backend checks if the model accepts images."""
 
     source: dict[str, Any]
 
 
 class _ThinkingBlock(_Block):
-    """Reasoning from an earlier answer. Nereid does not check the field `signature`."""
+    """The reasoning of an earlier answer. Nereid ignores the field `signature` of this block."""
 
     thinking: str
 
 
 class _RedactedThinkingBlock(_Block):
-    """Encrypted reasoning from another server. The chat template does not receive this block."""
+    """Encrypted reasoning from another server, which is not passed to the chat template."""
 
 
 class _ToolUseBlock(_Block):
@@ -69,7 +69,7 @@ class _ToolUseBlock(_Block):
 
 
 class _ToolResultBlock(_Block):
-    """The result of a tool call. `_read_block` converts `content` to a list of text blocks."""
+    """The result of a tool call. The function `_read_block` converts `content` to text blocks."""
 
     tool_use_id: Annotated[str, Field(min_length=1)]
     content: Any = None
@@ -77,10 +77,18 @@ class _ToolResultBlock(_Block):
 
 
 class _Message(RequestBody):
-    """One message of the conversation."""
+    """One message of the conversation, as the client sent it."""
 
     role: Literal["user", "assistant", "system"]
     content: Any
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One message of the conversation, with validated blocks."""
+
+    role: str
+    blocks: list[_Block]
 
 
 _TEXT_ONLY_BLOCKS: dict[str, type[_Block]] = {"text": _TextBlock}
@@ -98,7 +106,7 @@ _BLOCKS: dict[str, dict[str, type[_Block]]] = {
 
 
 def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json]) -> list[Json]:
-    """Return the messages of the chat completion for a conversation.
+    """Convert a conversation to the messages of a chat completion.
 
     Consecutive messages of one role become one message, as in Anthropic's API. A system message at
     the start of the conversation is added to the system prompt. A later system message becomes part
@@ -116,28 +124,26 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
     """
     turns = [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     system_blocks = [] if system is None else _read_blocks(system, "system", _TEXT_ONLY_BLOCKS)
-    while turns and turns[0][0] == "system":
-        _, blocks = turns.pop(0)
-        system_blocks += blocks
+    while turns and turns[0].role == "system":
+        system_blocks += turns.pop(0).blocks
     if not turns:
         raise FieldError("messages", "messages must contain at least one message of the user")
     chat: list[Json] = []
     if text := _without_billing_line(_joined_text(system_blocks)):
         chat.append({"role": "system", "content": text})
-    turns = [_as_user(blocks) if role == "system" else (role, blocks) for role, blocks in turns]
-    return chat + _chat_of_turns(turns)
+    return chat + _chat_of_turns([_without_system_role(turn) for turn in turns])
 
 
-def _chat_of_turns(turns: Sequence[tuple[str, list[_Block]]]) -> list[Json]:
-    """Return the chat messages for the roles and blocks of Anthropic's messages.
+def _chat_of_turns(turns: Sequence[_Turn]) -> list[Json]:
+    """Convert the messages of the user and the assistant to chat messages.
 
     Consecutive messages of one role become one message. The result of a tool call needs the name of
     the function, which is in the block of the tool call.
     """
     chat: list[Json] = []
     function_names: dict[str, str] = {}  # by the id of the tool call
-    for role, group in itertools.groupby(turns, key=operator.itemgetter(0)):
-        blocks = [block for _, blocks in group for block in blocks]
+    for role, group in itertools.groupby(turns, key=operator.attrgetter("role")):
+        blocks = [block for turn in group for block in turn.blocks]
         if role == "assistant":
             calls = [block for block in blocks if isinstance(block, _ToolUseBlock)]
             function_names |= {call.id: call.name for call in calls}
@@ -147,13 +153,16 @@ def _chat_of_turns(turns: Sequence[tuple[str, list[_Block]]]) -> list[Json]:
     return chat
 
 
-def _read_message(message: Json, place: str) -> tuple[str, list[_Block]]:
-    """Return the role and the blocks of a message."""
-    read = validated(_Message, message, place)
-    blocks = _read_blocks(read.content, f"{place}.content", _BLOCKS[read.role])
-    if not blocks and read.role == "user":
+def _read_message(given: Json, place: str) -> _Turn:
+    """Validate a message and its blocks.
+
+    Raises: FieldError.
+    """
+    message = validated(_Message, given, place)
+    blocks = _read_blocks(message.content, f"{place}.content", _BLOCKS[message.role])
+    if not blocks and message.role == "user":
         raise FieldError(f"{place}.content", f"{place}.content must have at least one block")
-    return read.role, blocks
+    return _Turn(message.role, blocks)
 
 
 def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]]) -> list[_Block]:
@@ -178,45 +187,52 @@ def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]])
     return [_read_block(block, f"{place}[{at}]", kinds) for at, block in enumerate(content)]
 
 
-def _read_block(block: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
-    """Return one block of a message. The content of a tool result becomes a list of blocks, too.
+def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
+    """Validate a block of a message and return it. Convert the content of a tool result to blocks.
 
     Raises: FieldError if the type of the block is not one of `kinds`, or a field is wrong.
     """
-    name = block.get("type") if isinstance(block, dict) else None
-    kind = kinds.get(name) if isinstance(name, str) else None
-    reason = _REFUSED_BLOCKS.get(str(name))
-    if kind is None and reason is not None:
-        raise FieldError(
+    type_name = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(type_name, str) or type_name not in kinds:
+        raise _wrong_type_error(given, type_name, place, kinds)
+    block = validated(kinds[type_name], given, place)
+    if isinstance(block, _ImageBlock):
+        _image_url(block, place)  # raises a FieldError if the source is wrong
+    if isinstance(block, _ToolResultBlock):
+        content = _read_blocks(block.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
+        return block.model_copy(update={"content": content})
+    return block
+
+
+def _wrong_type_error(
+    given: object, type_name: object, place: str, kinds: Mapping[str, type[_Block]]
+) -> FieldError:
+    """Return the error for a block whose type is unknown or not allowed in this message."""
+    reason = _REFUSED_BLOCKS.get(str(type_name))
+    if reason is not None:
+        return FieldError(
             place,
-            f"{place} has the type {name}, which is not supported: {reason}. Remove this block.",
+            f"{place} has the type {type_name}, which is not supported: {reason}. Remove this "
+            "block.",
         )
-    if kind is None:
-        raise FieldError(
-            place,
-            f"{place} must be a block of the type {' or '.join(kinds)}, but the request has "
-            f"{shown(block if name is None else name)}",
-        )
-    read = validated(kind, block, place)
-    if isinstance(read, _ImageBlock):
-        _image_url(read, place)  # raises a FieldError if the source is wrong
-    if isinstance(read, _ToolResultBlock):
-        content = _read_blocks(read.content or "", f"{place}.content", _TEXT_ONLY_BLOCKS)
-        return read.model_copy(update={"content": content})
-    return read
+    return FieldError(
+        place,
+        f"{place} must be a block of the type {' or '.join(kinds)}, but the request has "
+        f"{shown(given if type_name is None else type_name)}",
+    )
 
 
 def _joined_text(blocks: Sequence[_Block]) -> str:
-    """Return the texts of all text blocks, each on a new line."""
+    """Join the texts of all text blocks. Each text starts on a new line."""
     return "\n".join(block.text for block in blocks if isinstance(block, _TextBlock))
 
 
 def _without_billing_line(system: str) -> str:
-    r"""Remove the billing line that Claude Code puts at the beginning of a system prompt.
+    r"""Remove the billing line that Claude Code writes at the beginning of a system prompt.
 
-    This coding agent sends the line for the statistics of Anthropic's servers. The line
-    contains hashes that differ between conversations, and in some versions between requests. The
-    prefix cache could therefore not be used for any token after this line.
+    This coding agent sends the line for the statistics of Anthropic's servers. The line contains
+    hashes that differ between conversations, and in some versions between requests. With the line,
+    the prefix cache would therefore contain no token of the rest of the prompt.
 
     Example: "x-anthropic-billing-header: cc_version=2.1; cch=0a1;\nBe brief." returns "Be brief."
     """
@@ -225,13 +241,16 @@ def _without_billing_line(system: str) -> str:
     return system.partition("\n")[2]
 
 
-def _as_user(blocks: Sequence[_Block]) -> tuple[str, list[_Block]]:
-    """Convert a system message in the middle of a conversation to a message from the user.
+def _without_system_role(turn: _Turn) -> _Turn:
+    """Convert a system message to a user message. Return other messages unchanged.
 
-    In messages of the user, agents use this tag around text that the user did not write.
+    The user message contains the tag <system-reminder>, which agents use in user messages around
+    text that the user did not write.
     """
-    text = f"<system-reminder>\n{_joined_text(blocks)}\n</system-reminder>"
-    return "user", [_TextBlock(type="text", text=text)]
+    if turn.role != "system":
+        return turn
+    text = f"<system-reminder>\n{_joined_text(turn.blocks)}\n</system-reminder>"
+    return _Turn("user", [_TextBlock(type="text", text=text)])
 
 
 def _assistant_message(blocks: Sequence[_Block]) -> Json:
@@ -248,8 +267,8 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
     ]
     message: Json = {
         "role": "assistant",
-        # A message of a chat completion has one text, so the texts before and after a tool call
-        # are joined.
+        # A chat message contains only one text. The text before a tool call is therefore joined
+        # with the text after it.
         "content": "".join(block.text for block in blocks if isinstance(block, _TextBlock)),
     }
     if reasoning:
@@ -260,7 +279,7 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
 
 
 def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterator[Json]:
-    """Convert the blocks of a user's message to chat messages, and yield them.
+    """Yield the chat messages for the blocks of a user's message.
 
     The results of tools come first, because chat templates expect them after the tool calls.
 
@@ -290,7 +309,7 @@ def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterat
 
 
 def _parts(blocks: Sequence[_Block]) -> list[Json]:
-    """Return the texts and images of a user's message as parts of a chat message, in order."""
+    """Convert the text and image blocks of a user's message to the parts of a chat message."""
     parts: list[Json] = []
     for block in blocks:
         if isinstance(block, _ImageBlock):
@@ -324,7 +343,7 @@ def _image_url(block: _ImageBlock, place: str) -> str:
 def _result_text(block: _ToolResultBlock) -> str:
     """Return the text of a tool's result. If the tool failed, the text starts with "Error: ".
 
-    Chat templates have no other way to mark an error.
+    Chat templates have no field for the failure of a tool.
     """
     text = _joined_text(block.content)
     return f"Error: {text}" if block.is_error else text

@@ -35,9 +35,9 @@ class MessageBuilder:
         self._id = message_id
         self._model = model
         self._shows_thinking = shows_thinking
-        self._finished: list[Json] = []
-        self._block: _Block | None = None
-        self._num_calls = 0
+        self._finished: list[Json] = []  # the complete blocks
+        self._block: _Block | None = None  # the current block
+        self._num_calls = 0  # the number of tool calls that have started
         self._usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0}
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -59,7 +59,7 @@ class MessageBuilder:
         }
 
     def opening(self, first: Delta | None) -> list[Json]:
-        """Return the events that the client receives before the events for the first delta.
+        """Return the events at the start of the stream, before the events of the first delta.
 
         The events contain the token counts of the first delta.
         """
@@ -112,7 +112,7 @@ class MessageBuilder:
         return events + self._append(text)
 
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
-        """Append a piece of a tool call. The first piece of a call starts a block.
+        """Append a piece of a tool call. The first piece of a call starts a new block.
 
         The calls of a message are numbered from 0, so the last call has the number
         `_num_calls - 1`.
@@ -134,16 +134,16 @@ class MessageBuilder:
         return start_events + self._append(piece.get("arguments", ""))
 
     def _start(self, block: "_Block") -> list[Json]:
-        """Finish the current block, and start `block`. Return the events for both steps."""
+        """Finish the current block and start a new block. Return the events for both steps."""
         events = self._finish()
         self._block = block
         start = {"type": "content_block_start", "index": len(self._finished)}
         return [*events, start | {"content_block": block.opening}]
 
     def _append(self, text: str) -> list[Json]:
-        """Append a text to the current block. Return the event that sends the text to the client.
+        """Append a text to the current block, and return the event with this text.
 
-        There is no event if the text is empty, or if the request hides the text of thinking.
+        Return no event if the text is empty, or if the client does not want the reasoning text.
         """
         if self._block is None or not text:
             return []
@@ -173,15 +173,16 @@ class MessageBuilder:
     def _end(self, delta: Delta) -> list[Json]:
         """End the message with the stop reason from the last delta, and return the last events."""
         events = self._finish()
-        finish_reason, stop_reason = delta["finish_reason"], delta.get("stop_reason")
+        finish_reason = delta["finish_reason"]
+        stop_reason = delta.get("stop_reason")
         if finish_reason not in _STOP_REASONS:
             raise ApiError(500, f"The server ended the request with the reason {finish_reason}")
         self._stop["stop_reason"] = _STOP_REASONS[finish_reason]
         if finish_reason == "stop" and isinstance(stop_reason, str):
             self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         elif finish_reason == "stop" and self._num_calls:
-            # If the request forced the model to call one function, the finish reason of a chat
-            # completion is "stop".
+            # If the request forces the model to call a certain function, the backend's finish
+            # reason is "stop", as in OpenAI's API, and not "tool_calls".
             self._stop["stop_reason"] = "tool_use"
         message_delta = {
             "type": "message_delta",
@@ -207,7 +208,7 @@ class _Block:
         self._pieces: list[str] = []
 
     def add(self, text: str) -> Json:
-        """Append a text, and return the field `delta` of the event for this text."""
+        """Append a text, and return the object `delta` for the event about this text."""
         self._pieces.append(text)
         delta_type, key = _DELTAS[self.kind]
         return {"type": delta_type, key: text}
@@ -227,7 +228,7 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Maps the type of a block to two values: the type of its deltas, and the key for the new text."""
+"""Maps the type of a block to the type of its deltas, and to the key of the text in a delta."""
 
 
 def _signature(reasoning: str) -> str:
@@ -240,7 +241,7 @@ def _signature(reasoning: str) -> str:
 
 
 def _tool_input(arguments: str) -> Json:
-    """Parse the arguments of a tool call, and return them as an object.
+    """Return the arguments of a tool call as an object.
 
     Arguments that are not a JSON object, for example because max_tokens ended them, are returned in
     one member. Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.

@@ -21,19 +21,18 @@ _NOT_IN_ANTHROPIC = "Anthropic's API has the field {} instead"
 _USE_REQUEST_ID_HEADER = "a message has a random id; the header X-Request-Id names a request"
 
 REFUSED_IN_MESSAGES = {
-    # The following fields belong to Anthropic's API. Some of them exist only in the beta version of
-    # the API.
+    # Fields of Anthropic's API. Some of them exist only in its beta version.
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),
-    # After an error with this code, Anthropic's client sends the whole conversation again.
+    # The error code of this field makes Anthropic's client send the whole conversation again.
     "thread": Refusal(
         "Nereid stores no conversations; send all messages", code="thread_unsupported_request"
     ),
     "fallbacks": Refusal("Nereid does not send a request to another model", _EMPTY),
     "speed": Refusal("the server has one speed", ("standard",)),
     "output_format": Refusal(_NOT_IN_ANTHROPIC.format("output_config.format")),
-    # The following fields belong to chat completions.
+    # Fields of chat completions.
     "max_completion_tokens": Refusal(_NOT_IN_ANTHROPIC.format("max_tokens")),
     "stop": Refusal(_NOT_IN_ANTHROPIC.format("stop_sequences"), _EMPTY),
     "response_format": Refusal(_NOT_IN_ANTHROPIC.format("output_config.format")),
@@ -65,7 +64,7 @@ the model reads, so the edit has no effect.
 
 
 class Tool(RequestBody):
-    """A tool that the client runs. The module cache_control.py reads the field `cache_control`."""
+    """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(min_length=1)]
@@ -143,7 +142,7 @@ class CountTokensRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> Self:
-        """Check that each message has a valid form, and that the last message can be continued."""
+        """Check that all messages are valid, and that the model can continue the last message."""
         if self.chat_messages[-1].get("tool_calls"):
             raise FieldError(
                 "messages",
@@ -241,12 +240,12 @@ def _chat_tool(tool: Json, place: str) -> Json:
             "has no schemas for the tools of Anthropic's models. Send a tool with an input_schema.",
         )
     refuse_nested(place, tool, _REFUSED_IN_TOOLS)
-    read = validated(Tool, tool, place)
+    valid_tool = validated(Tool, tool, place)
     function = {
-        "name": read.name,
-        "description": read.description,
-        "parameters": read.input_schema,
-        "strict": read.strict,
+        "name": valid_tool.name,
+        "description": valid_tool.description,
+        "parameters": valid_tool.input_schema,
+        "strict": valid_tool.strict,
     }
     given = {name: value for name, value in function.items() if value is not None}
     return {"type": "function", "function": given}

@@ -1,4 +1,4 @@
-"""Reads the lines in the input file of a batch, and writes the lines of the result files."""
+"""Reads the input file of a batch line by line, and writes the lines of the result files."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from nereid_client.errors import shown
 
@@ -44,29 +44,40 @@ class LineRequest:
     body: bytes
 
 
-def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number and the bytes of each line. Skip blank lines.
+class InputLine(NamedTuple):
+    """A line of an input file.
+
+    Attributes:
+        number: the number of the line in the file, from 1.
+        content: the bytes of the line. None if the line is larger than the limit.
+    """
+
+    number: int
+    content: bytes | None
+
+
+def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[InputLine]:
+    """Yield each line of an input file that is not blank.
 
     Args:
         file: the input file.
-        max_bytes: the largest size of a line. For a larger line, None is yielded instead of its
-            bytes.
+        max_bytes: the largest size of a line.
     """
     number = 0
-    while line := file.readline(max_bytes + 1):
+    while content := file.readline(max_bytes + 1):
         number += 1
-        is_too_long = len(line) > max_bytes and not line.endswith(b"\n")
+        is_too_long = len(content) > max_bytes and not content.endswith(b"\n")
         if is_too_long:
-            rest = line
+            rest = content
             while rest and not rest.endswith(b"\n"):  # skip the rest of this line
                 rest = file.readline(max_bytes + 1)
-            yield number, None
-        elif line.strip():
-            yield number, line
+            yield InputLine(number, None)
+        elif content.strip():
+            yield InputLine(number, content)
 
 
 def count_lines(path: Path, max_bytes: int) -> int:
-    """Count the lines that are not blank in an input file. Stop after MAX_LINES + 1 lines."""
+    """Count the lines of an input file, without blank lines. Stop after MAX_LINES + 1 lines."""
     count = 0
     with path.open("rb") as file:
         for _ in read_lines(file, max_bytes):
@@ -77,7 +88,7 @@ def count_lines(path: Path, max_bytes: int) -> int:
 
 
 class LineParser:
-    """Parses the lines of one input file, from the first line to the last one.
+    """Parses the lines of one input file, which must be passed in the order of the file.
 
     Args:
         endpoint: the endpoint of the batch. The field `url` of each line must have this value.
@@ -89,21 +100,36 @@ class LineParser:
         self._max_bytes = max_bytes
         self._custom_ids: set[str] = set()
 
-    def parse(self, number: int, line: bytes | None) -> LineRequest:
+    def parse(self, line: InputLine) -> LineRequest:
         """Return the request in a line.
 
-        Args:
-            number: the number of the line.
-            line: the bytes of the line. None if the line is larger than the limit.
-
-        Raises: LineError if the line is wrong. `custom_id_in` then returns the id of the line.
+        Raises: LineError if the line is wrong. The caller then gets the id from `custom_id_in`.
         """
-        if line is None:
+        if line.content is None:
             raise LineError(
                 "line_too_long",
                 f"The line has more than {self._max_bytes} bytes (max_body_bytes).",
             )
-        fields = _parse_object(line)
+        fields = _parse_object(line.content)
+        custom_id = self._new_custom_id(fields)
+        if fields.get("method") != "POST":
+            raise LineError(
+                "invalid_method",
+                f'method must be "POST", but the line has {shown(fields.get("method"))}.',
+            )
+        if fields.get("url") != self._endpoint:
+            raise LineError(
+                "mismatched_url",
+                f"url must be {shown(self._endpoint)}, the endpoint of the batch, but the line has "
+                f"{shown(fields.get('url'))}.",
+            )
+        return LineRequest(line.number, custom_id, _body(fields.get("body")))
+
+    def _new_custom_id(self, fields: Mapping[str, Any]) -> str:
+        """Return the custom_id of a line, and store it so that later lines cannot have the same.
+
+        Raises: LineError if the custom_id is wrong, or if an earlier line has it, too.
+        """
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_LENGTH:
             raise LineError(
@@ -117,27 +143,16 @@ class LineParser:
                 f"custom_id must be unique, but an earlier line has {shown(custom_id)}, too.",
             )
         self._custom_ids.add(custom_id)
-        if fields.get("method") != "POST":
-            raise LineError(
-                "invalid_method",
-                f'method must be "POST", but the line has {shown(fields.get("method"))}.',
-            )
-        if fields.get("url") != self._endpoint:
-            raise LineError(
-                "mismatched_url",
-                f"url must be {shown(self._endpoint)}, the endpoint of the batch, but the line has "
-                f"{shown(fields.get('url'))}.",
-            )
-        return LineRequest(number, custom_id, _body(fields.get("body")))
+        return custom_id
 
 
-def custom_id_in(line: bytes | None) -> str | None:
+def custom_id_in(content: bytes | None) -> str | None:
     """Return the custom_id of an input line, or None if the line has no valid custom_id.
 
     The rest of the line may be wrong.
     """
     try:
-        custom_id = _parse_object(line or b"").get("custom_id")
+        custom_id = _parse_object(content or b"").get("custom_id")
     except LineError:
         return None
     is_valid = isinstance(custom_id, str) and len(custom_id) <= _MAX_ID_LENGTH
@@ -155,8 +170,8 @@ def result_line(
     """Return a line of a result file.
 
     The id of this line contains the number of the input line. After a restart, `ResultFile` reads
-    these numbers to find the input lines that have a result already. `_LINE_OF_ID` requires that
-    the id is the first member.
+    these numbers to find the input lines that have a result already. The id must be the first
+    member, because the regular expression `_LINE_OF_ID` expects it there.
 
     Args:
         batch_id: the id of the batch.
@@ -185,7 +200,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the line numbers in an existing file, up to its first incomplete line."""
+        """Read the line numbers of the results that an existing file already contains."""
         self._path = path
         self._file: BinaryIO | None = None  # opened for the first line
         self._num_bytes = 0  # the size of the complete lines
@@ -217,8 +232,8 @@ class ResultFile:
         try:
             num_written = file.write(line)
             if num_written < len(line):
-                # If the disk is full, `write` returns after a part of the line. The second call of
-                # `write` then raises the OSError that reports the full disk.
+                # On a full disk, the first call of `write` writes only the beginning of the line.
+                # It raises no error. The second call raises the OSError for the full disk.
                 file.write(line[num_written:])
         except OSError:
             file.truncate(self._num_bytes)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from nereid_client.batches.batch_lines import (
     MAX_LINES,
+    InputLine,
     LineError,
     LineParser,
     LineRequest,
@@ -56,7 +57,7 @@ class BatchRun:
         client: Client,
         max_line_bytes: int,
     ) -> None:
-        """Create the object. See the class for the arguments. `run` runs the batch."""
+        """Prepare to run a batch. The class docstring describes the arguments."""
         self._batch = batch
         self._store = store
         self._sender = sender
@@ -70,7 +71,7 @@ class BatchRun:
         self._recorded: set[int] = set()  # the numbers of the lines whose results are stored
 
     def cancel(self) -> None:
-        """Stop the running requests of the batch, and let the batch end as "cancelled"."""
+        """Stop the running requests of the batch, and end it with the status "cancelled"."""
         self._is_cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
@@ -78,7 +79,7 @@ class BatchRun:
     async def run(self) -> None:
         """Run the batch until its end.
 
-        While the folder cannot be written, for example because the disk is full, the batch waits.
+        The batch waits while its folder cannot be written, for example because the disk is full.
         If the task is cancelled, another BatchRun can continue the batch.
         """
         while not self._batch.has_ended:
@@ -107,7 +108,7 @@ class BatchRun:
             self._store.save(batch)
 
     async def _validate(self) -> None:
-        """Check that the input file has from 1 to MAX_LINES lines."""
+        """Check that the input file contains at least 1 and at most MAX_LINES lines."""
         path = self._folder / "input"
         num_lines = await asyncio.to_thread(count_lines, path, self._max_line_bytes)
         if num_lines == 0:
@@ -129,24 +130,31 @@ class BatchRun:
             self._recorded = output.answered | errors.answered
             batch.request_counts.completed = len(output.answered)
             batch.request_counts.failed = len(errors.answered)
-            left_s = 0.0 if self._is_cancelled else max(batch.expires_at - time.time(), 0.0)
-            try:
-                async with asyncio.timeout(left_s) as timeout:
-                    self._timeout = timeout  # the method `cancel` makes this timeout expire at once
-                    await self._send_all(output, errors)
-            except TimeoutError:
-                if not timeout.expired():
-                    raise
-                batch.outcome = "cancelled" if self._is_cancelled else "expired"
-                await self._record_unsent(errors, batch.outcome)
+            await self._send_until_expiry(output, errors)
         counts = batch.request_counts
         batch.output_file_id = new_id("file-") if counts.completed else None
         batch.error_file_id = new_id("file-") if counts.failed else None
         batch.set_status("finalizing")
         self._store.save(batch)
 
+    async def _send_until_expiry(self, output: ResultFile, errors: ResultFile) -> None:
+        """Send all lines that have no result yet.
+
+        If the batch expires or is cancelled, store an error for each line without a result.
+        """
+        left_s = 0.0 if self._is_cancelled else max(self._batch.expires_at - time.time(), 0.0)
+        try:
+            async with asyncio.timeout(left_s) as timeout:
+                self._timeout = timeout  # the method `cancel` makes this timeout expire at once
+                await self._send_all(output, errors)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self._batch.outcome = "cancelled" if self._is_cancelled else "expired"
+            await self._record_unsent(errors, self._batch.outcome)
+
     async def _send_all(self, output: ResultFile, errors: ResultFile) -> None:
-        """Send all lines that have no result yet, several at the same time.
+        """Send all lines that have no result yet. Several requests run at the same time.
 
         Raises: OSError if a result cannot be stored. The running requests are then cancelled.
         """
@@ -158,8 +166,8 @@ class BatchRun:
                 async with asyncio.TaskGroup() as group:
                     # A thread reads the file, so that a slow disk does not delay the other requests
                     # of this process.
-                    while (item := await asyncio.to_thread(next, lines, None)) is not None:
-                        request = self._parse(parser, *item, errors)
+                    while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                        request = self._parse(parser, line, errors)
                         if request is not None and request.number not in self._recorded:
                             await self._slots.acquire()
                             group.create_task(self._send(request, output, errors))
@@ -168,14 +176,12 @@ class BatchRun:
         if storage_error is not None:
             raise storage_error
 
-    def _parse(
-        self, parser: LineParser, number: int, line: bytes | None, errors: ResultFile
-    ) -> LineRequest | None:
-        """Parse a line to a request. If the line is wrong, store an error and return None."""
+    def _parse(self, parser: LineParser, line: InputLine, errors: ResultFile) -> LineRequest | None:
+        """Return the request in a line. If the line is wrong, store an error and return None."""
         try:
-            return parser.parse(number, line)
+            return parser.parse(line)
         except LineError as error:
-            self._record_error(errors, number, custom_id_in(line), error)
+            self._record_error(errors, line, error)
             return None
 
     async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
@@ -200,19 +206,17 @@ class BatchRun:
         code, message = _UNSENT[outcome]
         with (self._folder / "input").open("rb") as file:
             lines = read_lines(file, self._max_line_bytes)
-            while (item := await asyncio.to_thread(next, lines, None)) is not None:
-                number, line = item
-                self._record_error(errors, number, custom_id_in(line), LineError(code, message))
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                self._record_error(errors, line, LineError(code, message))
 
-    def _record_error(
-        self, errors: ResultFile, number: int, custom_id: str | None, error: LineError
-    ) -> None:
+    def _record_error(self, errors: ResultFile, line: InputLine, error: LineError) -> None:
         """Store an error for a line. If the line has a result already, do nothing."""
-        if number in self._recorded:
+        if line.number in self._recorded:
             return
-        fields = {"code": error.code, "message": str(error), "param": None, "line": number}
-        line = result_line(self._batch.id, number, custom_id, error=fields)
-        self._record(errors, number, line, is_success=False)
+        fields = {"code": error.code, "message": str(error), "param": None, "line": line.number}
+        custom_id = custom_id_in(line.content)
+        result = result_line(self._batch.id, line.number, custom_id, error=fields)
+        self._record(errors, line.number, result, is_success=False)
 
     def _record(self, file: ResultFile, number: int, line: bytes, *, is_success: bool) -> None:
         """Store a result line, and update the counts of the batch.
@@ -243,6 +247,6 @@ class BatchRun:
 
 
 def _first_leaf(group: BaseExceptionGroup[OSError]) -> OSError:
-    """Return the first OSError in an exception group, which can contain nested groups."""
+    """Return the first OSError in an exception group and the groups inside it."""
     first = group.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -47,14 +47,14 @@ class BatchRunner:
         key_file: KeyFile | None,
         max_line_bytes: int,
     ) -> None:
-        """Start the task that runs the batches. See the class for the arguments."""
+        """Start the task that runs the batches. The class docstring describes the arguments."""
         self._store = store
         self._sender = sender
         self._slots = slots
         self._gate = gate
         self._key_file = key_file
         self._max_line_bytes = max_line_bytes
-        # The running batches, by id.
+        # Maps the id of each running batch to the run and its task.
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._ended: set[str] = set()  # the ids of the batches that this process has ended
         self._clients: dict[str, Client] = {}  # one `Client` for each client name
@@ -64,7 +64,7 @@ class BatchRunner:
         self._loop_task = asyncio.create_task(self._run())
 
     def wake_up(self) -> None:
-        """Look for new batches and for cancelled batches now."""
+        """Start new batches and stop cancelled batches at once, instead of at the next check."""
         self._wake_up.set()
 
     async def close(self) -> None:
@@ -91,7 +91,7 @@ class BatchRunner:
                 await asyncio.wait_for(self._wake_up.wait(), _CHECK_EVERY_S)
 
     def _has_lock(self) -> bool:
-        """Try to lock the folder of the batches, and return whether this process has the lock.
+        """Try to lock the folder of the batches. Return True if this process has the lock.
 
         Only the process that has the lock runs the batches of the folder.
         """
@@ -109,8 +109,8 @@ class BatchRunner:
     async def _start_and_cancel(self) -> None:
         """Start batches that are waiting, and stop batches that clients have cancelled.
 
-        A batch is cancelled if a client requested this, or if the key of its client was removed
-        from the key file.
+        A batch is cancelled if its client has requested the cancellation, or if the client is no
+        longer in the key file.
         """
         batches = await asyncio.to_thread(self._store.unfinished, frozenset(self._ended))
         for batch in batches:
@@ -121,7 +121,7 @@ class BatchRunner:
                 run.cancel()
 
     def _start(self, batch: Batch) -> BatchRun:
-        """Start a task that runs a batch, and return the run. At its end, `_on_end` is called."""
+        """Start a task that runs a batch. The task calls `_on_end` when it ends."""
         run = BatchRun(
             batch,
             self._store,
@@ -156,7 +156,7 @@ class BatchRunner:
             await asyncio.wait(tasks)
 
     async def _clean(self) -> None:
-        """Delete what has expired. Pause all batches while the folder is too large."""
+        """Delete expired files and batches. Pause all batches while the folder is too large."""
         now = time.time()
         if now < self._clean_due:
             return

@@ -17,7 +17,7 @@ from nereid_client.request_context import Contexts
 
 @dataclass(frozen=True)
 class Batches:
-    """The objects of the Batch API: `store` keeps batches on disk, and `runner` runs batches."""
+    """The objects of the Batch API: `store` stores batches on disk, and `runner` runs them."""
 
     store: BatchStore
     runner: BatchRunner
@@ -39,8 +39,7 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
     limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
     store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
     gate = app.state.gate
-    # Batches use at most a quarter of max_concurrent_requests, so that other requests can use the
-    # rest.
+    # Batches use at most a quarter of max_concurrent_requests. The rest is for other requests.
     limit = min(settings.max_batch_requests, max(1, settings.max_concurrent_requests // 4))
     runner = BatchRunner(
         store,

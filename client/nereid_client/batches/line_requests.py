@@ -21,12 +21,10 @@ from nereid_client.middleware.api_key import CLIENT_OF_SCOPE
 from nereid_client.middleware.client_keys import Client, KeyEntry
 
 _LOWEST_PRIORITY = 2**31 - 1
-# The scheduling weight of requests from batches. The weight is much smaller than 1, the default
-# weight of a client. The engine therefore preempts a batch's request if another client's request
-# needs memory.
+# The scheduling weight of batch requests. It is much smaller than the default weight of a client,
+# 1. If memory is scarce, the engine therefore preempts batch requests before other requests.
 _WEIGHT = 0.001
-# While requests that belong to no batch run, the limit for batch requests is divided by this
-# number.
+# The limit for batch requests is divided by this number while other requests are running.
 _FRACTION_BESIDE_OTHERS = 4
 _SLOT_CHECK_EVERY_S = 0.05
 _MAX_OUTAGES = 5
@@ -45,14 +43,16 @@ class LineResponse:
         status: the HTTP status.
         request_id: the id of the request in logs.
         body: the JSON body.
+        retry_after_s: the seconds in the header Retry-After. 0 if there is no such header.
     """
 
     status: int
     request_id: str
     body: Any
+    retry_after_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object for the key `response` in a line of the result file."""
+        """Return the response in the form that a line of the result file contains."""
         return {"status_code": self.status, "request_id": self.request_id, "body": self.body}
 
 
@@ -88,7 +88,7 @@ class LineSlots:
         self._num_running = 0
 
     async def acquire(self) -> None:
-        """Wait until another batch request may run."""
+        """Wait until the limits allow that one more batch request runs."""
         await self._slots.acquire()
         try:
             while self.is_paused or not self._has_room():
@@ -99,7 +99,7 @@ class LineSlots:
         self._num_running += 1
 
     def release(self) -> None:
-        """Allow another batch request to run. Call this method after a batch request has ended."""
+        """Record that a batch request has ended, so that the next one may run."""
         self._num_running -= 1
         self._slots.release()
 
@@ -122,7 +122,7 @@ class LineSender:
         self._is_ready = is_ready
 
     async def send(self, path: str, body: bytes, client: Client) -> LineResponse:
-        """Send a request and return the response. If the server is overloaded, try again.
+        """Send a request and return the response. Send the request again after an overload.
 
         The waits between the attempts become longer. If the server fails during the request, the
         request is repeated only a few times, because the request itself may be the cause.
@@ -135,29 +135,28 @@ class LineSender:
         num_outages = 0
         wait_s = 1.0
         while True:
-            status, headers, raw = await self._call(path, body, client)
-            if status not in (_OVERLOADED, _UNAVAILABLE):
-                return _line_response(status, headers, raw)
-            if status == _UNAVAILABLE and not await self._is_ready():
+            response = await self._call(path, body, client)
+            if response.status not in (_OVERLOADED, _UNAVAILABLE):
+                return response
+            if response.status == _UNAVAILABLE and not await self._is_ready():
                 num_outages += 1
                 if num_outages == _MAX_OUTAGES:
-                    return _line_response(status, headers, raw)
+                    return response
                 while not await self._is_ready():
                     await asyncio.sleep(_READY_CHECK_EVERY_S)
                 continue
-            requested_s = float(headers.get("retry-after", "0"))
-            await asyncio.sleep(max(wait_s, requested_s))
+            await asyncio.sleep(max(wait_s, response.retry_after_s))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    async def _call(self, path: str, body: bytes, client: Client) -> tuple[int, Headers, bytes]:
-        """Send one request to the application. Return the response's status, headers and body."""
+    async def _call(self, path: str, body: bytes, client: Client) -> LineResponse:
+        """Send one request to the application, and return the response."""
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         status, headers, parts = 500, Headers(), []
 
         async def receive() -> Message:
             if messages:
                 return messages.pop()
-            # Receive() never returns, because a batch never disconnects.
+            # A second call waits forever, because a return would mean that the client disconnected.
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -168,12 +167,16 @@ class LineSender:
             else:
                 parts.append(message.get("body", b""))
 
-        # If a request fails with an exception, the application sends a response with the status
-        # 500, logs the traceback, and raises the exception again. The exception must end only this
-        # request, not the batch.
+        # If the application fails with an exception, it sends a response with the status 500, logs
+        # the traceback, and raises the exception again. The exception must not end the batch.
         with contextlib.suppress(Exception):
             await self._app(_scope(path, len(body), client), receive, send)
-        return status, headers, b"".join(parts)
+        return LineResponse(
+            status,
+            request_id=headers.get("x-request-id", ""),
+            body=json.loads(b"".join(parts) or b"null"),
+            retry_after_s=float(headers.get("retry-after", "0")),
+        )
 
 
 def _scope(path: str, num_bytes: int, client: Client) -> Scope:
@@ -195,7 +198,3 @@ def _scope(path: str, num_bytes: int, client: Client) -> Scope:
         "state": {},
         CLIENT_OF_SCOPE: client,
     }
-
-
-def _line_response(status: int, headers: Headers, raw: bytes) -> LineResponse:
-    return LineResponse(status, headers.get("x-request-id", ""), json.loads(raw or b"null"))

@@ -1,4 +1,4 @@
-"""Parses an uploaded form (multipart/form-data) with one file, while the form arrives.
+"""Parses a form (multipart/form-data) with one file while a client uploads the form.
 
 Starlette's parser would first store the whole file in the temporary folder.
 """
@@ -16,7 +16,7 @@ _MAX_FIELD_BYTES = 4096
 
 
 class FormReader:
-    """Parses an uploaded form that contains a file and some short text fields.
+    """Parses a form that contains one file and some short text fields.
 
     The form part that contains the file must have the name `file`.
 
@@ -32,7 +32,7 @@ class FormReader:
     """
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
-        """Create the parser of the form. See the class for the arguments."""
+        """Create the parser. The class docstring describes the arguments."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != b"multipart/form-data" or not boundary:
@@ -85,7 +85,9 @@ class FormReader:
         Raises: ApiError 400.
         """
         if not self._is_complete:
-            raise ApiError(400, "The request body ends before the end of the form")
+            raise ApiError(
+                400, "The request body ends in the middle of the form. Send the complete form."
+            )
         if self.filename is None:
             raise ApiError(
                 400, "file is required, but the form has no part with this name", param="file"
@@ -115,7 +117,11 @@ class FormReader:
         if not self._is_file:
             return
         if self.filename is not None:
-            raise ApiError(400, "The form must have one part `file`, but it has two", param="file")
+            raise ApiError(
+                400,
+                "The form must have one part with the name `file`, but it has two",
+                param="file",
+            )
         filename = options.get(b"filename", b"").decode("utf-8", "replace")
         self.filename = unquote(filename) or "file"
 

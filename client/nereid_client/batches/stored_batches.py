@@ -52,7 +52,7 @@ class RequestCounts(BaseModel):
 
 
 class Batch(BaseModel):
-    """A batch. It has the fields of OpenAI's API, and fields that clients do not receive.
+    """A batch, with the fields of OpenAI's API and three fields that clients do not receive.
 
     Attributes:
         owner: the name of the client that created the batch.
@@ -90,7 +90,7 @@ class Batch(BaseModel):
         return self.status in _ENDED
 
     def set_status(self, status: Status) -> None:
-        """Set the status of the batch, and store the current time in the field for this status.
+        """Set the status of the batch, and the field with the time of this status.
 
         Example: the status "failed" also sets `failed_at`.
         """
@@ -106,7 +106,7 @@ class Batch(BaseModel):
 
 
 class BatchStore:
-    """The batches in the folder of a file store.
+    """The batches that are stored in the folder of a file store.
 
     All methods access the disk, so call them in a thread.
 
@@ -123,7 +123,7 @@ class BatchStore:
         return self._folder / batch_id
 
     def create(self, request: CreateBatchRequest, file: StoredFile) -> Batch:
-        """Store a new batch. The batch waits until the batch runner finds and starts it.
+        """Store a new batch. The batch runner later finds and starts the batch.
 
         Raises: ApiError if there are too many batches, or if the folder cannot be written.
         """
@@ -209,7 +209,7 @@ class BatchStore:
         return (self.folder(batch.id) / "cancel").exists()
 
     def publish(self, batch: Batch) -> None:
-        """Move the result files of a batch to the file store, where clients can read them.
+        """Move the result files of a batch to the file store, so that clients can read them.
 
         The ids of the result files must be set. Files that an interrupted call has moved already
         are skipped.
@@ -233,7 +233,7 @@ class BatchStore:
             self.files.publish(file, folder)
 
     def delete_expired(self, now: float) -> None:
-        """Delete the ended batches that expired at least KEEP_S seconds before `now`."""
+        """Delete each ended batch KEEP_S seconds after the time in its field `expires_at`."""
         for batch in self.all():
             if batch.has_ended and batch.expires_at + KEEP_S <= now:
                 shutil.rmtree(self.folder(batch.id), ignore_errors=True)

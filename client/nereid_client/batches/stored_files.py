@@ -1,4 +1,4 @@
-"""Stores the files that clients upload and the result files of batches in a folder on disk.
+"""Stores uploaded files and the result files of batches in a folder on disk.
 
 FOLDER/files/FILE_ID/content         the bytes
 FOLDER/files/FILE_ID/metadata.json   the file object
@@ -21,8 +21,8 @@ from typing import Any
 from nereid_client.errors import ApiError
 
 KEEP_S = 30 * 24 * 3600
-"""The number of seconds after which a file is deleted, as in OpenAI's API. An ended batch is
-deleted this number of seconds after the time `expires_at` of the batch.
+"""The seconds from the upload of a file to its deletion, as in OpenAI's API. An ended batch is
+deleted this many seconds after the time in its field `expires_at`.
 """
 _UPLOAD_TIME_S = 24 * 3600  # an unfinished upload that is older than this was interrupted
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -43,7 +43,7 @@ class FileLimits:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A stored file: the fields that OpenAI's API defines, and the client that owns the file.
+    """The metadata of a stored file: the fields of OpenAI's API, and the owner of the file.
 
     Attributes:
         id: the id of the file, "file-" and 24 hexadecimal digits.
@@ -104,7 +104,7 @@ class FileStore:
         self._uploads = folder / "uploads"
 
     def all(self, owner: str) -> Iterator[StoredFile]:
-        """Yield the files that belong to the client `owner`, the newest file first."""
+        """Yield the files of the client `owner`, starting with the newest file."""
         for file_id in sorted(_names(self._files), reverse=True):
             file = self._read(file_id)
             if file is not None and file.owner == owner:
@@ -122,7 +122,7 @@ class FileStore:
         return self._files / file_id / "content"
 
     def delete(self, file_id: str) -> None:
-        """Delete a file. A batch that is reading the file is not affected."""
+        """Delete a file. A batch that already uses the file can still read it."""
         shutil.rmtree(self._files / file_id, ignore_errors=True)
 
     def start_upload(self) -> "Upload":
@@ -169,8 +169,8 @@ class FileStore:
             for name in names:
                 with suppress(FileNotFoundError):
                     status = os.stat(os.path.join(folder, name))
-                    # The input of a batch is usually a hard link to a stored file. The stored file
-                    # is counted itself, so the link is not counted.
+                    # The input of a batch is usually a hard link to a stored file. Its bytes are
+                    # not counted, because they are already counted for the stored file.
                     total += 0 if name == "input" and status.st_nlink > 1 else status.st_size
         return total
 
@@ -203,8 +203,8 @@ class Upload:
         folder: the folder of the uploads.
     """
 
-    # After this number of bytes, an upload computes the size of the whole folder again, because
-    # other uploads write to the same folder.
+    # An upload computes the size of the whole folder again each time it has received this number of
+    # bytes, because other uploads write to the same folder.
     _CHECK_EVERY_BYTES = 16 * 1024 * 1024
 
     def __init__(self, store: FileStore, file_id: str, folder: Path) -> None:
@@ -231,7 +231,7 @@ class Upload:
             self._file.write(data)
 
     def _check_folder_size(self, num_new_bytes: int) -> None:
-        """Raise an ApiError 413 if the folder is too small for `num_new_bytes` more bytes."""
+        """Raise an ApiError 413 if `num_new_bytes` more bytes would exceed the folder's limit."""
         self._file.flush()
         num_stored = self._store.num_bytes() + num_new_bytes
         limit = self._store.limits.num_bytes
@@ -268,8 +268,8 @@ class Upload:
         return file
 
     def discard(self) -> None:
-        """Delete the received data of the upload. Do nothing if `finish` has stored the file."""
-        # Closing the file writes its buffer, which fails if the disk is full.
+        """Delete the received bytes, unless `finish` has already stored the file."""
+        # `close` writes the remaining bytes, and raises an OSError if the disk is full.
         with suppress(OSError):
             self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -277,7 +277,7 @@ class Upload:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError inside the `with` block to an ApiError that names the folder.
+    """Convert an OSError that the `with` block raises to an ApiError that names the folder.
 
     The status is 507 if the disk is full, and 500 otherwise.
     """

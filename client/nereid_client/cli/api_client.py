@@ -1,4 +1,4 @@
-"""Sends requests from the `nereid` command to an OpenAI API. NEREID_API_KEY has the API key."""
+"""HTTP requests of the `nereid` command. The variable NEREID_API_KEY contains the API key."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def base_url(url: str) -> str:
-    """Return the base URL of a server: the URL without "/v1" at its end.
+    """Return the base URL of a server, which is the URL without "/v1" at its end.
 
     Example: "http://127.0.0.1:9000/v1/" returns "http://127.0.0.1:9000".
     """
@@ -27,7 +27,7 @@ def base_url(url: str) -> str:
 
 
 def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
-    """Send a request, and return the response. The method is POST if there is a body, else GET.
+    """Send a GET request, or a POST request if a body is given. Return the response.
 
     Raises: CliError with the server's error message.
     """
@@ -69,7 +69,7 @@ def fetch_json(url: str, body: Json | None = None) -> Json:
 
 
 def events_of(response: http.client.HTTPResponse) -> Iterator[Json]:
-    """Parse a stream of server-sent events, and yield the chunks.
+    """Yield the chunks in a stream of server-sent events.
 
     Raises: CliError for an error in the stream.
     """

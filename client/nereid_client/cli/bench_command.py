@@ -1,4 +1,4 @@
-"""`nereid bench`: a load test of an OpenAI API, with a table that is updated while it runs."""
+"""`nereid bench`: a load test of an OpenAI API. A table shows the results while the test runs."""
 
 import http.client
 import time
@@ -83,7 +83,7 @@ def bench(  # noqa: PLR0913 - each parameter is an option
 
 
 class _Load:
-    """The requests of a load test, which several threads send to the server.
+    """A load test: several threads send the requests, and measure the responses.
 
     Attributes:
         samples: the measurements of the requests that have ended.
@@ -132,7 +132,7 @@ class _Load:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean and some percentiles, rounded to 0.01. If there are no values, return {}.
+    """Return the mean and three percentiles, rounded to 0.01, or {} if there are no values.
 
     Example: [1.0, 2.0, 3.0] returns {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}.
     """

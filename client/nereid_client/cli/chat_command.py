@@ -121,7 +121,7 @@ def _send_message(url: str, fields: Json, messages: list[Json], text: str) -> bo
 
 
 def _print_response(events: Iterator[Json], collect: Callable[[str], object]) -> None:
-    """Print the response piece by piece as it arrives. Reasoning has a dim colour.
+    """Print a response while it arrives. Reasoning is printed in a dim colour.
 
     Args:
         events: the chunks of a stream.

@@ -1,4 +1,4 @@
-"""`nereid convert`: copy a checkpoint, and convert its weights to another data type."""
+"""`nereid convert`: copy a checkpoint with its weights in another data type."""
 
 import subprocess
 import sys

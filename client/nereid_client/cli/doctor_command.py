@@ -98,8 +98,8 @@ def config_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
         if value and name in _SECRET_SETTINGS:
             value = "***"
         rows.append(_row(variable, value, is_set=is_set))
-    # The remaining variables configure the models. The frontend does not know the default values of
-    # these variables.
+    # The other variables configure the models. Unset variables of models are not shown, because the
+    # frontend does not know their default values.
     frontend_variables = set(VARIABLES.values())
     for variable in sorted(environment):
         if variable.startswith("NEREID_") and variable not in frontend_variables:

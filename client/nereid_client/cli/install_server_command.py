@@ -1,8 +1,8 @@
 """`nereid install-server`: install the Triton server that the PyTriton wheel contains.
 
 The wheel contains a complete `tritonserver`, its Python backend, and one stub for each version of
-Python. Three things are missing for `tritonserver --model-repository ...` to work in a virtual
-environment. This module adds them:
+Python. The command `tritonserver --model-repository ...` needs three more things in a virtual
+environment. This module adds:
 
 - a copy of the stub for the running Python, in the folder where the backend expects it
 - the path of libpython
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"
-    # The stamp is written last. If the installation is interrupted, the next run therefore installs
-    # everything again.
+    # The stamp is written after the installation. If the installation is interrupted, there is no
+    # stamp, and the next run installs everything again.
     stamp = target / ".nereid-wheel"
     if not (stamp.is_file() and stamp.read_text() == args.wheel):
         _pip_install(args.wheel, target)
@@ -96,7 +96,7 @@ def default_target() -> Path:
 
 
 def launcher_path() -> Path:
-    """Return the path of the launcher. It is in the folder of this environment's other commands."""
+    """Return the path of the launcher, which is in the `bin` folder of this environment."""
     return Path(sys.prefix) / "bin" / "tritonserver"
 
 

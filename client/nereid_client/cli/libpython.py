@@ -43,7 +43,7 @@ def find_libpython() -> Path:
 
 
 def is_loader_default(library: Path) -> bool:
-    """Return whether the dynamic loader finds this library without the variable LD_LIBRARY_PATH."""
+    """Return whether the dynamic loader finds a library without the variable LD_LIBRARY_PATH."""
     found = _from_loader_cache(library.name)
     return found is not None and found.resolve() == library.resolve()
 
@@ -61,7 +61,7 @@ def _own_folders() -> list[Path]:
 
 
 def _from_loader_cache(name: str) -> Path | None:
-    """Return the path of the library that the dynamic loader finds, or None."""
+    """Return the path of the library in the dynamic loader's cache, or None."""
     for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not in the PATH of every user
         try:
             listing = subprocess.run(

@@ -36,7 +36,7 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print a title and a table. Cells that are numbers are aligned to the right."""
+    """Print a title and a table. Numbers are aligned to the right."""
     table = Table()
     for index, column in enumerate(columns):
         are_numbers = all(isinstance(row[index], int | float) for row in rows)
@@ -50,13 +50,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 
 def _cell(value: object) -> str:
-    """Return the text of a table cell. Square brackets are escaped: rich reads them as markup."""
+    """Return the text of a table cell, in which square brackets are escaped for rich."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text.replace("[", r"\[")
 
 
 def read_stdin() -> str:
-    """Return the text of the standard input without white space at its ends.
+    """Return the standard input, without white space at the beginning and the end.
 
     Raises: CliError if the standard input is a terminal or has no text.
     """

@@ -55,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> ServePlan:
-    """Check all settings, and return the plan of the processes to start.
-
-    This function starts no server.
+    """Check all settings, and return the plan of the processes to start, without starting them.
 
     Raises: CliError.
     """
@@ -70,14 +68,7 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     environment = _environment(args, models.path, models.name)
     if several is None:
         environment |= pooling_models.environment(models.pooling_models)
-    settings = startup_checks.check_frontend_settings(environment)
-    if not settings.batch_folder:
-        environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
-    if settings.api_key_file and not settings.api_key:
-        # The supervisor sends requests to the frontend, so the supervisor needs an API key of its
-        # own.
-        environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
-        settings = startup_checks.check_frontend_settings(environment)
+    settings = _check_frontend_settings(environment)
     host = args.host or "127.0.0.1"
     addresses = {flag: (host, getattr(args, attribute(flag))) for flag in PORT_FLAGS}
     startup_checks.check_ports(addresses | {"--openai-port": (settings.host, settings.port)})
@@ -130,8 +121,26 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
     )
 
 
+def _check_frontend_settings(environment: dict[str, str]) -> Settings:
+    """Check the settings of the frontend, and return them.
+
+    Mutates: environment. If the variables of the batch folder or of an API key for the supervisor
+        are missing, they are added.
+
+    Raises: CliError if a setting is wrong.
+    """
+    settings = startup_checks.check_frontend_settings(environment)
+    if not settings.batch_folder:
+        environment["NEREID_BATCH_FOLDER"] = str(_state_folder() / f"batches-{settings.port}")
+    if settings.api_key_file and not settings.api_key:
+        # The supervisor needs its own API key, because it sends requests to the frontend.
+        environment["NEREID_API_KEY"] = secrets.token_urlsafe(32)
+        return startup_checks.check_frontend_settings(environment)
+    return settings
+
+
 class _OneLanguageModel:
-    """The models that `nereid serve` serves if the flag --config is not given.
+    """The models that `nereid serve` serves without the flag --config.
 
     There is one language model. An embedding model and a reranker are optional.
 
@@ -161,7 +170,7 @@ class _OneLanguageModel:
 
 
 def _several_models(args: argparse.Namespace) -> ServedModels | None:
-    """Return the models from the file that --config names, or None without --config.
+    """Return the models that the file in --config describes, or None without --config.
 
     The environment variable NEREID_MODELS_FILE can replace the flag.
 
@@ -207,7 +216,7 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
 
 
 def _warn_about_other_server(grpc_url: str) -> None:
-    """Print a warning if NEREID_GRPC_URL names another Triton server than `grpc_url`."""
+    """Print a warning if NEREID_GRPC_URL names a Triton server other than `grpc_url`."""
     other_url = os.environ.get("NEREID_GRPC_URL")
     if other_url not in (None, "", grpc_url):
         complain(
@@ -218,7 +227,7 @@ def _warn_about_other_server(grpc_url: str) -> None:
 
 
 def _absolute_adapter(value: str) -> str:
-    """Return a value of --lora with an absolute path. Example: "a=b" gives "a=/folder/b"."""
+    """Make the path in a value of --lora absolute. Example: "a=b" returns "a=/folder/b"."""
     name, separator, path = value.partition("=")
     if not (name and path) or "," in value:
         raise CliError(f"--lora: the value must be NAME=PATH without a comma, but it is {value!r}.")
@@ -226,7 +235,7 @@ def _absolute_adapter(value: str) -> str:
 
 
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:
-    """Return warnings about the endpoints that other machines can use without an API key."""
+    """Return warnings about endpoints that other machines can use without an API key."""
     if host in _LOOPBACK:
         return []
     endpoints = "the Triton server's HTTP, gRPC and metrics endpoints"
@@ -250,7 +259,7 @@ def _metrics_url(args: argparse.Namespace) -> str:
 
 
 def _local_host(host: str) -> str:
-    """Return the address at which this machine reaches a server that listens on `host`."""
+    """Return the address at which this machine can reach a server that listens on `host`."""
     return "127.0.0.1" if host in ("0.0.0.0", "") else host
 
 
@@ -260,6 +269,6 @@ def _environment_path(variable: str) -> Path | None:
 
 
 def _state_folder() -> Path:
-    """Return the folder for logs and batches if no other folder is set. It may not exist yet."""
+    """Return the default folder for logs and batches. The folder may not exist yet."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return state / "nereid"

@@ -13,12 +13,12 @@ from nereid_client.supervise import pooling_models
 
 _Number = TypeVar("_Number", int, float)
 
-# A JSON file that maps the environment variables of the language model's settings to descriptions.
-# The backend declares these settings, but this package must not import the backend. `make settings`
-# therefore writes the descriptions to this file.
+# A JSON file that maps each environment variable of the language model to its description. `make
+# settings` writes this file, because this package must not import the backend, which declares the
+# settings.
 _ENGINE_SETTINGS = Path(__file__).with_name("engine_settings.json")
-# Maps each flag of the language model to the placeholder that --help shows for the flag's value.
-# The backend, not this module, checks the values of these flags.
+# Maps each flag of the language model to the placeholder for its value in the text of --help. The
+# backend checks the values of these flags.
 ENGINE_FLAGS = {
     "--max-model-len": "N",
     "--kv-cache-memory": "SIZE",
@@ -31,9 +31,9 @@ ENGINE_FLAGS = {
     "--data-parallel-size": "N",
     "--draft-model": "PATH",
 }
-# Maps each flag of the frontend to the name of a setting and to the placeholder that --help shows
-# for the flag's value. The flag --host is missing here, because it also sets the address of the
-# Triton server.
+# Maps each flag of the frontend to its setting, and to the placeholder for its value in the text of
+# --help. The flag --host is not in this table, because it also sets the address of the Triton
+# server.
 FRONTEND_FLAGS = {
     "--openai-port": ("port", "N"),
     "--frontend-workers": ("frontend_workers", "N"),
@@ -50,7 +50,7 @@ PORT_FLAGS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `nereid serve` to a parser of arguments."""
+    """Add the flags of `nereid serve` to an argument parser."""
     _add_model_flags(parser.add_argument_group("language model"))
     pooling_models.add_flags(parser.add_argument_group("embedding model and reranker"))
     _add_endpoint_flags(parser.add_argument_group("endpoints"))
@@ -191,7 +191,7 @@ def engine_variable(flag: str) -> str:
 
 
 def attribute(flag: str) -> str:
-    """Return the attribute in which argparse stores a flag.
+    """Return the name of the attribute in which argparse stores the value of a flag.
 
     Example: "--max-restarts" returns "max_restarts".
     """
@@ -212,7 +212,7 @@ def _size(text: str) -> int:
 
 
 def _at_least_0(kind: Callable[[str], _Number]) -> Callable[[str], _Number]:
-    """Return a function that converts the text of a flag to a number that is at least 0."""
+    """Return a function that parses the number in a flag, and rejects negative numbers."""
 
     def parse(text: str) -> _Number:
         number = kind(text)

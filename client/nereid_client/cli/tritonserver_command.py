@@ -24,15 +24,14 @@ def server_command(
         ]
     command += [
         f"--exit-timeout-secs={SERVER_EXIT_TIMEOUT_S}",
-        # Nereid's model configurations are complete, so Triton need not complete them. Otherwise,
-        # Triton would start each model twice: first to complete its configuration, and then to load
-        # it.
+        # Nereid's model configurations are complete. Without this flag, the server would start each
+        # model twice: once to complete its configuration, and once to load it.
         "--disable-auto-complete-config",
-        # With enough threads, all models load at the same time. The threads use little CPU time:
-        # each thread only waits until the process of its model is ready.
+        # With eight threads, all models load at the same time. The threads use little CPU time,
+        # because each of them only waits for the process of its model.
         "--model-load-thread-count=8",
-        # The names of the server's shared memory regions start with this prefix, so that the
-        # regions of a killed server can be found and removed.
+        # This prefix of the shared memory regions makes it possible to find and delete the regions
+        # of a killed server.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
     ]
     if log_level == "debug":

@@ -97,7 +97,7 @@ class ClientBackend:
                         usages[delta.get("index", 0)] = delta["usage"]
                     yield delta
         finally:
-            # Each choice reports the number of prompt tokens, but the prompt counts only once.
+            # Every choice reports the tokens of the prompt, but these tokens are counted only once.
             num_prompt = max((usage["prompt_tokens"] for usage in usages.values()), default=0)
             num_generated = sum(usage["completion_tokens"] for usage in usages.values())
             client.count_tokens(num_prompt + num_generated)

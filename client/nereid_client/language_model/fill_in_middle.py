@@ -1,7 +1,7 @@
 """Builds the prompts of completions with the field `suffix`.
 
-A model that can fill in the middle was trained with markers around the text before the gap and the
-text after the gap. The tokenizer of such a model has a special token for each marker.
+A model that can fill in the middle was trained on prompts with markers. The markers separate the
+text before the gap from the text after the gap. The tokenizer has a special token for each marker.
 
 Example: the prompt "a = " and the suffix " + 1" become the prompt
 "<|fim_prefix|>a = <|fim_suffix|> + 1<|fim_middle|>", and the model continues with the middle.
@@ -70,7 +70,7 @@ class FillInMiddle:
         """Return the prompt for the text before the gap and the text after the gap.
 
         Raises:
-            ApiError: 400 if the tokenizer has the markers of no format that is known.
+            ApiError: 400 if the tokenizer lacks the markers of all known formats.
             BackendError: the tokenizer does not answer.
         """
         if self._format is None:
@@ -78,7 +78,7 @@ class FillInMiddle:
         return self._format.prompt(prefix, suffix)
 
     async def _find_format(self, request_id: str) -> MarkerFormat:
-        """Return the first format in `FORMATS` for whose markers the tokenizer has tokens.
+        """Return the first format whose markers are all special tokens of the tokenizer.
 
         Raises: ApiError 400.
         """
@@ -93,7 +93,7 @@ class FillInMiddle:
         )
 
     async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
-        """Return whether the tokenizer encodes each marker as one token that stands only for it.
+        """Return whether the tokenizer encodes each marker as one token, and decodes it unchanged.
 
         Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
         therefore decodes each token, and compares the decoded text with the marker.

@@ -21,18 +21,20 @@ _ENVELOPE = "envelope"
 # The second model that the ensemble calls, and its output tensor, which contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
-# Parts of messages from the Triton server.
+# Words in the error messages of the Triton server.
 _STUB_DIED = "is not healthy"  # the process of a model has died, and the server must be restarted
 _STOPPING = "Server is stopping"
-# The Triton server adds these prefixes to messages from the models. Example: "[request id: a] in
-# ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer".
+# Matches the prefixes that the Triton server adds to the messages of models. Example: "[request id:
+# a] in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer".
 _PLACE_PREFIX = re.compile(r"^(\[request id: [^\]]*\] )?(in ensemble '[^']*', )?")
 _CODE_PREFIX = re.compile(r"^\[([A-Z_]+)\] ")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The inputs for one call of the ensemble. The prompt has exactly one of three forms.
+    """The inputs for one call of the ensemble.
+
+    Exactly one of `text_input`, `input_ids` and `chat_request` contains the prompt.
 
     Attributes:
         request_id: the id of the request in the logs of the server. It must be unique among the
@@ -43,8 +45,8 @@ class Generation:
         sampling_parameters: a JSON object, for `text_input` and `input_ids`.
         with_text: whether deltas contain the unparsed text in the key `text`.
         num_choices: the number of choices. The stream ends when all choices have ended.
-        client_id: the client that takes turns with other clients. "" if the client is unknown.
-        client_weight: the share of the client.
+        client_id: the client that sent the request, for fair scheduling. "" if it is unknown.
+        client_weight: the weight of the client in fair scheduling.
         priority: replaces the priority in the JSON object, unless it is None.
         lora_name: the LoRA adapter of the request. If it is empty, the field `lora_name` of the
             JSON object selects the adapter.
@@ -109,7 +111,7 @@ class Backend(Protocol):
         ...
 
     async def call_cache(self, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Read the statistics of the prefix cache, or extend or drop its sessions.
+        """Read the statistics of the prefix cache, or extend or delete its sessions.
 
         Args:
             parameters: `{"cache": "statistics"}`, `{"cache": "extend", "prompt_cache_key": key,
@@ -168,9 +170,9 @@ class TritonBackend:
         and many clients disconnect as soon as they receive a finish reason.
         """
         outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
-        # If the frontend sent the header `triton_grpc_error`, the Triton server would send the code
-        # of an error as the status of the stream. The frontend does not send this header, because
-        # with it Triton server 2.51 treats each error as a cancellation and crashes after a while.
+        # With the header `triton_grpc_error`, the Triton server would send the code of an error as
+        # the status of the stream. The frontend does not send this header, because Triton server
+        # 2.51 would then treat each error as a cancellation, and crash after some errors.
         stream = self._calls.stream(self._request(self._ensemble, generation, outputs))
         has_ended = False
         num_running = generation.num_choices
@@ -292,9 +294,8 @@ class TritonBackend:
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
         request = infer_request(model, generation.request_id, _inputs(generation), outputs)
-        # The tokenizer model serves the requests of different clients in turn. The model needs the
-        # client's id before it parses the JSON text of a request, so the id is also sent as a
-        # parameter.
+        # The tokenizer model lets clients take turns. It needs the id of the client before it
+        # parses the JSON text of the request, so the id is sent as a parameter, too.
         if generation.client_id:
             request.parameters["client_id"].string_param = generation.client_id
         return request
@@ -325,7 +326,7 @@ class TritonBackend:
 
 
 def unreachable_message(url: str) -> str:
-    """Return the error message for a Triton server to which no connection can be made."""
+    """Return the error message for a Triton server that does not accept connections."""
     return (
         f"The frontend cannot connect to the Triton server at {url} (grpc_url). Check that the "
         "server is running."

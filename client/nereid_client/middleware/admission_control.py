@@ -1,9 +1,9 @@
 """Admission control: limit the requests that run, and reject requests to an overloaded server.
 
 A Triton server with a full queue rejects requests itself (503), but each rejection costs a gRPC
-call and the tokenization of the prompt. Far beyond the server's capacity, rejected requests alone
-would keep it busy. The frontend therefore observes the rejections. While the server rejects many
-of the requests that it receives, the frontend rejects most of the further ones at once.
+call and the tokenization of the prompt. During a large overload, the rejected requests alone would
+use all of the server's CPU time. The frontend therefore counts the rejections. While the server
+rejects many requests, the frontend rejects most of the new requests without sending them.
 """
 
 import collections
@@ -22,25 +22,24 @@ from nereid_client.middleware.request_metrics import RequestMetrics, is_from_sup
 from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# The length of a window in seconds. The throttle counts the requests that were admitted or rejected
-# within the last window. A window must be shorter than the time in which the server processes a
-# full queue. Otherwise, the queue would become empty while the throttle still rejects requests.
+# A throttle counts the requests that were admitted or rejected within this number of seconds, which
+# is called a window. A window must be shorter than the time in which the server processes a full
+# queue. Otherwise, the queue would become empty while the throttle still rejects requests.
 _WINDOW_S = 0.5
-# Within one window, the server may reject this share of the admitted requests plus
-# _TOLERATED_REJECTIONS requests. After more rejections, the throttle itself rejects requests. The
-# throttle still admits some requests, because only admitted requests show whether the overload has
-# ended.
+# Within one window, the server may reject this share of the admitted requests, and additionally
+# _TOLERATED_REJECTIONS requests. After more rejections, the throttle rejects new requests. It still
+# admits some requests, because only they show whether the server is still overloaded.
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
-# The number of throttles at which unused throttles are deleted. A throttle is unused if it counted
-# no rejection in the last window.
+# When there are this many throttles, the throttles without a rejection in the last window are
+# deleted.
 _MAX_THROTTLES = 1024
-# The largest number of requests of `nereid serve` that are admitted without being counted. After a
-# start, `nereid serve` sends two requests at the same time: one to the language model, and one to
-# an embedding model or a reranker.
+# At most this many health checks of `nereid serve` run at the same time without being counted.
+# After a start, `nereid serve` sends two at the same time: one to the language model, and one to an
+# embedding model or a reranker.
 _MAX_CHECKS = 2
-# The error message of a request that waited too long in the server's queue begins with these words.
+# If a request has waited too long in the server's queue, the error message begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
 
 
@@ -50,7 +49,7 @@ _OVERLOADED = (503, 529)
 
 
 class Gate:
-    """Counts the requests that run, and rejects new ones at the limit or while draining.
+    """Counts the running requests. Rejects new requests at the limit and before the server stops.
 
     Args:
         running: counts the requests that run. Its limit is the setting max_concurrent_requests.
@@ -92,16 +91,7 @@ class Gate:
                 limit="draining",
             )
         if not self._running.fits(client.share, 1):
-            num_own = self._running.used_by(client.share)
-            own = f", {num_own} of them from this client" if client.share else ""
-            return ApiError(
-                429,
-                f"{self.num_requests} requests are running{own}, but the limit is "
-                f"{self._running.limit} (max_concurrent_requests). Try again in a moment.",
-                code="rate_limit_exceeded",
-                headers=_RETRY_AFTER,
-                limit="max_concurrent_requests",
-            )
+            return self._too_many_error(client)
         num_own = self._running.used_by(client.share) if client.max_concurrent else 0
         if client.max_concurrent and num_own >= client.max_concurrent:
             return limit_error(
@@ -110,6 +100,18 @@ class Gate:
                 1,
             )
         return None
+
+    def _too_many_error(self, client: Client) -> ApiError:
+        num_own = self._running.used_by(client.share)
+        own = f", {num_own} of them from this client" if client.share else ""
+        return ApiError(
+            429,
+            f"{self.num_requests} requests are running{own}, but the limit is "
+            f"{self._running.limit} (max_concurrent_requests). Try again in a moment.",
+            code="rate_limit_exceeded",
+            headers=_RETRY_AFTER,
+            limit="max_concurrent_requests",
+        )
 
 
 class Throttle:
@@ -145,10 +147,10 @@ class Throttle:
         num_later = sum(then > started for then in self._admission_times)
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
         if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
-            # The server took `now - started` seconds to reject this request. During this time, the
-            # frontend has sent more requests, which the server must also reject. The frontend
-            # therefore sends no requests for the same number of seconds. Otherwise, the number of
-            # requests that a slow server must still reject would grow without limit.
+            # The server took `now - started` seconds to reject this request. Meanwhile, it received
+            # more requests, which it must also reject. The frontend therefore sends no request for
+            # the same number of seconds. Without this pause, a slow server would receive requests
+            # faster than it can reject them.
             self._paused_until = now + min(now - started, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
@@ -183,10 +185,10 @@ class Throttle:
 class AdmissionControl:
     """Middleware that rejects requests above a limit, during an overload or during a shutdown.
 
-    The status of the response is 429 above a limit, else 503.
+    If a limit is exceeded, the response has the status 429. In the other cases, it has 503.
 
-    GET, HEAD, OPTIONS and DELETE requests and requests that abort others are always admitted,
-    because they are most useful when the server is at its limit or about to stop.
+    GET, HEAD, OPTIONS and DELETE requests are always admitted, and so are requests that abort other
+    requests. Clients need these requests most when the server is overloaded or about to stop.
 
     Args:
         app: the application that this middleware calls.
@@ -199,8 +201,8 @@ class AdmissionControl:
         self._gate = gate
         self._metrics = metrics
         self._num_checks = 0
-        # A client that overloads the server must not cause the rejection of other clients, so each
-        # client has its own throttle for each path.
+        # Each client has its own throttle for each path, so that requests are rejected only if they
+        # come from the client that overloads the server.
         self._throttles: dict[tuple[str, str], Throttle] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -246,11 +248,15 @@ class AdmissionControl:
             self._num_checks -= 1
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Return a wrapper of `send` that detects when the server rejects a request.
+        """Return a wrapper of `send` that records in a throttle if the server rejects the request.
 
-        The throttle with the key `key` records these rejections. A rejection is a 503 with the
-        header Retry-After, which only routes to a model send. In Anthropic's API, the status is
-        529.
+        A rejection is a response with the status 503 and the header Retry-After. Only routes that
+        call a model send such a response. In Anthropic's API, the status is 529.
+
+        Args:
+            key: the key of the throttle.
+            send: sends a message to the client.
+            started: the time at which the request was admitted.
         """
         retry_after: str | None = None
 

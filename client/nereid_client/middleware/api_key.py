@@ -53,18 +53,7 @@ class ApiKey:
             return
         client = scope.get(CLIENT_OF_SCOPE) or self._client(Headers(scope=scope))
         if client is None and _requires_key(scope):
-            error = ApiError(
-                401,
-                "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY' or "
-                "'x-api-key: KEY'.",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-                limit="api_key",
-            )
-            self._metrics.count_refusal(error)
-            is_page = scope["path"] == playground.PATH and scope["method"] in ("GET", "HEAD")
-            response = playground.sign_in_page() if is_page else error_response(error, scope)
-            await response(scope, receive, send)
+            await self._refuse(scope, receive, send)
             return
         # The client's name is stored in the scope for the middleware CountRequests. CountRequests
         # cannot read the context variable below, because CountRequests calls this middleware.
@@ -74,6 +63,21 @@ class ApiKey:
             await self._app(scope, receive, send)
         finally:
             current_client.reset(token)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send a response with the status 401. For the playground, it is a page with a form."""
+        error = ApiError(
+            401,
+            "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY' or "
+            "'x-api-key: KEY'.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+            limit="api_key",
+        )
+        self._metrics.count_refusal(error)
+        is_page = scope["path"] == playground.PATH and scope["method"] in ("GET", "HEAD")
+        response = playground.sign_in_page() if is_page else error_response(error, scope)
+        await response(scope, receive, send)
 
     def _client(self, headers: Headers) -> Client | None:
         """Return the client that sent a request, or None if the API key is missing or wrong.

@@ -1,4 +1,4 @@
-"""Limits on request bodies: the size of one body, the size of all bodies, and the time."""
+"""Limits on request bodies: their size, their total size, and the time in which they arrive."""
 
 import asyncio
 
@@ -20,15 +20,15 @@ class BodyLimit:
     """Middleware that rejects request bodies that are too large or arrive too slowly.
 
     Without these limits, request bodies could fill the memory. A body whose Content-Length is too
-    large is rejected unread. Any other body is rejected as soon as the bytes that were received
-    exceed a limit. The bytes of a body count until its request has ended, because the request waits
-    with its body in memory.
+    large is rejected before it is read. Any other body is rejected as soon as the received bytes
+    exceed a limit. The bytes of a body count until its request has ended, because the body stays in
+    memory until then.
 
     Args:
         app: the application that this middleware calls.
         max_bytes: the setting max_body_bytes.
         max_total_bytes: the setting max_total_body_bytes.
-        timeout_s: the setting receive_timeout_s. 0 means no limit.
+        timeout_s: the setting receive_timeout_s, in seconds. 0 means no limit.
         metrics: counts the rejected requests.
     """
 
@@ -40,7 +40,7 @@ class BodyLimit:
         timeout_s: float,
         metrics: RequestMetrics,
     ) -> None:
-        """Create the middleware. See the class for the arguments."""
+        """Create the middleware. The class docstring describes the arguments."""
         self._app = app
         self._max_bytes = max_bytes
         self._total = SharedBudget(max_total_bytes)
@@ -63,13 +63,13 @@ class BodyLimit:
         loop = asyncio.get_running_loop()
         deadline = None if self._timeout_s is None else loop.time() + self._timeout_s
 
-        # The application's exception handler sends the errors that this function raises, and
-        # counts the errors in a metric.
+        # This function may raise errors: the application's exception handler sends an error
+        # response, and counts the error in a metric.
         async def receive_counted() -> Message:
             nonlocal num_received, is_complete
             try:
-                # After the body, the next message reports that the client has disconnected. No time
-                # limit applies to this message.
+                # No time limit applies after the body, because the next message reports only that
+                # the client has disconnected.
                 async with asyncio.timeout_at(None if is_complete else deadline) as timeout:
                     message = await receive()
             except TimeoutError:

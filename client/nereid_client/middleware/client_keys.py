@@ -1,4 +1,4 @@
-"""API keys with weights and limits. The file with the keys is read again after a change.
+"""API keys with weights and limits. The frontend reads the key file again after a change.
 
 The file is TOML. Each table is one client:
 
@@ -58,7 +58,7 @@ class KeyEntry(BaseModel):
 
 
 class Bucket:
-    """A limit for each minute, as a token bucket.
+    """A limit on an amount per minute, implemented as a token bucket.
 
     Args:
         per_minute: the amount that can be used at once, and the amount that becomes available again
@@ -95,14 +95,14 @@ class Bucket:
 
 
 class Client:
-    """A client of the API, with the limits of the client and counters of its requests.
+    """A client of the API, with its limits and its counters of requests and tokens.
 
     Args:
         name: the name of the client in the key file. "" if there is no key file, or for the key in
             the setting api_key.
         entry: the client's table in the key file.
-        share: the name under which the client's requests take turns with those of other clients.
-            By default, the client's name.
+        share: the name of the client in the fair scheduling of requests. By default, the client's
+            name.
         priority: the priority of the client's requests to the language model. None if each request
             can set its own priority.
         usages: stores how many requests and tokens the client has used.
@@ -121,11 +121,11 @@ class Client:
         priority: int | None = None,
         usages: Usages | None = None,
     ) -> None:
-        """Create a client, which has no limits without `entry`. See the class for the arguments."""
+        """Create a client. Without `entry`, the client has no limits."""
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
-        # Both buckets have no limit (0) until `update` sets the limits of the entry.
+        # The buckets start without a limit (0). The call of `update` sets the limits of the entry.
         self._requests = Bucket(0, usages, f"requests of {name}")
         self._tokens = Bucket(0, usages, f"tokens of {name}")
         self.update(entry or KeyEntry(key="unused"), now=0.0)
@@ -133,7 +133,7 @@ class Client:
     def update(self, entry: KeyEntry, now: float) -> None:
         """Replace the limits of the client.
 
-        Requests and tokens that the client used in the last minute still count.
+        The requests and tokens of the last minute still count towards the new limits.
 
         Args:
             entry: the client's table in the key file.
@@ -202,12 +202,12 @@ class KeyFile:
         clock: Callable[[], float] = time.monotonic,
         usages: Usages | None = None,
     ) -> None:
-        """Read the key file. See the class for the arguments."""
+        """Read the key file. The class docstring describes the arguments."""
         self._path = path
         self._clock = clock
         self._usages = usages
         self._clients: dict[str, Client] = {}  # the clients by name
-        # The hash of each API key, with the client that has this key.
+        # Pairs of the digest of an API key and the client that has this key.
         self._digests: list[tuple[bytes, Client]] = []
         self._version = self._current_version()
         self._check_due = clock() + _CHECK_EVERY_S
@@ -254,7 +254,7 @@ class KeyFile:
             _log.warning("The frontend has read %d API keys from %s", count, self._path)
 
     def _load(self) -> None:
-        """Read the key file. Clients that were in the file before keep their `Client` objects.
+        """Read the key file. If a client was in the file before, keep its `Client` object.
 
         Raises: SettingsError.
         """

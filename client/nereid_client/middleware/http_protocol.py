@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, with limits on the size and the time of a request's headers.
+"""uvicorn's HTTP protocol, with limits on a request's headers: their size and their arrival time.
 
-uvicorn limits neither the size of the headers nor the time to receive them. A client that opens
-many connections and sends nothing, or headers without an end, would use up files and memory.
+uvicorn itself has neither limit. A client could open many connections and send nothing, or send
+headers without an end. Such connections would use up the file descriptors and the memory.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     timeout_s: float = 0.0
 
-    # The timer closes the connection, unless the headers of a request arrive in time.
+    # The timer closes the connection if the headers of a request do not arrive in time.
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete.
     _has_headers = False
     # The number of bytes that were received since the last complete headers.
     _num_header_bytes = 0
-    # Whether the bytes that were received last completed the headers or the body of a request.
+    # Whether the last call of `data_received` completed the headers or the body of a request.
     _has_progress = False
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 - uvicorn's signature
@@ -50,7 +50,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is None and not self._has_headers:
             self._start_timer()
         self._has_progress = False
-        # The parser calls the methods below, which change the attributes above.
+        # The parser calls the methods `on_...`, which change `_has_headers` and `_has_progress`.
         super().data_received(data)
         if self._has_headers or self._has_progress:
             return
@@ -60,7 +60,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Raise ValueError after too many headers, so that uvicorn sends a 400."""
+        """Store a header. Raise ValueError if there are too many. uvicorn then sends a 400."""
         if len(self.headers) >= _MAX_HEADERS:
             raise ValueError("too many headers")
         super().on_header(name, value)
@@ -73,7 +73,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Reset the header limits at the end of a request, before the next request arrives."""
+        """Record the end of a request. The next bytes are the headers of a new request."""
         self._has_headers = False
         self._has_progress = True
         super().on_message_complete()

@@ -1,7 +1,7 @@
 """The metrics of the frontend, in the format of Prometheus.
 
-The Triton server has metrics of its own. They cannot include the requests that the frontend
-refuses, because the server never receives these.
+The Triton server has its own metrics. They cannot count the requests that the frontend refuses,
+because the server never receives these requests.
 """
 
 import logging
@@ -142,9 +142,8 @@ class RequestMetrics:
 class CountRequests:
     """Middleware that counts and logs each request, with the route and the status of the response.
 
-    The requests of `nereid serve`, which checks the frontend several times a second while it
-    starts, are not counted. If another frontend process has forwarded a request, only that process
-    counts the request.
+    The health checks of `nereid serve` are not counted, because there are several of them a second
+    during a start. A request that another frontend process has forwarded is counted only there.
 
     Args:
         app: the application that this middleware calls.
@@ -177,7 +176,7 @@ class CountRequests:
             status = status or 500  # Starlette sends this response after all middleware
             raise
         finally:
-            # If no response has started, the client has closed the connection.
+            # No status means that the client closed the connection before a response started.
             status = status or _CLIENT_CLOSED_REQUEST
             duration_s = time.monotonic() - arrived
             route = self._path(scope)
@@ -193,7 +192,7 @@ class CountRequests:
         """Return the path of the route that answers a request, with placeholders for parameters.
 
         The path of the request itself would add a time series for each path that a client invents.
-        The scope of a request that a middleware refused has no route, so all routes are searched.
+        If a middleware refused the request, its scope has no route, so the method finds the route.
 
         Example: "/v1/responses/resp_1" returns "/v1/responses/{response_id}".
         """

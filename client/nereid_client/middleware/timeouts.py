@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from dataclasses import dataclass
 from typing import Self
 
 from starlette.datastructures import Headers
@@ -21,6 +22,19 @@ _SEND_ERROR_TIMEOUT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _TimeLimit:
+    """The time limit of one request.
+
+    Attributes:
+        seconds: the number of seconds. None means no limit.
+        is_requested: whether the limit comes from the request, and not from the server's setting.
+    """
+
+    seconds: float | None
+    is_requested: bool
+
+
 class Timeouts:
     """Middleware that ends requests after a time limit, and cancels their generation.
 
@@ -34,7 +48,7 @@ class Timeouts:
         unread_s: the setting unread_timeout_s. The connection of a client that reads nothing of
             its response for this many seconds is closed. 0 means no limit.
         metrics: counts the requests that were ended.
-        running: the requests that run now. An aborted request is ended like a late one.
+        running: the requests that run now. The timeout of a request also ends it if it is aborted.
     """
 
     def __init__(
@@ -45,7 +59,7 @@ class Timeouts:
         metrics: RequestMetrics,
         running: RunningRequests,
     ) -> None:
-        """Create the middleware. See the class for the arguments."""
+        """Create the middleware. The class docstring describes the arguments."""
         self._app = app
         self._running = running
         self._limit_s = limit_s
@@ -58,17 +72,14 @@ class Timeouts:
             await self._app(scope, receive, send)
             return
         try:
-            requested_s = _requested_limit(scope)
+            limit = self._time_limit(scope)
         except ApiError as error:
             await error_response(error, scope)(scope, receive, send)
             return
-        # A limit of 0 or None means that the time is not limited.
-        limits_s = [limit for limit in (self._limit_s, requested_s) if limit]
-        limit_s = min(limits_s, default=None)
         response = _ObservedResponse(send)
         state = scope.setdefault("state", {})
         try:
-            async with asyncio.timeout(limit_s) as timeout:
+            async with asyncio.timeout(limit.seconds) as timeout:
                 with (
                     _UnreadWatch(response, timeout, self._unread_s) as watch,
                     self._running.track(
@@ -82,17 +93,27 @@ class Timeouts:
                 raise
             if watch.is_unread:
                 self._report_unread(scope)
-                return
-            if request.is_aborted:
+            elif request.is_aborted:
                 await response.end_with(abort_error(), scope, receive)
-                return
-            late = _timeout_error(limit_s or 0, is_requested=limit_s == requested_s)
-            self._metrics.count_refusal(late)
-            await response.end_with(late, scope, receive)
+            else:
+                late = _timeout_error(limit)
+                self._metrics.count_refusal(late)
+                await response.end_with(late, scope, receive)
         except asyncio.CancelledError:
             # When the frontend has to stop, uvicorn cancels the requests that are still running.
             await response.end_with(_stopped_error(), scope, receive)
             raise
+
+    def _time_limit(self, scope: Scope) -> "_TimeLimit":
+        """Return the smaller one of the server's limit and the limit in the request's header.
+
+        Raises: ApiError 400 if the header is wrong.
+        """
+        requested_s = _requested_limit(scope)
+        # A limit of 0 or None means that the time is not limited.
+        if requested_s and (not self._limit_s or requested_s <= self._limit_s):
+            return _TimeLimit(requested_s, is_requested=True)
+        return _TimeLimit(self._limit_s or None, is_requested=False)
 
     def _report_unread(self, scope: Scope) -> None:
         """Count and log a request that ended because the client stopped reading the response."""
@@ -137,16 +158,17 @@ def _stopped_error() -> ApiError:
     )
 
 
-def _timeout_error(limit_s: float, *, is_requested: bool) -> ApiError:
-    """Return an error with the status 504 for a request that took too long."""
-    source = "the request's header X-Request-Timeout" if is_requested else (
-        "the server's setting request_timeout_s"
-    )  # fmt: skip
+def _timeout_error(limit: _TimeLimit) -> ApiError:
+    """Return an error with the status 504 for a request that took longer than its limit."""
+    source = "the server's setting request_timeout_s"
+    if limit.is_requested:
+        source = "the request's header X-Request-Timeout"
     return ApiError(
         504,
-        f"The request did not finish within {limit_s:g} s, which is the limit of {source}",
+        f"The request did not finish within {limit.seconds or 0:g} s, which is the limit of "
+        f"{source}",
         code="timeout",
-        limit="x_request_timeout" if is_requested else "request_timeout_s",
+        limit="x_request_timeout" if limit.is_requested else "request_timeout_s",
     )
 
 
@@ -165,7 +187,7 @@ class _ObservedResponse:
         self._has_started = self._is_stream = self._has_ended = False
 
     async def send(self, message: Message) -> None:
-        """Send a message. Until the message is sent, `unsent_since` contains the current time."""
+        """Send a message. While it is being sent, `unsent_since` contains the time of this call."""
         self.unsent_since = self._clock()
         try:
             await self._send(message)
@@ -179,7 +201,7 @@ class _ObservedResponse:
             self._has_ended = True
 
     async def end_with(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Send an error: as the response, or as the last event if the stream has started."""
+        """Send an error as the response, or as the last event of a stream that has started."""
         if not self._has_started:
             await error_response(error, scope)(scope, receive, self._send)
         elif self._is_stream and not self._has_ended:

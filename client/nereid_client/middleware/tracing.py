@@ -48,7 +48,7 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Record a span while the application handles the request. The client's trace continues."""
+        """Handle the request in a span. The span belongs to the trace of the client, if any."""
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -75,7 +75,8 @@ class Traces:
             try:
                 await self._app(scope, receive, send_observed)
             finally:
-                # The path of an unknown route is text from the client, so it is not recorded.
+                # For an unknown route, the span gets the name "unknown" instead of the path, which
+                # can be any text.
                 route = getattr(scope.get("route"), "path_format", "unknown")
                 span.update_name(f"POST {route}")
                 span.set_attribute("http.route", route)

@@ -1,17 +1,28 @@
-"""Records how many requests and tokens each client uses in a minute, for the client's limits."""
+"""Records how many requests and tokens each client has used, to enforce limits per minute."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+
+class StoredUsage(NamedTuple):
+    """A used amount of a limit, at the time at which it was stored."""
+
+    amount: float
+    time: float
+
+
+NOTHING_USED = StoredUsage(0.0, -math.inf)
 
 
 class Usages:
-    """Stores how much of each limit has been used. The stored amounts decrease with time.
+    """Stores the used amount of each limit. A used amount decreases with time.
 
     Each limit has a key, such as "requests of team-a". All times are seconds of time.monotonic().
     """
 
     def __init__(self) -> None:
-        self._stored: dict[str, tuple[float, float]] = {}
+        self._stored: dict[str, StoredUsage] = {}
 
     def used(self, key: str, per_minute: int, now: float) -> float:
         """Return how much of a limit is used at the time `now`.
@@ -24,14 +35,16 @@ class Usages:
             per_minute: the amount that becomes available again in each minute.
             now: the current time.
         """
-        amount, then = self._read(key)
-        passed_s = max(now - then, 0.0)
-        return max(amount - passed_s * per_minute / 60, 0.0) if amount else 0.0
+        stored = self._read(key)
+        if not stored.amount:
+            return 0.0
+        passed_s = max(now - stored.time, 0.0)
+        return max(stored.amount - passed_s * per_minute / 60, 0.0)
 
     def add(self, key: str, amount: float, per_minute: int, now: float) -> None:
         """Add `amount` to the used amount of a limit.
 
-        The other parameters are those of `used`.
+        See `used` for the other arguments.
         """
         with self._transaction():
             self._write(key, self.used(key, per_minute, now) + amount, now)
@@ -44,9 +57,9 @@ class Usages:
         """
         return nullcontext()
 
-    def _read(self, key: str) -> tuple[float, float]:
-        """Return the last stored used amount, and the time when this amount was stored."""
-        return self._stored.get(key, (0.0, -math.inf))
+    def _read(self, key: str) -> StoredUsage:
+        """Return the usage that was stored last for a limit."""
+        return self._stored.get(key, NOTHING_USED)
 
     def _write(self, key: str, amount: float, now: float) -> None:
-        self._stored[key] = (amount, now)
+        self._stored[key] = StoredUsage(amount, now)

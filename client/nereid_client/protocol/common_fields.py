@@ -46,13 +46,13 @@ INT64_LIMIT = 2**63
 """Integers must be less than this number, because the backend stores them as int64."""
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 
-# An unknown name counts as a typing error if its similarity to a known name is at least this value.
-# The similarity is the ratio of difflib. Example: the ratio of "max_token" to "max_tokens" is 0.94,
-# so "max_token" is a typing error. The ratio of llama.cpp's field "return_tokens" to our field
-# "return_token_ids" is 0.92, so "return_tokens" is not a typing error.
+# An unknown field name is treated as a typing error if difflib's similarity ratio between this name
+# and a known name is at least this value. Example: "max_token" is a typing error, because its ratio
+# with "max_tokens" is 0.94. llama.cpp's field "return_tokens" is not one, because its ratio with
+# "return_token_ids" is 0.92.
 _TYPING_ERROR = 0.93
-# Only this number of unknown fields is compared with the known names. Otherwise, a body with
-# thousands of unknown fields would keep the frontend busy for seconds.
+# At most this many unknown field names are compared with the known names, because the comparison of
+# thousands of names would take seconds.
 _MAX_COMPARED_FIELDS = 32
 
 
@@ -310,5 +310,5 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a field name in lower case and without separators: "max_tokens" -> "maxtokens"."""
+    """Return a field name in lower case, without "_" and "-". "maxTokens" returns "maxtokens"."""
     return name.lower().replace("_", "").replace("-", "")

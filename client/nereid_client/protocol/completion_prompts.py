@@ -40,7 +40,7 @@ def read_prompts(value: object) -> tuple[Prompt, ...]:
 
 
 def _check_texts(prompts: list[object]) -> None:
-    """Raise a FieldError if one of the prompts is not a text. The caller checks the first one."""
+    """Raise a FieldError if a prompt is not a string. The caller has checked the first prompt."""
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
             raise FieldError(

@@ -112,7 +112,7 @@ class EmbeddingOptions(PoolingRequest):
         return self
 
     def options(self) -> dict[str, Any]:
-        """Return the JSON object for the input `options` of the Triton model `embedding`."""
+        """Return the JSON object that the model `embedding` receives in its input `options`."""
         return {
             "dimensions": self.dimensions,
             "normalize": self.normalize,
@@ -163,7 +163,7 @@ class EmbeddingRequest(EmbeddingOptions):
         return self.encoding_format or "float" if given in (None, "float") else str(given)
 
     def options_for(self, prompts: Iterable[str]) -> dict[str, Any]:
-        """Return the JSON object for the input `options` of the Triton model `embedding`.
+        """Return the JSON object that the model `embedding` receives in its input `options`.
 
         Args:
             prompts: the names of the checkpoint's prompts. If no prompt is given, the field
@@ -194,7 +194,7 @@ class VectorsRequest(EmbeddingRequest):
 
     @property
     def classifier_options(self) -> dict[str, Any]:
-        """The JSON object for the input `options` of a classifier."""
+        """The JSON object that a classifier receives in its input tensor `options`."""
         activation = "none" if self.use_activation is False else None
         return {"activation": activation, "truncate": self.truncates}
 
@@ -247,7 +247,7 @@ class CohereEmbedRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
-        """Check that the request has exactly one valid field with inputs."""
+        """Check that exactly one of texts, images and inputs is given, and that it is valid."""
         names = ("texts", "images", "inputs")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
@@ -271,7 +271,7 @@ class CohereEmbedRequest(RequestBody):
         return ModelInputs(inputs.tensors, {**inputs.fields, "dimensions": "output_dimension"})
 
     def options(self, prompts: Iterable[str]) -> dict[str, Any]:
-        """Return the JSON object for the input `options` of the Triton model `embedding`.
+        """Return the JSON object that the model `embedding` receives in its input `options`.
 
         Args:
             prompts: the names of the checkpoint's prompts. If `input_type` is "search_query", the
@@ -287,7 +287,7 @@ class CohereEmbedRequest(RequestBody):
 
 
 def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the content parts in Cohere's field `inputs`. Each member must have one content part.
+    """Return the content part of each member of Cohere's field `inputs`.
 
     Example: [{"content": [{"type": "text", "text": "a"}]}] returns [{"type": "text", "text": "a"}].
 
@@ -352,7 +352,7 @@ def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:
 
 
 def content_part(value: object, field: str, place: str) -> dict[str, str]:
-    """Validate a content part at `place`, and return it as `{"text": ...}` or `{"image": ...}`.
+    """Validate a content part, and return it as `{"text": ...}` or `{"image": ...}`.
 
     A part with a text and an image is returned with both keys.
 

@@ -9,7 +9,7 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _MAX_BIAS = 100
 
 _SCHEMA_FIELDS = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
-"""Maps the type of a response format to the fields in which other servers expect the schema."""
+"""Maps the type of a response format to the names that other servers use for the schema field."""
 
 
 def check_response_format(value: Mapping[str, Any], field: str, schema_field: str) -> None:
@@ -76,7 +76,7 @@ def _check_schema(schema: object, field: str, schema_field: str) -> None:
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all tools of a chat are functions. Other types, such as custom tools, are refused.
+    """Check that all tools of a chat are functions. Refuse other types, such as custom tools.
 
     Raises: FieldError that names the first such tool.
     """
@@ -91,7 +91,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a tool choice has a known form, and that it only contains tools of this request.
+    """Check that a tool choice has a known form, and names only tools of this request.
 
     The known forms are none, auto, required, one function, and OpenAI's allowed_tools.
 
@@ -126,13 +126,12 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
     if choice == "required":
         return []
     names: list[object] = []
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind == "function":
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
         names = [_function_name(choice)]
-    elif isinstance(choice, Mapping) and kind == "allowed_tools":
+    elif isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice.get("allowed_tools"))
-    # The choice contains at least one function, and each function has a name.
-    if names and all(names):
+    has_only_names = all(names)  # the name of a function without a name is None
+    if names and has_only_names:
         return names
     raise FieldError(
         "tool_choice",
@@ -145,7 +144,8 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
 def _allowed_names(allowed: object) -> list[object]:
     """Return the names of the functions in an object `allowed_tools`.
 
-    Return an empty list if the object has no known form. A function without a name returns None.
+    Return an empty list if the object has no known form. The name of a function without a name is
+    None.
     """
     if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
         return []
@@ -154,7 +154,7 @@ def _allowed_names(allowed: object) -> list[object]:
 
 
 def _function_name(tool: object) -> object:
-    """Return the name of a function: "f" for {"type": "function", "function": {"name": "f"}}.
+    """Return the name of a function. Example: {"function": {"name": "f"}} returns "f".
 
     Return None if the value has another form.
     """
@@ -163,7 +163,7 @@ def _function_name(tool: object) -> object:
 
 
 def check_logit_bias(value: Mapping[str, float]) -> None:
-    """Check that each key is a token id, and that each bias is from -100 to 100.
+    """Check that each key is a token id, and that each value is between -100 and 100.
 
     Raises: FieldError that names the wrong entry.
     """

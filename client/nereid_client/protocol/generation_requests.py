@@ -1,9 +1,10 @@
 """Request bodies of chat completions and completions.
 
-The checks of the frontend are fast, so that most errors are reported without a call of the
-backend. The backend checks every field again, because the requests of gRPC clients do not pass
-through the frontend. Unknown fields are ignored, except for typing errors (see
-`refuse_typing_errors`).
+The checks in this module are fast. They find most errors without a call of the backend. The
+backend checks every field again, because gRPC clients send requests to it directly.
+
+Unknown fields are ignored. Only a name that is similar to a known name is refused as a typing
+error (see `refuse_typing_errors`).
 
 The limits are those of OpenAI's API. Fields such as `top_k`, `min_p` and `min_tokens` are
 extensions of vLLM and SGLang.
@@ -96,7 +97,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def passed_on(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the part of the body that the tokenizer model receives.
+        """Return the fields of the body that the tokenizer model receives.
 
         Fields that are null are left out, because null means that a field is not given. Fields
         that only the frontend reads are left out too.
@@ -205,12 +206,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def echoes_logprobs(self) -> bool:
-        """Whether the log-probabilities of a choice begin with those of the prompt."""
+        """Whether the log-probabilities of a choice include the tokens of the prompt."""
         return bool(self.echo) and self.logprobs is not None
 
     @property
     def num_generated(self) -> int:
-        """The number of choices to generate for each prompt. `best` then selects among them."""
+        """The number of choices to generate for each prompt. The best ones are returned."""
         return max(self.best_of or 1, self.num_choices)
 
     def sampling_parameters(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The tokenizer model derives the limits from max_model_len and publishes them. The frontend checks a
 body against them before it parses the body or sends it to the Triton server, so that a hostile body
-costs a few milliseconds. The tokenizer model checks the same limits for all its clients.
+costs only a few milliseconds. The tokenizer model checks the same limits again, because gRPC
+clients send requests to it directly.
 """
 
 import asyncio
@@ -16,14 +17,14 @@ from nereid_client.errors import ApiError, BackendError
 _MAX_AGE_S = 30.0
 _RETRY_S = 1.0
 _FETCH_TIMEOUT_S = 2.0
-# Several items of a response's input can become one message, so the limit for the number of items
-# is higher than the limit for the number of messages.
+# In the Responses API, several input items can become one chat message. The frontend therefore
+# allows more items than messages.
 _ITEMS_PER_MESSAGE = 4
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits on the size of a request that the frontend checks itself.
+    """The limits on the size of a request that are checked by the frontend.
 
     Attributes:
         max_model_len: the largest number of tokens in the prompt and the output together.
@@ -144,7 +145,8 @@ class PublishedLimits:
         when the frontend sends it to the Triton server.
         """
         if self._clock() >= self._expires:
-            # While this request fetches new limits, other requests use the previous limits.
+            # The new expiry time is set before the fetch, so that other requests use the previous
+            # limits meanwhile instead of fetching new ones.
             self._expires = self._clock() + _MAX_AGE_S
             try:
                 async with asyncio.timeout(_FETCH_TIMEOUT_S):

@@ -19,7 +19,7 @@ Document = str | dict[str, str]
 
 
 class RerankRequest(PoolingRequest):
-    """The body of every rerank route. TEI's format has `texts` instead of `documents`."""
+    """The body of every rerank route. In TEI's format, the documents are in the field `texts`."""
 
     query: Any = Field(...)
     """The text that the documents are compared with."""
@@ -88,7 +88,7 @@ class RerankRequest(PoolingRequest):
         return _pair_inputs([self.query], self.ranked_documents, "query", field)
 
     def options(self) -> dict[str, Any]:
-        """Return the JSON object for the input `options` of the Triton model `rerank`."""
+        """Return the JSON object that the model `rerank` receives in its input `options`."""
         is_raw = self.raw_scores or self.use_activation is False
         return {
             "activation": "none" if is_raw else None,
@@ -168,7 +168,7 @@ class ScoreRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
-        """Check that the request has queries and documents, and that the number of queries fits."""
+        """Check that there are documents, and either one query or one query for each document."""
         for name in (self.query_field, self.document_field):
             value = getattr(self, name)
             if value is None:
@@ -217,7 +217,7 @@ class ScoreRequest(PoolingRequest):
 
     @property
     def embedding_inputs(self) -> ModelInputs:
-        """The input tensor of an embedding model: the queries and then the documents."""
+        """The input tensor of an embedding model. It contains the queries, then the documents."""
         inputs: list[Document] = [*self.query_texts, *self.scored_documents]
         name, values = document_tensor(inputs, "texts")
         return ModelInputs({name: values}, {name: self.document_field})
@@ -285,7 +285,7 @@ def _texts_of(field: str, value: object) -> list[str]:
 
 
 def document_tensor(documents: Sequence[Document], name: str) -> tuple[str, list[str]]:
-    """Return the name and the values of the input tensor for documents.
+    """Return the name and the values of the input tensor that contains the documents.
 
     Examples: ["a"] and the name "texts" return ("texts", ["a"]). ["a", {"image": "data:"}] returns
     ("parts", ['{"text": "a"}', '{"image": "data:"}']).

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, with the checks that need no backend.
+"""The body of `POST /v1/responses`, and the checks that the frontend makes itself.
 
 The fields follow OpenAI's API reference of November 2026. A response also accepts the sampling
 fields of chat completions that OpenAI's Responses API does not have.
@@ -300,7 +300,7 @@ class ResponsesRequest(GenerationRequest):
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
     def passed_on(self, body: Mapping[str, Any]) -> Json:
-        """Return the fields that a chat completion has under the same name."""
+        """Return the fields that have the same names in a chat completion."""
         return {
             name: value
             for name, value in body.items()

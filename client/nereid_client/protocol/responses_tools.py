@@ -50,17 +50,12 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
     if choice in ("none", "auto", "required"):
         return choice
     if isinstance(choice, dict):
-        # The value already has the form for chat completions.
         if "function" in choice or "allowed_tools" in choice:
-            return choice
+            return choice  # the client has used the format of chat completions
         if choice.get("type") == "function":
             return {"type": "function", "function": {"name": choice.get("name")}}
         if choice.get("type") == "allowed_tools":
-            tools = choice.get("tools")
-            if isinstance(tools, list):
-                tools = [_as_chat_choice(tool) for tool in tools]
-            allowed = {"mode": choice.get("mode"), "tools": tools}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
+            return {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice)}
     raise FieldError(
         "tool_choice",
         'tool_choice must be "none", "auto", "required", {"type": "function", "name"} or '
@@ -69,8 +64,20 @@ def to_chat_tool_choice(choice: str | Json) -> str | Json:
     )
 
 
+def _allowed_tools(choice: Json) -> Json:
+    """Return the object `allowed_tools` in the format of chat completions.
+
+    Example: {"mode": "auto", "tools": [{"type": "function", "name": "f"}]} returns {"mode": "auto",
+    "tools": [{"type": "function", "function": {"name": "f"}}]}.
+    """
+    tools = choice.get("tools")
+    if isinstance(tools, list):
+        tools = [_allowed_tool(tool) for tool in tools]
+    return {"mode": choice.get("mode"), "tools": tools}
+
+
 def chat_name(namespace: str | None, name: str) -> str:
-    """Return the name that a function has in a chat completion: its namespace, then its name.
+    """Return the name of a function in a chat completion. A namespace becomes a prefix.
 
     Example: namespace "files" and name "read" return "files__read".
     """
@@ -78,9 +85,9 @@ def chat_name(namespace: str | None, name: str) -> str:
 
 
 def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
-    """Find the functions that belong to namespaces.
+    """Return the functions of all namespaces.
 
-    The keys are the names in the chat, and the values are pairs of namespace and name.
+    The keys are the functions' names in the chat, and the values are pairs of namespace and name.
 
     Example: a function "read" in the namespace "files" is {"files__read": ("files", "read")}.
     """
@@ -95,8 +102,8 @@ def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]
 def to_chat_tools(tool: Json, place: str) -> list[Json]:
     """Convert a function or a namespace to a list of functions in the format of chat completions.
 
-    A function of a namespace gets the name of the namespace as a prefix, and the description of the
-    namespace before its own.
+    The name and the description of a namespace become prefixes of the name and the description of
+    each of its functions.
 
     Example: the function "read" in the namespace "files" with the description "Local files."
     returns [{"type": "function", "function": {"name": "files__read", "description":
@@ -147,8 +154,8 @@ def _function(tool: Json, place: str) -> FunctionTool:
     return validated(FunctionTool, tool, place)
 
 
-def _as_chat_choice(tool: object) -> object:
-    """Convert one entry of `allowed_tools` into the format of chat completions."""
+def _allowed_tool(tool: object) -> object:
+    """Convert one allowed tool to the format of chat completions. Return other values unchanged."""
     if isinstance(tool, dict) and tool.get("type") == "function" and "name" in tool:
         return {"type": "function", "function": {"name": tool["name"]}}
     return tool

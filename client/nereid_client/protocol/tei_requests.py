@@ -22,7 +22,7 @@ class PredictRequest(PoolingRequest):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
-        """Check that `inputs` is a text, or a list of lists that each contain one text."""
+        """Check that `inputs` is a text, or a list in which each member is a list with one text."""
         items = self.inputs if self.is_batch else [self.inputs]
         for item in items:
             text = item[0] if isinstance(item, list) and len(item) == 1 else item
@@ -36,7 +36,7 @@ class PredictRequest(PoolingRequest):
 
     @property
     def is_batch(self) -> bool:
-        """Whether the response is a list of results instead of one result."""
+        """Whether the response contains a list of results instead of one result."""
         return isinstance(self.inputs, list) and any(isinstance(i, list) for i in self.inputs)
 
     @property
@@ -67,7 +67,7 @@ class DecodeRequest(RequestBody):
         return [ids for _, ids in self._named_lists()]
 
     def _named_lists(self) -> list[tuple[str, Any]]:
-        """Return each list of token ids with the path of this list in the body.
+        """Return each list of token ids, together with its path in the body.
 
         Example: {"ids": [[1, 2], [3]]} returns [("ids[0]", [1, 2]), ("ids[1]", [3])].
         """

@@ -47,7 +47,7 @@ class TokenizeRequest(RequestBody):
         return self
 
     def chat_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the chat as the tokenizer model expects it, or None if the request has a prompt.
+        """Return the chat in the tokenizer model's format, or None if the request has a prompt.
 
         Args:
             body: the body as the client sent it. Fields that are not declared here belong to the

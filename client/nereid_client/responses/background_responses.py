@@ -15,7 +15,8 @@ from nereid_client.middleware.admission_control import Gate
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.responses.response_builder import ResponseBuilder
-from nereid_client.responses.response_store import Limits, Store, StoredResponse, size_of
+from nereid_client.responses.response_store import Limits, Store
+from nereid_client.responses.stored_response import StoredResponse, size_of
 from nereid_client.streaming import sse
 from nereid_client.streaming.deltas import Delta, unfinished_error
 from nereid_client.workers.place import WorkerPlace
@@ -32,7 +33,7 @@ class BackgroundResponse:
 
     Args:
         builder: builds the response.
-        context: the JSON list of all items that the model reads.
+        context: the JSON list of all items in the prompt of the model.
         streams: whether the request asks for a stream, so that events are stored.
 
     Attributes:
@@ -58,9 +59,9 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store events, and return the number of bytes that were stored.
+        """Store events, and return their number of bytes.
 
-        Wake up the generators of `follow`, so that they yield these events.
+        The generators that `follow` has returned then yield these events.
         """
         size = sum(len(event.get("delta", "").encode()) for event in events)
         if self.events is not None:
@@ -78,10 +79,10 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # The order of the next three lines matters. `self._changed` is read first: if `record`
-            # later stores events, `record` sets the event that was read here, so the wait below
-            # ends. `is_over` is read before the events: if `is_over` is true, the events are
-            # complete, so the last events are not missed.
+            # The order of the next three lines matters. `_changed` is read before the events: if
+            # `record` adds more events afterwards, it sets this object, and the wait below ends at
+            # once. `is_over` is read before the events: if it is true, the list of events is
+            # complete.
             changed = self._changed
             is_over = self.builder.is_over
             new_events = (self.events or [])[position:]
@@ -98,8 +99,8 @@ class Responses:
 
     Args:
         limits: the limits of the store.
-        gate: counts the running responses, so that a server that stops waits for them.
-        limit_s: the longest time of a background response in seconds. 0 means no limit.
+        gate: counts the running responses, so that a stopping server waits until they have ended.
+        limit_s: the largest duration of a background response, in seconds. 0 means no limit.
         metrics: counts the responses that were ended by a limit.
         worker: the place of this process among several frontend processes, or None.
 
@@ -115,7 +116,7 @@ class Responses:
         metrics: RequestMetrics,
         worker: WorkerPlace | None = None,
     ) -> None:
-        """Open the store of the responses. See the class for the arguments."""
+        """Open the store of the responses. The class docstring describes the arguments."""
         if worker is None:
             self.store = Store(limits)
         else:
@@ -212,15 +213,15 @@ class Responses:
 
 
 async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[bytes]:
-    """Yield the events of a stored response whose sequence number is greater than `after`."""
+    """Yield the stored events that have a sequence number greater than `after`."""
     for part in _in_parts((record.events or ())[after + 1 :]):
         yield part
 
 
 def _in_parts(events: Sequence[bytes]) -> list[bytes]:
-    """Join events to byte strings. Each byte string contains up to _EVENTS_PER_WRITE events.
+    """Join events to byte strings, each with up to _EVENTS_PER_WRITE events.
 
-    The server sends a part with one write to the socket, so fewer parts save time.
+    Each byte string is one write to the socket, so fewer byte strings save time.
     """
     return [
         b"".join(events[at : at + _EVENTS_PER_WRITE])

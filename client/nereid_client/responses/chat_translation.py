@@ -45,7 +45,7 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
 
 
 def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
-    """Return the chat messages for a conversation.
+    """Convert a conversation to the messages of a chat completion.
 
     Consecutive items of the assistant (reasoning, text, function calls) become one message.
     `instructions` and the system and developer messages at the start become one system message,
@@ -83,8 +83,8 @@ class _ChatBuilder:
     def assistant_message(self, later_fields: Iterable[str] = ()) -> Json:
         """Return the assistant message to which the next item belongs.
 
-        This is the last message, unless it has another role or has a field of `later_fields`. In
-        these cases, an empty assistant message is appended.
+        Return the last message. If this message has another role, or contains a field of
+        `later_fields`, append an empty assistant message and return the new message.
 
         Args:
             later_fields: the fields of a message that come after the item. For example, reasoning
@@ -116,8 +116,8 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
     if item["role"] != "assistant":
         chat.append(item["role"], text)
         return
-    # If function calls precede the text, the text is added to the message with the calls. A new
-    # message would separate the calls from their outputs, which chat templates do not accept.
+    # If the last message has function calls, the text is added to it. A new message would come
+    # between the calls and their outputs, and chat templates do not accept this order.
     last = chat.messages[-1] if chat.messages else {}
     message = chat.assistant_message(() if last.get("tool_calls") else ("content",))
     message["content"] = (message["content"] or "") + text
@@ -145,7 +145,7 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
     """Add a function call to the current assistant message."""
-    # A call that is not completed has incomplete arguments, so the client never ran the function.
+    # The arguments of such a call are incomplete, so the client has not run the function.
     if item["status"] != "completed":
         return
     name = chat_name(item.get("namespace"), item["name"])

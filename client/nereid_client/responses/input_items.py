@@ -14,7 +14,7 @@ from nereid_client.errors import ApiError, shown
 
 Json = dict[str, Any]
 FindItem = Callable[[str], Json | None]
-"""The type of a function that returns the output item with an id, or None if no response has it."""
+"""The type of a function that returns the stored output item with a given id, or None."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 _REMEDIES = {
@@ -28,7 +28,7 @@ _REMEDIES = {
     ),
     "input_file": "Nereid reads no files. Send the text of the file as input_text.",
 }
-"""Maps a type of part that is refused to what a client can send instead."""
+"""Maps the type of a refused part to the reason, and to the part that clients can send instead."""
 _TEXTS = ("input_text", "output_text", "text")
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
@@ -76,7 +76,7 @@ def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
 
 
 def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> ApiError:
-    """Return a FieldError for a wrong value inside the field `input`.
+    """Return an ApiError 400 for a wrong value inside the field `input`.
 
     Example of a message: 'input[0].role must be one of user, assistant, but the request has "tool"'
 
@@ -91,7 +91,7 @@ def _wrong(place: str, requirement: str, value: object, remedy: str = "") -> Api
 
 
 def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
-    """Convert one item from a request's input to the format in which items are stored.
+    """Convert one item of the field `input` to the format in which items are stored.
 
     Example: {"role": "user", "content": "Hi"} returns {"id": "msg_...", "type": "message",
     "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "Hi"}]}.
@@ -228,7 +228,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Json]] = {
 
 
 def _texts(content: object, place: str) -> list[str]:
-    """Return the texts in a content, which is a string or a list of parts."""
+    """Return the texts of a field that contains a string or a list of parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
@@ -250,7 +250,7 @@ def _text(part: object, place: str) -> str:
 
 
 def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
-    """Return the texts of a list of parts. The type of each part must be one of `kinds`."""
+    """Return the texts of a list of parts, whose types must all be in `kinds`."""
     if content is None:
         return []
     if not isinstance(content, list):

@@ -1,7 +1,7 @@
 """The output items of a response that is being generated, and the events that describe them.
 
-The methods of the items return events without sequence numbers, which the builder of the response
-adds.
+The methods of the items return events without sequence numbers. The response builder adds the
+sequence numbers.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextKind:
-    """A kind of output item that contains text. Each kind has its own names for parts and events.
+    """The names that the parts and the events of one kind of text item have.
 
     Attributes:
         item_type: the type of the item.
@@ -46,7 +46,7 @@ SUMMARY = TextKind(
     "response.reasoning_summary_part",
     "summary_index",
 )
-"""Reasoning is sent in the field `summary`, where many clients read it. It is not shortened."""
+"""The complete reasoning in the field `summary`, because many clients read only this field."""
 
 
 @dataclass
@@ -187,19 +187,19 @@ class LogprobMatcher:
     """Finds the log-probabilities that belong to each piece of text.
 
     Log-probabilities arrive for every token that the model generates, including the tokens of
-    markers and function calls. If the text of a token is held back, the log-probabilities of the
-    token arrive before its text.
+    markers and function calls. If the postprocessor holds a text back, the
+    log-probabilities of its tokens arrive before the text.
     """
 
     def __init__(self) -> None:
         self._unassigned: list[TokenLogprob] = []
 
     def add(self, entries: Iterable[TokenLogprob]) -> None:
-        """Add log-probabilities that have arrived."""
+        """Add the log-probabilities of generated tokens."""
         self._unassigned += entries
 
     def pop(self, text: str) -> list[TokenLogprob]:
-        """Remove the log-probabilities of the tokens in a text, and return them.
+        """Remove and return the log-probabilities of the tokens that form a text.
 
         Tokens before the text belong to markers and are removed. Tokens after the text are kept.
 
@@ -208,25 +208,24 @@ class LogprobMatcher:
         """
         if not self._unassigned:
             return []
-        wanted = text.encode()
+        text_bytes = text.encode()
         tokens = [_bytes(entry) for entry in self._unassigned]
-        begin = b"".join(tokens).find(wanted)
-        if begin < 0:
-            # The tokens do not contain the text, because the postprocessor has changed it, for
-            # example to repair JSON. In this case, all tokens are returned.
-            popped, self._unassigned = self._unassigned, []
-            return popped
+        text_begin = b"".join(tokens).find(text_bytes)
+        if text_begin < 0:
+            # The tokens do not contain the text if the postprocessor has changed the text, for
+            # example to repair JSON. The method then returns the entries of all tokens.
+            all_entries, self._unassigned = self._unassigned, []
+            return all_entries
+        text_end = text_begin + len(text_bytes)
         token_ends = list(accumulate(map(len, tokens)))
-        # The index of the token with the first byte of the text.
-        first = bisect_right(token_ends, begin)
-        # The index of the token with the last byte of the text.
-        last = bisect_left(token_ends, begin + len(wanted))
-        popped = self._unassigned[first : last + 1]
-        self._unassigned = self._unassigned[last + 1 :]
-        return popped
+        first_token = bisect_right(token_ends, text_begin)  # it contains the first byte of the text
+        last_token = bisect_left(token_ends, text_end)  # it contains the last byte of the text
+        text_entries = self._unassigned[first_token : last_token + 1]
+        self._unassigned = self._unassigned[last_token + 1 :]
+        return text_entries
 
     def clear(self) -> None:
-        """Remove the log-probabilities of tokens that belong to no text item."""
+        """Remove all log-probabilities that were not assigned to a text."""
         self._unassigned = []
 
 

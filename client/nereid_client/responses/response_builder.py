@@ -28,10 +28,10 @@ _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 class ResponseBuilder:
     """A response that is being generated. `as_json` returns its current state at any time.
 
-    Each method that changes the response returns the events for the change. Events are numbered
-    from 0 without a gap. The events of an item are: the item is added, its part is added, deltas of
-    the part, the part is done, the item is done. Then the next item is added. The joined deltas of
-    a part are its final text.
+    Each method that changes the response returns the events that describe the change. Events are
+    numbered from 0 without a gap. Each item has these events, in this order: the item is added, its
+    part is added, deltas of the part, the part is done, the item is done. The events of the next
+    item follow. The joined deltas of a part are its final text.
 
     Args:
         request_fields: the fields of the response object that repeat its request.
@@ -43,7 +43,7 @@ class ResponseBuilder:
     """
 
     def __init__(self, request_fields: Json, *, is_queued: bool = False) -> None:
-        """Create a response without output. See the class for the arguments."""
+        """Create a response without output. The class docstring describes the arguments."""
         self._request_fields = request_fields
         self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
         self.status = "queued" if is_queued else "in_progress"
@@ -51,7 +51,7 @@ class ResponseBuilder:
         self._current_item: TextItem | CallItem | None = None
         self._num_calls = 0  # the number of function calls that have started
         self._logprobs = LogprobMatcher()  # for the text of the current item
-        # If the request asks for a summary, the reasoning is sent as the summary.
+        # If the request asks for a summary of the reasoning, the complete reasoning is the summary.
         has_summary = (request_fields.get("reasoning") or {}).get("summary") is not None
         self._reasoning_kind = SUMMARY if has_summary else REASONING
         self._usage: Usage | None = None
@@ -89,7 +89,7 @@ class ResponseBuilder:
         }
 
     def opening(self) -> list[Json]:
-        """Return the events that the client receives before the events for the first delta."""
+        """Return the events at the start of the stream, before the events of the first delta."""
         return [self._response_event("created"), self._response_event(self.status)]
 
     def add(self, delta: Delta) -> list[Json]:
@@ -138,7 +138,7 @@ class ResponseBuilder:
             raise unfinished_error()
 
     def _add_text(self, text: str, kind: TextKind) -> list[Json]:
-        """Append text to the current item. If its kind is not `kind`, start a new item first."""
+        """Append text to the current item. If the item has another kind, start a new item first."""
         entries = self._logprobs.pop(text)
         events = []
         item = self._current_item
@@ -161,7 +161,7 @@ class ResponseBuilder:
         return events
 
     def _new_call(self, piece: ToolCallPiece) -> CallItem:
-        """Return a new output item for a tool call. `piece` is the first piece of the tool call.
+        """Create the output item for a tool call from the first piece of the call.
 
         Raises: BackendError if the tool call with this index has ended.
         """
@@ -181,7 +181,7 @@ class ResponseBuilder:
         return len(self._finished_items) + (self._current_item is not None)
 
     def _start_item(self, item: TextItem | CallItem) -> list[Json]:
-        """Finish the current item, and start `item`. Return the events for both steps."""
+        """Finish the current item and start a new item. Return the events for both steps."""
         closing = self._finish_item("completed")
         self._current_item = item
         return closing + [self._numbered(event) for event in item.opening()]
@@ -207,7 +207,7 @@ class ResponseBuilder:
         return self._end("completed", "completed")
 
     def _end(self, status: str, event: str) -> list[Json]:
-        """End the response with a status, and return the event with the type `response.{event}`."""
+        """End the response. The last of the returned events has the type `response.{event}`."""
         events = self._finish_item("completed" if status == "completed" else "incomplete")
         self.status = status
         return [*events, self._response_event(event)]

@@ -1,28 +1,30 @@
-"""A store of responses that limits their number, their size and their age.
+"""A store of responses, with limits on their number, their total size and their age.
 
 A response is stored as the JSON that is sent to clients, so its size in bytes is known.
 """
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from nereid_client.database import Database
 from nereid_client.errors import ApiError
-from nereid_client.middleware.client_keys import current_client
+from nereid_client.responses.stored_response import (
+    Running,
+    RunningElsewhere,
+    StoredResponse,
+    current_client_name,
+)
 
 Json = dict[str, Any]
 
-_OVERHEAD_BYTES = 64  # bytes of a Python object without its content, approximately
-
-# The column `number` numbers the ended responses in the order in which they ended. While a
-# response runs, the column `worker` contains the number of the process that generates the response.
-# Afterwards, the column is NULL. The triggers update the table `totals`, because counting all rows
+# The column `number` gives the order in which the responses have ended. While a response runs, the
+# column `worker` contains the number of the process that generates the response. Afterwards, the
+# column is NULL. The triggers update the table `totals`, because counting all rows
 # would take long.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -76,73 +78,6 @@ class Limits:
     count: int
     num_bytes: int
     age_s: float
-
-
-def current_client_name() -> str:
-    """Return the name of the client that sent the current request."""
-    return current_client.get().name
-
-
-@dataclass(frozen=True)
-class StoredResponse:
-    """A response that has ended.
-
-    Attributes:
-        id: the id of the response.
-        response: the response object as JSON.
-        context: the JSON list of all items that the model read, including those of the earlier
-            responses.
-        items: the ids of the output items.
-        events: the events of its stream in order. None if the stream cannot be read again.
-        is_background: whether the response was generated in the background.
-        owner: the name of the client that created the response.
-        num_bytes: the number of bytes that the response needs in the store.
-    """
-
-    id: str
-    response: bytes
-    context: bytes
-    items: tuple[str, ...]
-    events: Sequence[bytes] | None = None
-    is_background: bool = False
-    owner: str = field(default_factory=current_client_name)
-    num_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = len(self.response) + len(self.context) + size_of(self.events or ())
-        size += _OVERHEAD_BYTES * (4 + len(self.items))
-        object.__setattr__(self, "num_bytes", size)
-
-    @property
-    def output(self) -> list[Json]:
-        """The output items of the response."""
-        items: list[Json] = json.loads(self.response)["output"]
-        return items
-
-
-class Running(Protocol):
-    """A response that is being generated in the background."""
-
-    @property
-    def owner(self) -> str:
-        """The name of the client that created the response."""
-        ...
-
-    @property
-    def id(self) -> str:
-        """The id of the response."""
-        ...
-
-
-@dataclass(frozen=True)
-class RunningElsewhere:
-    """A background response that another frontend process generates.
-
-    Attributes:
-        worker: the number of the process.
-    """
-
-    worker: int
 
 
 class Store:
@@ -248,10 +183,12 @@ class Store:
             )
 
     def finish(self, run: Running, record: StoredResponse) -> bool:
-        """Store the final state of a response that was running. Return the same as `add`.
+        """Store the final state of a response that was running.
 
         The running response is removed in the same transaction. Other processes therefore always
         find either the running response or its final state.
+
+        Returns: False if the final state does not fit into the store.
         """
         with self._database.transaction():
             del self._running[run.id]
@@ -304,7 +241,7 @@ class Store:
         )
 
     def find_item(self, item_id: str) -> Json | None:
-        """Return the output item with this id, or None if no stored response has it."""
+        """Return the output item with this id, or None if no stored response contains it."""
         row = self._database.row("SELECT response_id FROM items WHERE id = ?", (item_id,))
         record = self.find(row[0]) if row is not None else None
         if not isinstance(record, StoredResponse):
@@ -385,7 +322,7 @@ class Store:
         self._database.execute("DELETE FROM responses WHERE expires_at <= ?", (self._now(),))
 
     def _start_timer(self) -> None:
-        """Start a timer that deletes the oldest response when that response expires.
+        """Start a timer that deletes the oldest response when it expires.
 
         Without the timer, an expired response would stay in memory until the next request.
         """
@@ -416,8 +353,3 @@ def delete_running(path: str, worker: int) -> None:
 def _split_events(events: bytes) -> list[bytes]:
     r"""Split the text of a stream into its server-sent events. Each event ends with b"\n\n"."""
     return [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
-
-
-def size_of(events: Sequence[bytes]) -> int:
-    """Return the approximate size of events in memory, in bytes."""
-    return sum(map(len, events)) + _OVERHEAD_BYTES * len(events)

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 async def generate_truncated(
     backend: Backend, request_id: str, chat: Json
 ) -> AsyncGenerator[Delta]:
-    """Yield the deltas of the answer to a conversation. Shorten the conversation if it is too long.
+    """Generate the answer to a conversation. Shorten the conversation if it is too long.
 
     Args:
         backend: generates the deltas.

@@ -56,7 +56,7 @@ async def retrieve_batch(request: Request, batch_id: str) -> Json:
 
 @router.post("/v1/batches/{batch_id}/cancel", summary="Cancel a batch")
 async def cancel_batch(request: Request, batch_id: str) -> Json:
-    """Cancel a batch. The result files contain the responses that were complete before."""
+    """Cancel a batch. Its result files contain the responses that are already complete."""
     batch = await _find(request, batch_id)
     if batch.has_ended:
         raise ApiError(
@@ -69,7 +69,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Json:
 
 
 async def _find(request: Request, batch_id: str) -> Batch:
-    """Return the batch with this id. Only the client that created a batch can find it.
+    """Return the batch with this id. Clients can find only their own batches.
 
     Raises: ApiError 404.
     """

@@ -56,7 +56,7 @@ async def completions(request: Request) -> Response:
 
 
 def _options(body: CompletionRequest) -> CompletionOptions:
-    """Return the options that decide what the choices of the response contain."""
+    """Return the options that determine the content of the response's choices."""
     return CompletionOptions(
         echoes=[prompt if body.echo else "" for prompt in body.prompt],
         logprobs=body.logprobs is not None,
@@ -79,11 +79,11 @@ def _check_num_prompts(prompts: Sequence[Prompt], limit: int) -> None:
 
 
 async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> Prompt:
-    """Combine a prompt and a suffix to a fill-in-the-middle prompt for the model.
+    """Combine a prompt and a suffix into a fill-in-the-middle prompt.
 
     Without a suffix, return the prompt unchanged.
 
-    Raises: ApiError 400 if the tokenizer has no such markers.
+    Raises: ApiError 400 if the tokenizer has no markers for filling in the middle.
     """
     if not suffix or not isinstance(prompt, str):
         return prompt

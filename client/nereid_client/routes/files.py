@@ -63,14 +63,14 @@ async def file_content(request: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}", summary="Delete a file")
 async def delete_file(request: Request, file_id: str) -> Json:
-    """Delete a file. A batch that is reading the file is not affected."""
+    """Delete a file. A batch that already uses the file can still read it."""
     file = await find_file(request, file_id, "file_id")
     await asyncio.to_thread(batches_of(request).store.files.delete, file.id)
     return {"id": file.id, "object": "file", "deleted": True}
 
 
 async def find_file(request: Request, file_id: str, param: str) -> StoredFile:
-    """Return the file with this id. Only the client that uploaded a file can find it.
+    """Return the file with this id, if the current client uploaded it.
 
     Args:
         request: the HTTP request.
@@ -101,8 +101,8 @@ async def _receive(request: Request, form: FormReader) -> None:
     stream = request.stream()
     try:
         while True:
-            # The limit applies to the wait for each part of the data, so a large file may take
-            # longer in total.
+            # The time limit applies to each part of the data separately, so the upload of a large
+            # file may take longer.
             async with asyncio.timeout(limit_s or None):
                 data = await anext(stream, None)
             if data is None:

@@ -38,9 +38,10 @@ _CLASSIFIER_TASKS = {"classify": "classify", "token_classify": "token_classify"}
 async def pooling(request: Request) -> Response:
     """Return vectors of the texts, or the probabilities of labels, as vLLM does.
 
-    With task="embed", each text has one vector. With task="token_embed", each token has one vector.
-    With task="classify", each text has one probability for each label. With task="token_classify",
-    each token does. The default depends on the model.
+    The field `task` selects the output: "embed" returns one vector for each text, "token_embed" one
+    vector for each token, "classify" one probability of each label for each text, and
+    "token_classify" one probability of each label for each token. The default depends on the
+    model.
     """
     body = await read_request(request, VectorsRequest)
     served = await choose_model(request, body.model, _kinds_of_model(body.task))
@@ -53,7 +54,7 @@ async def pooling(request: Request) -> Response:
     else:
         outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
         rows = rows_of(outputs)
-    # The numbers of a vector are converted to JSON text only once, because this takes long.
+    # `to_json_text` converts a vector to JSON only once, because the conversion takes long.
     to_json_text = WRITERS[body.vector_type]
     items = (
         encode_object({"index": str(index), "object": '"pooling"', "data": to_json_text(row)})
@@ -65,16 +66,17 @@ async def pooling(request: Request) -> Response:
 
 
 def _kinds_of_model(task: str | None) -> Sequence[str]:
-    """Return the kinds of model that can perform a task. None means any task."""
+    """Return the kinds of models that can perform a task, or all kinds if `task` is None."""
     if task is None:
         return (EMBEDDING, RERANK)
     return (EMBEDDING,) if task in _EMBEDDING_TASKS else (RERANK,)
 
 
 def _default_kind(served: ServedModel) -> str:
-    """Return the kind of output of a model for a request without `task`."""
+    """Return the kind of output that a model computes if the request has no `task`."""
     default: str = served.info["kinds"][0]
-    # The route /embed_sparse returns sparse weights, and a reranker's scores need pairs of texts.
+    # This route cannot return sparse weights, which /embed_sparse returns, or scores, which require
+    # pairs of texts.
     return {"sparse": "dense", "score": "classify"}.get(default, default)
 
 

@@ -29,10 +29,10 @@ router = APIRouter(tags=["Embeddings and reranking"])
 @router.post("/v1/rerank", summary="Rerank documents")
 @router.post("/rerank", summary="Rerank documents (path without /v1)")
 async def rerank(request: Request) -> Response:
-    """Rerank the documents: sort the documents by their relevance to a query.
+    """Return the documents, sorted by their relevance to a query.
 
-    A reranker computes the scores, or else an embedding model with one vector for each token, such
-    as ColBERT.
+    The scores come from a reranker. If none is served, they come from an embedding model with one
+    vector for each token, such as ColBERT.
 
     The response has the format of Jina and vLLM, or that of TEI if the body has `texts`. The
     field `format` selects another format.

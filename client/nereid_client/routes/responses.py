@@ -32,7 +32,8 @@ from nereid_client.responses.chat_translation import RESPONSES_NAMES, chat_reque
 from nereid_client.responses.input_items import check_calls, read_items
 from nereid_client.responses.response_builder import ResponseBuilder
 from nereid_client.responses.response_object import request_fields
-from nereid_client.responses.response_store import RunningElsewhere, Store, StoredResponse
+from nereid_client.responses.response_store import Store
+from nereid_client.responses.stored_response import RunningElsewhere, StoredResponse
 from nereid_client.responses.truncation import generate_truncated
 from nereid_client.routes.files import page
 from nereid_client.streaming import sse
@@ -236,32 +237,42 @@ def _will_be_stored(responses_request: ResponsesRequest, store: Store) -> bool:
 
 
 def _conversation(responses_request: ResponsesRequest, store: Store) -> list[Json]:
-    """Return all items that the model reads: those of earlier responses, then the new input.
+    """Return the items of earlier responses, followed by the items of the new input.
 
     Raises: ApiError 400 if an item is wrong or the earlier response has not ended, and 404 if the
         earlier response or a referenced item is not stored.
     """
-    earlier_items: list[Json] = []
     previous_id = responses_request.previous_response_id
-    if previous_id is not None:
-        previous = store.find(previous_id)
-        if isinstance(previous, BackgroundResponse | RunningElsewhere):
-            status = "in_progress"
-            if isinstance(previous, BackgroundResponse):
-                status = previous.builder.status
-            raise ApiError(
-                400,
-                f"previous_response_id must name a response that has ended, but "
-                f"{shown(previous_id)} has the status {status}. Wait until it "
-                "ends, or cancel it.",
-                param="previous_response_id",
-            )
-        if not isinstance(previous, StoredResponse):
-            raise _not_found(previous_id, "previous_response_id")
-        earlier_items = json.loads(previous.context) + previous.output
+    earlier_items = [] if previous_id is None else _items_until(previous_id, store)
     items = read_items(responses_request.input, store.find_item)
     check_calls(earlier_items, items)
     return earlier_items + items
+
+
+def _items_until(previous_id: str, store: Store) -> list[Json]:
+    """Return all items of a stored conversation, including the output of its last response.
+
+    Args:
+        previous_id: the id of the last response.
+        store: the stored responses.
+
+    Raises: ApiError 400 if the response has not ended, 404 if it is not stored.
+    """
+    previous = store.find(previous_id)
+    if isinstance(previous, BackgroundResponse | RunningElsewhere):
+        status = "in_progress"
+        if isinstance(previous, BackgroundResponse):
+            status = previous.builder.status
+        raise ApiError(
+            400,
+            f"previous_response_id must name a response that has ended, but {shown(previous_id)} "
+            f"has the status {status}. Wait until it ends, or cancel it.",
+            param="previous_response_id",
+        )
+    if not isinstance(previous, StoredResponse):
+        raise _not_found(previous_id, "previous_response_id")
+    items: list[Json] = json.loads(previous.context)
+    return items + previous.output
 
 
 def _generate(
@@ -278,7 +289,7 @@ def _generate(
 def _new_builder(
     request: Request, responses_request: ResponsesRequest, *, is_stored: bool
 ) -> ResponseBuilder:
-    """Return a builder for the response to a request. The response has no output yet."""
+    """Return a builder for the response to a request, which has no output yet."""
     fields = request_fields(
         responses_request,
         f"resp_{secrets.token_hex(16)}",

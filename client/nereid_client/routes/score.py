@@ -52,7 +52,7 @@ async def score(request: Request) -> Response:
 
 @router.post("/similarity", summary="Compare texts with one text (TEI's format)")
 async def similarity(request: Request) -> Response:
-    """Return the cosine similarity of each sentence and the source sentence, as TEI does."""
+    """Return the cosine similarity between the source sentence and each sentence, as TEI does."""
     body = await read_request(request, SimilarityRequest)
     served = await choose_model(request, body.model, (EMBEDDING,))
     require_kind(served, "dense")
@@ -89,7 +89,7 @@ async def _call_embedder(
 
 
 def _cosine_similarities(vectors: Floats, num_queries: int) -> Floats:
-    """Return the cosine similarity of each pair of a query and a document.
+    """Return the cosine similarity between the query and the document of each pair.
 
     Example: for the vectors [q, d1, d2] and one query, the similarities are [q·d1, q·d2].
 

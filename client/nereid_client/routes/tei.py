@@ -33,15 +33,16 @@ from nereid_client.streaming.field_names import FieldNames
 router = APIRouter(tags=["Embeddings and reranking"])
 
 _DECODE_NAMES = FieldNames({"prompt": "ids"})
-"""Errors of the backend call the token ids `prompt`. This field is renamed to `ids`."""
+"""In the errors of the backend, the field with the token ids is called `prompt`, not `ids`."""
 
 
 @router.post("/predict", summary="Classify texts (TEI's format)")
 async def predict(request: Request) -> list[Any]:
-    """Return the labels of a text with their scores, the label with the highest score first.
+    """Return the labels of a text with their scores, sorted by descending score.
 
-    A classifier of tokens returns the labelled parts of the text instead, with their characters.
-    If the request has a list of texts, return such a list for each text.
+    If the model classifies single tokens, return the labelled parts of the text instead, with the
+    positions of their characters. If the request has a list of texts, return one result for each
+    text.
     """
     body = await read_request(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))
@@ -59,7 +60,12 @@ async def predict(request: Request) -> list[Any]:
 
 
 def _check_no_aggregation(body: PredictRequest) -> None:
-    """Raise an error if a request to a classifier of whole texts has aggregation_strategy."""
+    """Raise an error if the request has the field aggregation_strategy.
+
+    The caller has checked that the served model classifies whole texts, not single tokens.
+
+    Raises: ApiError 400.
+    """
     if body.aggregation_strategy is not None:
         raise ApiError(
             400,

@@ -13,8 +13,8 @@ from nereid_client.request_context import check_unicode, read_body, validate
 
 router = APIRouter(tags=["Operation"])
 
-# An analysis takes up to about a second, during which other requests run more slowly. This executor
-# runs one analysis at a time.
+# An analysis takes up to about a second and slows down all other requests. This executor therefore
+# runs only one analysis at a time.
 _EXECUTOR = ThreadPoolExecutor(1, "template")
 
 
@@ -41,7 +41,7 @@ def _inspect(template: str) -> str:
 
     Raises: NereidParsersError if the template is wrong or exceeds a limit.
     """
-    # Imported here, because the analysis needs jinja2, and most servers never analyse a template.
+    # These modules import jinja2, which most servers never need, so they are imported only here.
     from nereid_parsers.template import analyze_template
     from nereid_parsers.template.report import report_json, report_of, report_text
 

@@ -27,7 +27,7 @@ _DETOKENIZE_NAMES = FieldNames({"prompt": "tokens"})
 @router.post("/tokenize", summary="Tokenize a prompt or a chat")
 @router.post("/v1/tokenize", summary="Tokenize a prompt or a chat (SGLang's path)")
 async def tokenize(request: Request) -> dict[str, Any]:
-    """Return the token ids that the model would receive and their number, in vLLM's format.
+    """Return the token ids of the prompt and their number, in vLLM's format.
 
     The messages of a chat are rendered with the chat template first. `max_model_len` is null,
     because the frontend does not read this setting.
@@ -53,7 +53,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 @router.post("/detokenize", summary="Convert token ids to text")
 @router.post("/v1/detokenize", summary="Convert token ids to text (SGLang's path)")
 async def detokenize(request: Request) -> dict[str, str]:
-    """Convert token ids to text. The fields `prompt` (vLLM) and `text` (SGLang) are equal."""
+    """Convert token ids to a text. The response has this text in `prompt` and in `text`."""
     body = validate(DetokenizeRequest, await read_prompt_body(request))
     await check_language_model(request, body.model)
     try:

@@ -15,7 +15,7 @@ from nereid_client.several_models.models_file import ModelSpec
 
 _IDLE_CHECK_EVERY_S = 0.5
 _UNLOAD_CHECK_EVERY_S = 0.05
-# If an unloaded model still uses memory after this time, the frontend stops waiting.
+# The frontend waits at most this long until an unloaded model has freed its memory.
 _UNLOAD_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class ModelControl:
     ) -> None:
         self._repository = repository
         self._memory_budget = memory_budget
-        # Locked while models are unloaded to make room for another model.
+        # Held while models are unloaded to free memory for another model.
         self._memory_lock = asyncio.Lock()
         self._states = {spec.triton_name: ModelState(spec) for spec in specs}
         self._idle_task: asyncio.Task[None] | None = None
@@ -125,7 +125,7 @@ class ModelControl:
         return self._states[model].is_loaded is False
 
     async def is_loaded(self, model: str) -> bool:
-        """Return whether a model is loaded. If the frontend is not sure, query the server."""
+        """Return whether a model is loaded. Query the server if the frontend does not know."""
         state = self._states[model]
         if state.is_loaded is None:
             is_ready = await self._repository.is_model_ready(model)
@@ -134,7 +134,7 @@ class ModelControl:
 
     @asynccontextmanager
     async def using(self, model: str) -> AsyncIterator[None]:
-        """Load a model if necessary, and keep the model loaded until the `async with` block ends.
+        """Load a model if necessary. The model stays loaded until the `async with` block ends.
 
         Raises: ApiError 503 if the model cannot be loaded, 404 if a client has unloaded it.
         """
@@ -183,7 +183,7 @@ class ModelControl:
             await asyncio.wait({self._idle_task})
 
     async def _load_for_request(self, state: ModelState) -> None:
-        """Load a model for a request. If another request is already loading the model, wait for it.
+        """Load a model for a request, or wait until another request has loaded it.
 
         Raises: ApiError.
         """
@@ -198,8 +198,8 @@ class ModelControl:
             if state.is_loaded:
                 return
             name = state.spec.triton_name
-            # None: the frontend does not know whether the model is loaded, so it queries the
-            # server.
+            # None means that the frontend does not know whether the model is loaded, so it queries
+            # the server.
             if state.is_loaded is None and await self._repository.is_model_ready(name):
                 state.is_loaded = True
                 return
@@ -259,7 +259,7 @@ class ModelControl:
 
     async def _unload_for_memory(self, state: ModelState) -> None:
         """Unload an idle model, and wait until its processes have ended."""
-        # No task holds the lock, so acquiring it does not let other tasks run first.
+        # The caller has checked that the lock is free. Acquiring a free lock does not switch tasks.
         async with state.lock:
             await self._unload(state)
             names = [state.spec.triton_name, *state.spec.steps.values()]
@@ -289,12 +289,12 @@ def _memory_of(state: ModelState) -> int:
 
 
 def _uses_memory(state: ModelState) -> bool:
-    """Return whether the memory of a model counts towards the memory budget now."""
+    """Return whether a model uses a part of the memory budget now."""
     return state.is_loading or state.is_loaded is not False
 
 
 def _can_be_unloaded(state: ModelState) -> bool:
-    """Return whether a model can be unloaded now, because no request uses the model."""
+    """Return whether a model can be unloaded now: it is loaded, and no request uses it."""
     return bool(state.is_loaded) and not state.num_requests and not state.lock.locked()
 
 

@@ -18,7 +18,7 @@ _GIB = 1 << 30
 _MAX_DEFAULT_KV_CACHE = 4 * _GIB
 # Maps each value of the setting `dtype` to the number of bytes of one weight in memory.
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-# Maps each value of `weight_dtype` to the number of bytes of one weight, scales included.
+# Maps each value of `weight_dtype` to the number of bytes of one weight, including its scale.
 _ROUNDED_BYTES = {"int8": 1.04, "int4": 0.63}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # On a CPU, weights that are stored in float16 become float32, unless `dtype` is set.
@@ -75,7 +75,7 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
 
 
 def default_kv_cache(budget: int) -> int:
-    """Return the size of the KV cache if a language model does not set kv_cache_memory.
+    """Return the size of the KV cache of a language model that does not set kv_cache_memory.
 
     The size is a quarter of the memory budget, but at most 4 GiB.
     """
@@ -108,7 +108,7 @@ def format_bytes(size: int) -> str:
 def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
     """Return the size of the weights in memory, in bytes.
 
-    The size of files in other formats than safetensors is the size of the weights in memory.
+    For formats other than safetensors, return the size of the files, which is about the same.
     """
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -126,7 +126,9 @@ def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
 
 
 def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str]) -> float | None:
-    """Return the bytes of one number in memory, or None if the number keeps the size in the file.
+    """Return how many bytes one number of a tensor uses in memory.
+
+    Return None if the number has the same size in memory as in the file.
 
     Args:
         stored: the data type of the tensor in the file, such as "BF16".

@@ -90,7 +90,7 @@ class ModelSpec(BaseModel):
 
     @property
     def steps(self) -> dict[str, str]:
-        """Maps each step of the ensemble to the name of a model in the model repository.
+        """The names of the ensemble's models in the model repository, by the step of the ensemble.
 
         Example: {"tokenizer": "chat-tokenizer", "executor": "chat-executor", ...}.
         """
@@ -127,53 +127,46 @@ def read_models_file(path: Path) -> ModelsFile:
     except (OSError, ValueError) as error:
         raise SettingsError(f"models_file: the file {path} cannot be read ({error}).") from None
     budget = None
-    if _BUDGET in tables and not isinstance(tables[_BUDGET], dict):
+    has_budget = _BUDGET in tables and not isinstance(tables[_BUDGET], dict)
+    if has_budget:
         try:
             budget = parse_size(_BUDGET, tables.pop(_BUDGET))
         except SettingsError as error:
             raise SettingsError(f"models_file: the file {path} is wrong: {error}") from None
-    specs = []
-    for name, table in tables.items():
-        try:
-            entry = ModelEntry.model_validate(table)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, (name, *first["loc"])))
-            raise SettingsError(
-                f"models_file: {place} in the file {path} is wrong: {first['msg']}."
-            ) from None
-        checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
-        specs.append(
-            ModelSpec(name=name, triton_name=_triton_name(name), path=checkpoint, entry=entry)
-        )
-    _check_names(specs, path)
-    models = ModelsFile(specs)
+    models = ModelsFile([_read_model(name, table, path) for name, table in tables.items()])
+    _check_names(models.specs, path)
     return models if budget is None else _with_memory(models, budget, path)
 
 
+def _read_model(name: str, table: object, path: Path) -> ModelSpec:
+    """Return the model that one table of the file describes.
+
+    Args:
+        name: the name of the table, which is the name of the model.
+        table: the keys and values of the table.
+        path: the path of the file. Relative paths of checkpoints start at its folder.
+
+    Raises: SettingsError that names the key with a wrong value.
+    """
+    try:
+        entry = ModelEntry.model_validate(table)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, (name, *first["loc"])))
+        raise SettingsError(
+            f"models_file: {place} in the file {path} is wrong: {first['msg']}."
+        ) from None
+    checkpoint = (path.absolute().parent / Path(entry.model).expanduser()).resolve()
+    return ModelSpec(name=name, triton_name=_triton_name(name), path=checkpoint, entry=entry)
+
+
 def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
-    """Return the models with estimates of their memory, and language models with a KV cache size.
+    """Add the estimated memory to each model, and the KV cache size to each language model.
 
     Raises: SettingsError if a model, or the models that are loaded at the start, need more memory
         than the budget.
     """
-    specs = []
-    for spec in models.specs:
-        extra = dict(spec.entry.model_extra or {})
-        if spec.kind == "llm":
-            extra.setdefault("kv_cache_memory", str(default_kv_cache(budget)))
-        entry = ModelEntry.model_validate(spec.entry.model_dump() | extra)
-        try:
-            memory = estimate_memory(spec.path, entry.settings)
-        except SettingsError as error:
-            raise SettingsError(f"models_file: [{spec.name}] in the file {path}: {error}") from None
-        if memory.total > budget:
-            raise SettingsError(
-                f"models_file: [{spec.name}] in the file {path} needs {memory.describe()}, but "
-                f"memory_budget is {format_bytes(budget)}. Raise memory_budget, or lower "
-                "kv_cache_memory of the model."
-            )
-        specs.append(spec.model_copy(update={"entry": entry, "memory": memory}))
+    specs = [_estimate_model(spec, budget, path) for spec in models.specs]
     models = ModelsFile(specs, budget)
     loaded = [(spec.name, spec.memory) for spec in models.specs_at_start if spec.memory]
     total = sum(memory.total for _, memory in loaded)
@@ -187,8 +180,30 @@ def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
     return models
 
 
+def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
+    """Add the estimated memory to a model, and the default KV cache size to a language model.
+
+    Raises: SettingsError if the model alone needs more memory than the budget.
+    """
+    settings = dict(spec.entry.model_extra or {})
+    if spec.kind == "llm":
+        settings.setdefault("kv_cache_memory", str(default_kv_cache(budget)))
+    entry = ModelEntry.model_validate(spec.entry.model_dump() | settings)
+    try:
+        memory = estimate_memory(spec.path, entry.settings)
+    except SettingsError as error:
+        raise SettingsError(f"models_file: [{spec.name}] in the file {path}: {error}") from None
+    if memory.total > budget:
+        raise SettingsError(
+            f"models_file: [{spec.name}] in the file {path} needs {memory.describe()}, but "
+            f"memory_budget is {format_bytes(budget)}. Raise memory_budget, or lower "
+            "kv_cache_memory of the model."
+        )
+    return spec.model_copy(update={"entry": entry, "memory": memory})
+
+
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
-    """Check that the names of all models differ, and that there is at least one language model.
+    """Check that all models have different names, and that one of them is a language model.
 
     Raises: SettingsError.
     """
@@ -209,7 +224,7 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
 
 
 def _triton_name(name: str) -> str:
-    """Return the name of a model in the model repository. The folder of the model has this name.
+    """Return the name of a model in the model repository, which is also the name of its folder.
 
     Example: "org/chat" returns "org-chat".
     """
@@ -217,7 +232,7 @@ def _triton_name(name: str) -> str:
 
 
 def _setting_text(value: object) -> str:
-    """Convert the value of a setting to text, as an environment variable contains it.
+    """Convert the value of a setting to the text that an environment variable would contain.
 
     Example: True -> "true".
     """

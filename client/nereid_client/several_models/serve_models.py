@@ -1,5 +1,6 @@
 """The models for `nereid serve --config`: their settings, test requests and model repository."""
 
+import functools
 import json
 import shutil
 from collections.abc import Mapping
@@ -18,8 +19,7 @@ _ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
 _PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
 # These environment variables configure the test engine, not a model.
 _OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
-# Each model has its own values for these settings. The environment variables are therefore not used
-# as default values.
+# These variables are not used as default values, because every model needs its own values.
 _NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
 
 
@@ -74,8 +74,8 @@ class ServedModels:
     def probes(self) -> list[Probe]:
         """The test requests that show whether the models still answer.
 
-        If a model is not loaded, the server answers the test request with an error. Such a model
-        does not hang.
+        If a model is not loaded, the server answers its test request with an error. An error is an
+        answer, so it shows that the model does not hang.
         """
         probes = []
         for spec in self.specs:
@@ -108,8 +108,8 @@ class ServedModels:
             variables = {
                 f"{_PREFIXES[spec.kind]}{name}".upper(): value for name, value in settings.items()
             }
-            # The check covers all models in the repository, even if only a pooling model has
-            # settings here. The language model therefore needs a checkpoint for the check, too.
+            # The check always includes a language model, even if `spec` is a pooling model. It
+            # therefore needs the checkpoint of a language model.
             variables.setdefault("NEREID_MODEL", str(self.path))
             try:
                 startup_checks.check_model_settings(
@@ -161,24 +161,32 @@ def _defaults(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
     Example: NEREID_DTYPE=bfloat16 and NEREID_EMBEDDING_DTYPE=float32 return
     {"llm": {"dtype": "bfloat16"}, "embedding": {"dtype": "float32"}, "rerank": {}}.
     """
-    # The prefix "NEREID_" does not identify the settings of the language model, because the
-    # variables of other models and of the server have the same prefix.
-    engine = _engine_variables()
-    variables = {"llm": [name for name in environment if name in engine]}
-    for kind in ("embedding", "rerank"):
-        prefix = _PREFIXES[kind]
-        variables[kind] = [name for name in environment if name.startswith(prefix)]
-    defaults: dict[str, dict[str, str]] = {}
-    for kind, names in variables.items():
-        defaults[kind] = {}
-        for variable in names:
-            setting = variable.removeprefix(_PREFIXES[kind])
-            is_default = f"NEREID_{setting}" not in _NEVER_DEFAULTS
-            if is_default and environment[variable].strip():
-                defaults[kind][setting.lower()] = environment[variable]
+    defaults: dict[str, dict[str, str]] = {kind: {} for kind in _PREFIXES}
+    for variable, value in environment.items():
+        kind = _kind_of_variable(variable)
+        if kind is None or not value.strip():
+            continue
+        setting = variable.removeprefix(_PREFIXES[kind])
+        if f"NEREID_{setting}" not in _NEVER_DEFAULTS:
+            defaults[kind][setting.lower()] = value
     return defaults
 
 
-def _engine_variables() -> set[str]:
+def _kind_of_variable(variable: str) -> str | None:
+    """Return the kind of model that an environment variable configures, or None.
+
+    Examples: "NEREID_DTYPE" returns "llm", "NEREID_RERANK_DTYPE" returns "rerank", and
+    "NEREID_OPENAI_PORT" returns None.
+    """
+    for kind in ("embedding", "rerank"):
+        if variable.startswith(_PREFIXES[kind]):
+            return kind
+    # The prefix "NEREID_" does not identify the variables of the language model, because all
+    # variables of Nereid have this prefix.
+    return "llm" if variable in _engine_variables() else None
+
+
+@functools.cache
+def _engine_variables() -> frozenset[str]:
     """Return the names of the environment variables that configure the language model."""
-    return set(json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))) - _OF_TEST_ENGINE
+    return frozenset(json.loads(_ENGINE_SETTINGS.read_text(encoding="utf-8"))) - _OF_TEST_ENGINE

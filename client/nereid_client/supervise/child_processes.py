@@ -1,8 +1,8 @@
 """Start, observe and end the child processes of `nereid serve`, with all their descendants.
 
-A Triton server that is killed does not end its Python stub processes, and a stub may have children
-of its own. This process therefore registers as the new parent of its orphaned descendants
-(`adopt_orphans`). Everything that it started stays below it in the process tree and can be ended.
+If a Triton server is killed, its Python stub processes and their children continue to run. This
+process therefore becomes the parent of all descendants whose parent ends (`adopt_orphans`). All
+processes that it has started stay below it in the process tree, so it can find and end them.
 """
 
 import collections
@@ -31,15 +31,17 @@ _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
 _CRASH_LINE = re.compile(r"Signal \((4|6|7|8|11)\) received")
-# The Triton server logs a message with these words in two cases: a stub process has died, or a stub
-# process gets no CPU time for a second.
+# The Triton server logs a message with these words if a stub process has died, or if a stub process
+# has received no CPU time for a second.
 _STUB_DIED = "is not healthy"
 _CRASH_CODES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
+ZOMBIE = "Z"
+"""The state of a process that has ended, but for which its parent has not waited yet."""
 
 
 class Waiter(Protocol):
-    """The type of a function that waits, and returns True if the caller should stop waiting.
+    """The type of a function that waits for some time. It returns True if the caller must hurry.
 
     Example: `threading.Event.wait`.
     """
@@ -66,11 +68,11 @@ class ChildProcess:
         errors: the last lines that a Triton server marked as errors.
         refusals: the reasons of the lines that start with `nereid: error:`. A model writes such a
             line if it rejects a setting or the checkpoint, or if it has stopped.
-        refused_at: the time of the first of these lines, by time.monotonic. Infinity without such a
-            line, so that no time is later.
+        refused_at: the time of the first of these lines, by time.monotonic. Without such a line, it
+            is infinity, which is later than any time.
         tail: the last lines of the output, without tables.
-        crash: the line with which a Triton server reports its crash, or None. Version
-            2.51 can hang in its handler of the signal instead of ending, with its ports open.
+        crash: the line with which a Triton server reports its crash, or None. Version 2.51 can
+            hang in its signal handler instead of ending, and then keeps its ports open.
     """
 
     def __init__(
@@ -82,13 +84,13 @@ class ChildProcess:
         on_line: Callable[[str], None],
         files: Sequence[int] = (),
     ) -> None:
-        """Start the program, and a thread that reads its output. See the class for the arguments.
+        """Start the program, and a thread that reads its output.
 
         Raises:
             OSError: if the program cannot be started.
         """
         self.name = name
-        # The thread that reads the output fills these attributes; see `_record`.
+        # The thread that reads the output changes these attributes (see `_record`).
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.refusals: list[str] = []
@@ -110,7 +112,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id. The kernel reuses it only after `stop` or `kill` has returned."""
+        """The process id. Until `stop` or `kill` returns, no other process gets this id."""
         return self._process.pid
 
     @property
@@ -173,7 +175,7 @@ class ChildProcess:
         with contextlib.closing(self._process.stdout or io.BytesIO()) as output:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\r\n")
-                # The log is closed, or the disk is full.
+                # An error means that the log is closed or that the disk is full.
                 with contextlib.suppress(ValueError, OSError):
                     log.write(line + "\n")
                 self._record(line)
@@ -181,7 +183,7 @@ class ChildProcess:
                     on_line(line)
 
     def _record(self, line: str) -> None:
-        """Store an output line. The line can report an error, a crash or a rejected setting."""
+        """Store a line of the output as an error, a crash, a refusal, or another line."""
         if _ERROR_LINE.match(line):
             self.errors.append(line)
         elif line and not line.startswith(("|", "+-")):
@@ -189,14 +191,14 @@ class ChildProcess:
         if _CRASH_LINE.match(line):
             self.crash = line
         reason = line.removeprefix(ERROR_PREFIX).strip()
-        # If several models reject the same setting, the reason is stored only once.
+        # Several models can reject the same setting. The reason is stored only once.
         if line.startswith(ERROR_PREFIX) and reason not in self.refusals:
             self.refused_at = min(self.refused_at, time.monotonic())
             self.refusals.append(reason)
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of descendants whose parent process ends."""
+    """Make this process the parent of each descendant whose own parent ends."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -218,8 +220,8 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
         must_hurry = wait(0.05)
         if must_hurry:
             break
-    # A process may start another one before it is killed. The loop therefore ends only when no
-    # process is left, and no process can survive SIGKILL.
+    # A process may start another process before it is killed, so the loop runs until no process is
+    # left. The loop always ends, because no process survives SIGKILL.
     while running := _descendants(keep):
         _signal_all(running, signal.SIGKILL)
         time.sleep(0.02)
@@ -234,8 +236,8 @@ class Process:
         pid: the id of the process.
         parent: the id of its parent.
         name: the first 15 characters of the program's name.
-        state: a letter: R, S, D, T and so on. Z is a zombie: it has ended, but its parent has not
-            waited for it.
+        state: a letter such as R, S, D or T. Z means that the process is a zombie: it has ended,
+            but its parent has not waited for it.
         exit_status: how a zombie ended, in the format of waitpid.
     """
 
@@ -247,8 +249,8 @@ class Process:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the process is a zombie that died of a crash signal, such as SIGSEGV."""
-        return self.state == "Z" and -os.WTERMSIG(self.exit_status) in _CRASH_CODES
+        """Whether the process is a zombie that a crash signal, such as SIGSEGV, has ended."""
+        return self.state == ZOMBIE and -os.WTERMSIG(self.exit_status) in _CRASH_CODES
 
 
 def process_of(pid: int) -> Process | None:
@@ -259,7 +261,7 @@ def process_of(pid: int) -> Process | None:
 def is_waiting_for_a_child(pid: int) -> bool:
     """Return whether a thread of the process waits for the end of a child process.
 
-    Also return False if the kernel does not allow this process to read the state of the threads.
+    Return False if the kernel does not allow this process to read the state of the threads.
     """
     for thread in Path(f"/proc/{pid}/task").glob("*/wchan"):
         with contextlib.suppress(OSError):
@@ -275,16 +277,14 @@ def children_of(pid: int) -> list[Process]:
 
 def descendants_of(pid: int) -> list[Process]:
     """Return the running descendants of a process. Parents come before their children."""
-    children: dict[int, list[Process]] = collections.defaultdict(list)
-    for process in _processes():
-        children[process.parent].append(process)
-    found: list[Process] = []
-    waiting = [pid]
-    while waiting:
-        running = [process for process in children[waiting.pop()] if process.state != "Z"]
-        found += running
-        waiting += [process.pid for process in running]
-    return found
+    children = _children_by_parent()
+    descendants: list[Process] = []
+    unvisited = [pid]
+    while unvisited:
+        running = [child for child in children[unvisited.pop()] if child.state != ZOMBIE]
+        descendants += running
+        unvisited += [child.pid for child in running]
+    return descendants
 
 
 def command_line(pid: int) -> list[str]:
@@ -307,20 +307,26 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _descendants(keep: Collection[int] = ()) -> list[int]:
-    """Reap the descendants that have ended. Return the running ones' ids, parents first."""
-    children: dict[int, list[int]] = collections.defaultdict(list)
-    for process in _processes():
-        children[process.parent].append(process.pid)
-    found: list[int] = []
-    waiting = [os.getpid()]
-    while waiting:
-        for pid in children[waiting.pop()]:
-            if pid in keep:
+    """Reap the ended descendants. Return the ids of the running descendants, parents first."""
+    children = _children_by_parent()
+    running: list[int] = []
+    unvisited = [os.getpid()]
+    while unvisited:
+        for child in children[unvisited.pop()]:
+            if child.pid in keep:
                 continue
-            waiting.append(pid)
-            if not _reap(pid):
-                found.append(pid)
-    return found
+            unvisited.append(child.pid)
+            if not _reap(child.pid):
+                running.append(child.pid)
+    return running
+
+
+def _children_by_parent() -> dict[int, list[Process]]:
+    """Return the children of all processes, by the process id of the parent."""
+    children: dict[int, list[Process]] = collections.defaultdict(list)
+    for process in _processes():
+        children[process.parent].append(process)
+    return children
 
 
 def _processes() -> Iterator[Process]:
@@ -342,14 +348,14 @@ def _process(entry: Path) -> Process | None:
 
 
 def _reap(pid: int) -> bool:
-    """Reap a process if it has ended, and return whether it has ended.
+    """Return whether a process has ended. Reap the process if it has ended.
 
-    Also return True for a zombie that another process must reap.
+    A zombie that another process must reap has ended, too.
     """
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     process = process_of(pid)
-    return process is None or process.state == "Z"
+    return process is None or process.state == ZOMBIE
 
 
 def _command(pid: int) -> str:

@@ -43,7 +43,7 @@ def fetch(
         body: the body of a POST request. None sends a GET request.
         api_key: the API key, or "" to send none.
     """
-    # Requests with this user agent do not count in the frontend's metrics.
+    # The metrics of the frontend do not count requests with this user agent.
     headers = {"User-Agent": SUPERVISOR_USER_AGENT, "Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -77,10 +77,9 @@ class FrontendClient:
         """Return the HTTP status of a GET request, or None if there was no answer."""
         return fetch(self.url + path, timeout_s).status
 
-    def post(self, path: str, body: dict[str, Any]) -> tuple[int | None, str]:
-        """Return the HTTP status and the text of a POST request, or (None, reason) if it failed."""
-        answer = fetch(self.url + path, _ANSWER_TIMEOUT_S, body, self.api_key)
-        return answer.status, answer.text
+    def post(self, path: str, body: dict[str, Any]) -> Answer:
+        """Send a POST request with a JSON body, and return the answer."""
+        return fetch(self.url + path, _ANSWER_TIMEOUT_S, body, self.api_key)
 
     def curl(self, path: str, body: dict[str, Any]) -> str:
         """Return a curl command that sends the same request as `post`."""

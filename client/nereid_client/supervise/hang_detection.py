@@ -1,8 +1,8 @@
 """Detects a model that hangs: its processes are alive, but they do not answer requests.
 
-Test requests are sent only while clients' requests are running, because a hang without requests
-harms nobody. The metrics of the server do not show that the server works: a server can generate
-tokens for old requests while its tokenizer is blocked and accepts no new requests.
+Test requests are sent only while requests of clients are running, because a hang without requests
+harms nobody. The server's metrics are no proof that the server works: it can generate tokens for
+old requests although its tokenizer hangs and accepts no new requests.
 """
 
 import json
@@ -38,8 +38,8 @@ def _tensor(name: str, text: str) -> dict[str, Any]:
     return {"name": name, "shape": [1], "datatype": "BYTES", "data": [text]}
 
 
-# The scheduler treats each client_id as a separate client and serves the clients in turn. With a
-# client_id of its own, the test request does not wait for all requests of a busy client.
+# The scheduler serves clients with different client_ids in turn. The test request has its own
+# client_id, so it does not wait behind all requests of another client.
 _SAMPLING = json.dumps({"max_tokens": 1, "client_id": "nereid-serve"})
 PROBES = {
     "llm": Probe(
@@ -65,8 +65,9 @@ class HangWatch(threading.Thread):
         metrics_url: the URL of the server's metrics, which count the language model's requests.
         http_url: the base URL of the Triton server's HTTP endpoint.
         probe: the small request. Any answer proves that the model works, even an error.
-        limit_s: the setting hang_timeout. A quarter of it, but at most 30 s, is the time between
-            two small requests, and three quarters are the time limit of a small request.
+        limit_s: the setting hang_timeout, in seconds. The thread sends a test request after each
+            quarter of this time, but at least every 30 s. A test request may take three quarters
+            of this time.
 
     Attributes:
         finding: a description of the hang, or None if the model does not hang.
@@ -80,7 +81,7 @@ class HangWatch(threading.Thread):
         probe: Probe,
         limit_s: float,
     ) -> None:
-        """Create the thread. See the class for the arguments. `start` starts the thread."""
+        """Create the thread. The method `start` starts it."""
         super().__init__(daemon=True)
         self.finding: str | None = None
         self._frontend = frontend
@@ -107,8 +108,8 @@ class HangWatch(threading.Thread):
     def _check(self) -> str | None:
         """Return a description of the hang, or None if the model answers or has no requests."""
         page = read_metrics(self._metrics_url)
-        # `page` is "" if the metrics arrive too late, and None if the server has ended. Another
-        # part of the supervisor detects that the server has ended.
+        # `page` is "" if the metrics arrive too late. It is None if the server has ended, which the
+        # supervisor detects without this thread.
         if page is None or (page and not count_running(self._frontend, page)):
             return None
         timeout_s = self._limit_s * (1 - 1 / _CHECKS_PER_LIMIT)

@@ -1,8 +1,9 @@
-"""Restart a process of the server that uses too much memory, before the kernel kills a process.
+"""Restarts processes of the server that use too much memory.
 
-The kernel kills a process of its own choice when the memory of the machine is exhausted, possibly
-the Triton server or this supervisor. The watch kills the process that causes the shortage. A
-model restarts its own engine or worker process, and `nereid serve` restarts all other processes.
+When the memory of the machine is exhausted, the kernel chooses the process to kill. It may choose
+the Triton server or this supervisor. The memory watch instead kills the process that uses the most
+memory. A model restarts its own engine or worker process, and `nereid serve` restarts all other
+processes.
 """
 
 import contextlib
@@ -21,8 +22,8 @@ _CHECK_EVERY_S = 1.0
 _TOLERATED_S = 5.0
 # By default, one process may use at most this fraction of the memory.
 _DEFAULT_SHARE = 0.8
-# The memory watch kills the largest process if less memory is available than a reserve. The reserve
-# is this fraction of the total memory, but at most _MAX_RESERVE bytes.
+# If less memory than a reserve is available, the memory watch kills the largest process. The
+# reserve is this fraction of the total memory, but at most _MAX_RESERVE bytes.
 _RESERVE_SHARE = 0.04
 _MAX_RESERVE = 2**30
 _SMALLEST_VICTIM = 64 * 2**20
@@ -79,7 +80,7 @@ class MemoryWatch:
         kill: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Compute the limits. See the class for the arguments. Only tests give the functions."""
+        """Compute the limits from the total memory. Only tests replace the default functions."""
         self._processes = processes or read_processes
         self._memory = memory or read_memory
         self._kill = kill or _kill
@@ -87,14 +88,14 @@ class MemoryWatch:
         self._clock = clock
         total = self._memory().total
         self._budget = budget or int(total * _DEFAULT_SHARE)
-        # If fewer bytes are available, the largest process is killed.
+        # The largest process is killed if fewer bytes than this are available.
         self._reserve = min(int(total * _RESERVE_SHARE), _MAX_RESERVE)
-        # Maps a process id to the time at which the process was first found above the budget.
+        # Maps the id of a process to the time of the first check that found it above the budget.
         self._over_since: dict[int, float] = {}
         self._check_due = 0.0  # the time of the next check
 
     def check(self) -> None:
-        """Kill a process that uses too much memory. Check the memory at most once a second."""
+        """Kill a process that uses too much memory. Read the memory at most once a second."""
         now = self._clock()
         if now < self._check_due:
             return
@@ -129,7 +130,7 @@ class MemoryWatch:
         )
         self._over_since.pop(process.pid, None)
         self._kill(process.pid)
-        # The kernel needs time to free the memory, and the process needs time to start again.
+        # The next check waits, because the kernel needs time to free the memory.
         self._check_due = self._clock() + _TOLERATED_S
 
 
@@ -175,8 +176,8 @@ def _container_memory(folder: Path, limit: str, used: str, cached: str) -> Memor
         cached: the entry of memory.stat with the bytes of files that can be freed at once.
     """
     try:
-        # Outside of a container, the file is missing. In a container without a memory limit, the
-        # file contains "max".
+        # The file is missing outside of a container. In a container without a limit, it contains
+        # "max".
         limit_bytes = int((folder / limit).read_text())
         used_bytes = int((folder / used).read_text())
         stat = _numbers((folder / "memory.stat").read_text(), r"^(\w+) (\d+)$")

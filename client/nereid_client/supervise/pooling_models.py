@@ -1,6 +1,6 @@
 """The embedding model and the reranker that `nereid serve` can serve in addition to the LLM.
 
-Both are called pooling models.
+Embedding models and rerankers are called pooling models.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from nereid_client.supervise.frontend_client import FrontendClient
 
 NOT_SERVED = "none"
 _POLL_EVERY_S = 0.1
+# None means that the frontend did not answer. The status is 404 while the model is not loaded yet.
+_UNAVAILABLE = (None, 404, 429, 503)
 _EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "embedding": ("/v1/embeddings", {"input": "Where does Hugo live?"}),
     "rerank": (
@@ -73,9 +75,9 @@ def add_flags(group: "argparse._ArgumentGroup") -> None:
 def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[PoolingModel]:
     """Return the pooling models to serve.
 
-    The checkpoint of a model is that of the flag, else that of the environment variable, else that
-    of the demo, if it exists. Without a checkpoint, or with the value "none", the model is not
-    served.
+    A flag selects the checkpoint of a model. Without the flag, an environment variable selects it,
+    and without the variable, it is the demo checkpoint, if it exists. The model is not served
+    if it has no checkpoint, or if the value is "none".
 
     Args:
         args: the flags of `nereid serve`.
@@ -87,18 +89,18 @@ def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[Po
     for flag, (kind, demo_folder, _) in _FLAGS.items():
         attribute = flag.removeprefix("--").replace("-", "_")  # such as "embedding_model"
         given = getattr(args, attribute, None) or os.environ.get(_variable(kind, "MODEL"))
-        if given == NOT_SERVED:
-            continue
         has_model = (repository / kind / "config.pbtxt").is_file()
         demo = repository.parent / "demo" / demo_folder
-        if not given and not (has_model and demo.is_dir()):
+        if not given and has_model and demo.is_dir():
+            given = demo
+        if not given or given == NOT_SERVED:
             continue
         if not has_model:
             raise CliError(
                 f"{flag} requires the file {kind}/config.pbtxt in the model repository, but "
                 f"{repository} does not have it"
             )
-        path = (Path(given) if given else demo).expanduser().absolute()
+        path = Path(given).expanduser().absolute()
         _check_checkpoint(path, flag)
         name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
         models.append(PoolingModel(kind, path, name))
@@ -106,9 +108,9 @@ def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[Po
 
 
 def _check_checkpoint(path: Path, flag: str) -> None:
-    """Raise a CliError that names `flag` if a path is not a checkpoint.
+    """Check that a path is a checkpoint.
 
-    Raises: CliError.
+    Raises: CliError that names `flag`.
     """
     try:
         startup_checks.check_checkpoint(path)
@@ -126,7 +128,7 @@ def environment(models: Sequence[PoolingModel]) -> dict[str, str]:
 
 
 class PoolingWarmUp(threading.Thread):
-    """A thread that sends requests to each pooling model until the model answers one.
+    """A thread that sends a request to each pooling model until the model answers it.
 
     Args:
         frontend: a client of the frontend.
@@ -162,13 +164,14 @@ class PoolingWarmUp(threading.Thread):
         self._is_ready.wait()
         for model in self._models:
             path, body = model.example
-            status, text = self._frontend.post(path, body)
-            # 404: the Triton server does not know a model before the model is loaded.
-            while status in (None, 404, 429, 503):
+            answer = self._frontend.post(path, body)
+            while answer.status in _UNAVAILABLE:
                 time.sleep(_POLL_EVERY_S)
-                status, text = self._frontend.post(path, body)
-            if status != 200:
-                self.failure = f"the model {model.name} cannot answer its first request: {text}"
+                answer = self._frontend.post(path, body)
+            if answer.status != 200:
+                self.failure = (
+                    f"the model {model.name} cannot answer its first request: {answer.text}"
+                )
                 return
             self.curls.append(self._frontend.curl(path, body))
 

@@ -1,4 +1,4 @@
-"""Start the fork server, from which the Triton models create their engine and worker processes.
+"""Starts the fork server, which creates the engine and worker processes of the Triton models.
 
 These processes import torch and transformers, which takes several seconds of CPU time. The fork
 server imports the packages once, while the Triton server is starting, and creates the processes
@@ -19,7 +19,7 @@ from nereid_client.supervise.child_processes import ChildProcess
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The environment variable in which the Triton models find the name of the fork server's abstract
 Unix socket. If the variable exists already, `nereid serve` starts no fork server."""
-# If the model repository does not contain this model, no fork server is needed.
+# The fork server is needed only if the model repository contains this model.
 _MODEL = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.fork_server"

@@ -1,4 +1,7 @@
-"""The checks that `nereid serve` runs before it starts a program. Each one raises a CliError."""
+"""The checks that `nereid serve` runs before it starts a program.
+
+Each check raises a CliError if it fails.
+"""
 
 import json
 import socket
@@ -15,8 +18,8 @@ from nereid_client.supervise import weight_files
 from nereid_client.workers.worker_pool import check_settings
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
-# A module of the backend that checks the backend's settings. The module runs as a separate program,
-# because the client package must not import the backend package.
+# The module of the backend that checks the models' settings. It runs as a separate program, because
+# the client package must not import the backend package.
 _BACKEND_CHECK = "nereid_backend.serving.check_settings"
 _WRONG_SETTINGS = 2
 _CHECK_TIMEOUT_S = 20.0
@@ -129,8 +132,8 @@ def check_frontend_settings(environment: Mapping[str, str]) -> Settings:
 def check_model_settings(repository: Path, environment: Mapping[str, str]) -> None:
     """Check the settings of the models.
 
-    Do nothing if the backend is not installed in this environment. The models then reject wrong
-    settings when they start.
+    If the backend is not installed in this environment, do nothing: the models themselves reject
+    wrong settings when they start.
 
     Args:
         repository: the model repository. Models that are not Nereid's are ignored.
@@ -183,9 +186,8 @@ def _check_port_is_free(host: str, port: int, flag: str) -> None:
             f"--host: {host} is not an address of this machine ({error.strerror})"
         ) from None
     with socket.socket(family, kind, protocol) as probe:
-        # Without SO_REUSEADDR, `bind` would fail while old connections to the port are still
-        # closing. Servers set this option too, so this check fails only if a server would also
-        # fail.
+        # Without SO_REUSEADDR, `bind` would fail while old connections to the port are closing. The
+        # servers set this option, too, so the check fails only if a server would fail as well.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)

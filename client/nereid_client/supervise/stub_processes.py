@@ -1,16 +1,18 @@
-"""Find stub processes (each runs a Python model) that are dead or that the server has abandoned.
+"""Find stub processes that have died, and stub processes that the server has given up.
 
-Triton server 2.51 does not notice that a stub process has died: its health routes still report that
+The Triton server runs each Python model in a stub process.
+
+Triton server 2.51 does not notice that a stub process has died. Its health routes still report that
 it is ready, requests of that model may wait forever, and the stub is not restarted. The process
-table shows the death: the stub stays a zombie child of the server until the server ends. The server
-waits at once for a stub whose model it unloads, so a stub that stays a zombie died unexpectedly.
+table shows that the stub has died: the stub stays a zombie until the server ends. If the server
+unloads a model, it reaps the stub at once, so a stub that stays a zombie has died unexpectedly.
 
 Triton server 2.65 and later remove a dead stub from the process table when a client asks whether
 its model is ready. They then report that the model is not ready, but do not restart the stub. A
 stub of a loaded model that disappears has therefore died, unless the server can unload models.
 
-If a stub gets no CPU time for a second while it starts, the server takes it for dead and waits for
-its end, but does not end it. The stub is alive, so the server waits forever.
+If a starting stub receives no CPU time for a second, the server assumes that the stub has died. The
+server then waits for the end of the stub. The stub is still running, so the server waits forever.
 """
 
 import time
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nereid_client.supervise.child_processes import (
+    ZOMBIE,
     children_of,
     command_line,
     is_waiting_for_a_child,
@@ -28,8 +31,8 @@ _PROGRAM = "triton_python_backend_stub"
 _NAME_LENGTH = 15  # the kernel keeps 15 characters of a process name
 _RESCAN_EVERY_S = 5.0
 _ZOMBIE_S = 0.4
-# A stub that disappears is reported as dead only after this number of seconds. The delay prevents
-# wrong reports: if a server stops, its stubs disappear first, and the server ends within the delay.
+# A stub that has disappeared is reported as dead only after this number of seconds. When a server
+# stops, its stubs disappear before the server ends, and such stubs must not be reported.
 _VANISHED_S = 2.0
 _CHECK_EVERY_S = 1.0
 _ABANDONED_AFTER_S = 5.0
@@ -44,9 +47,9 @@ class StubWatch:
         can_unload: whether the server can unload models, which ends their stubs.
 
     Attributes:
-        are_models_loaded: whether all models have answered. Before, a stub can end because its
+        are_models_loaded: whether all models have answered. Until then, a stub can end because its
             model rejects a setting.
-        has_crashed: whether the dead stub that was found crashed, rather than exited.
+        has_crashed: whether a signal ended the dead stub that was found. False if the stub exited.
     """
 
     def __init__(
@@ -56,19 +59,19 @@ class StubWatch:
         *,
         can_unload: bool = False,
     ) -> None:
-        """Create the watch, which knows no stub process yet. See the class for the arguments."""
+        """Create the watch. The first call of `dead_model` finds the stub processes."""
         self.are_models_loaded = False
         self.has_crashed = False
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
         self._models: dict[int, str] = {}  # the model of each known stub process, by process id
-        # The time at which each dead stub was found, by process id.
+        # Maps the process id of a dead stub to the time at which it was found.
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0  # the time of the next search for new stubs
-        # The time of the next check whether the server waits for a stub process.
+        # The time at which `has_abandoned_stub` next reads the state of the server.
         self._check_due = 0.0
-        # None while the server does not wait for a stub process.
+        # The time since which the server has been waiting for a stub process, or None.
         self._waiting_since: float | None = None
 
     def dead_model(self) -> str | None:
@@ -77,17 +80,16 @@ class StubWatch:
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S
             self._rescan()
+        # The server itself ends a stub process if it unloads the model, or if the model cannot be
+        # loaded.
+        may_vanish = self._can_unload or not self.are_models_loaded
         for pid, model in list(self._models.items()):
             process = process_of(pid)
-            is_running = process is not None and process.state != "Z"  # "Z" is a zombie.
-            if is_running:
-                continue
-            # The server itself ends a stub process in two cases: it unloads a model, or a model
-            # cannot load.
-            may_vanish = self._can_unload or not self.are_models_loaded
             if process is None and may_vanish:
                 del self._models[pid]
                 self._dead_since.pop(pid, None)
+                continue
+            if process is not None and process.state != ZOMBIE:
                 continue
             limit_s = _VANISHED_S if process is None else _ZOMBIE_S
             if now - self._dead_since.setdefault(pid, now) >= limit_s:
@@ -96,9 +98,9 @@ class StubWatch:
         return None
 
     def has_abandoned_stub(self) -> bool:
-        """Return whether the Triton server hangs at its start because it waits for a stub process.
+        """Return whether the Triton server hangs during its start.
 
-        The server waits for the end of the stub, but the stub keeps running.
+        The server hangs if it waits for the end of a stub process that keeps running.
         """
         now = self._clock()
         if now >= self._check_due:

@@ -41,7 +41,7 @@ class Supervisor:
     """
 
     def __init__(self, plan: ServePlan) -> None:
-        """Create a supervisor for the programs in `plan`. The method `run` starts the programs."""
+        """Create a supervisor for the programs in `plan`. The method `run` starts them."""
         self._plan = plan
         self._stop = threading.Event()  # set by the first signal
         self._hurry = threading.Event()  # set by the second signal
@@ -62,7 +62,7 @@ class Supervisor:
         return self._programs[1]
 
     def run(self) -> int:
-        """Run the programs until the end, and remove all their processes and shared memory.
+        """Run the programs. At the end, stop all their processes and delete their shared memory.
 
         Returns: the exit code: 0 after a signal, 1 after a failure, 2 for a wrong setting.
         """
@@ -74,7 +74,7 @@ class Supervisor:
                 self._end_all()
 
     def _run(self, log: IO[str]) -> int:
-        """Start the programs and supervise them until a signal or a final failure."""
+        """Run the programs until a signal arrives, or until a program may not be restarted."""
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
@@ -108,7 +108,7 @@ class Supervisor:
         self._pooling_warm_up.start()
 
     def _watch_for_hangs(self) -> None:
-        """Start the hang detection for the running server, and stop the previous one."""
+        """Stop the hang detection for the previous server, and start it for the running server."""
         plan = self._plan
         for watch in self._hang_watches:
             watch.stop()
@@ -122,7 +122,7 @@ class Supervisor:
                 self._hang_watches.append(watch)
 
     def _report_progress(self) -> None:
-        """Print that the server is ready, as soon as all models have answered.
+        """Print that the server is ready when all models have answered.
 
         Until then, print from time to time what the server is waiting for.
         """
@@ -144,37 +144,48 @@ class Supervisor:
             say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s so far)")
 
     def _handle_failures(self) -> int | None:
-        """Find programs that have failed and schedule their restarts.
+        """Find the programs that have failed, and plan their restarts.
 
         Returns: the exit code if a program may not be restarted again, else None.
         """
         for program in self._programs:
-            if program.restart_at is not None:
-                continue
-            failure = program.failure()
-            if failure is None and program is self._server:
-                failure = self._server_failure()
-            if failure is None:
-                continue
-            # If a program exits before all programs were ready for the first time, a setting or the
-            # checkpoint is wrong. A restart would not help then. In contrast, a program that
-            # crashed is restarted even before all programs were ready.
-            is_restartable = self._is_announced or program.has_crashed
-            wait_s = program.restarts.next_wait_s() if is_restartable else None
-            if wait_s is None:
-                return self._report_failure(failure, program)
-            when = "now" if wait_s == 0 else f"in {wait_s:g} s"
-            restart = program.restarts.describe()
-            complain(f"nereid: {failure}; it is started again {when} ({restart})")
-            self._clean_up(program)
-            program.restart_at = time.monotonic() + wait_s
+            failure = None if program.restart_at is not None else self._failure_of(program)
+            if failure is not None:
+                exit_code = self._plan_restart(program, failure)
+                if exit_code is not None:
+                    return exit_code
+        return None
+
+    def _failure_of(self, program: SupervisedProgram) -> str | None:
+        """Return the reason why a program must be restarted, or None if it works."""
+        failure = program.failure()
+        if failure is None and program is self._server:
+            return self._server_failure()
+        return failure
+
+    def _plan_restart(self, program: SupervisedProgram, failure: str) -> int | None:
+        """End a failed program, and set the time of its restart.
+
+        Returns: the exit code if the program may not be restarted again, else None.
+        """
+        # A program that exits during the first start has a wrong setting or a wrong checkpoint, so
+        # a restart would not help. A program that crashes is always restarted.
+        is_restartable = self._is_announced or program.has_crashed
+        wait_s = program.restarts.next_wait_s() if is_restartable else None
+        if wait_s is None:
+            return self._report_failure(failure, program)
+        when = "now" if wait_s == 0 else f"in {wait_s:g} s"
+        restart = program.restarts.describe()
+        complain(f"nereid: {failure}; it is started again {when} ({restart})")
+        self._clean_up(program)
+        program.restart_at = time.monotonic() + wait_s
         return None
 
     def _server_failure(self) -> str | None:
-        """Return why the server does not work although its processes run, or None if it works."""
+        """Return the reason why the running server does not answer, or None if it works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
-            # A model has reported that it has stopped, and it rejects all further requests.
+            # A model has stopped, and it rejects all further requests.
             return f"{server.name}: {server.child.refusals[0]}"
         is_warming_up = self._warm_up is not None
         if is_warming_up and server.stubs.has_abandoned_stub():
@@ -191,12 +202,11 @@ class Supervisor:
 
     def _clean_up(self, program: SupervisedProgram) -> None:
         """End all processes of a failed program, and remove the program's shared memory."""
-        # Requests to a program that hangs could wait forever. If the program is killed, these
-        # requests fail immediately.
+        # The program may hang, so it is killed at once. Its waiting requests then fail immediately.
         program.child.kill()
         others = [other.child.pid for other in self._programs if other is not program]
         if self._fork_server is not None:
-            # The fork server continues to run, and kills the processes that it created for the
+            # The fork server continues to run. It kills the processes that it has created for the
             # failed server.
             others.append(self._fork_server.pid)
         end_descendants(_ORPHAN_GRACE_S, self._hurry.wait, keep=others)
@@ -204,7 +214,7 @@ class Supervisor:
             self._remove_shared_memory()
 
     def _restart_due_programs(self) -> None:
-        """Restart each failed program whose restart time has been reached."""
+        """Start each failed program again at the time in its attribute `restart_at`."""
         for program in self._programs:
             if program.restart_at is None or time.monotonic() < program.restart_at:
                 continue
@@ -217,7 +227,7 @@ class Supervisor:
                 self._start_warm_up()
 
     def _report_failure(self, failure: str, program: SupervisedProgram) -> int:
-        """Print why a program failed that will not be restarted.
+        """Print the reason why a program failed. The program will not be restarted.
 
         Returns: the exit code: 2 if a model rejected a setting or the checkpoint at the first
             start, else 1.
@@ -229,7 +239,7 @@ class Supervisor:
             return 1 if self._is_announced else 2
         complain(f"nereid serve: {failure}. The last lines of its output are:")
         for line in (*child.tail, *child.errors):
-            # The server writes a traceback in one line, with \\n instead of line ends.
+            # The server logs a traceback as one line, in which \\n replaces each line end.
             complain("    " + line.replace("\\n", "\n    "))
         complain(f"nereid serve: {failure}. The whole log is {self._plan.log_name}")
         if self._is_announced and program.restarts.number:
@@ -255,7 +265,7 @@ class Supervisor:
         say("Press Ctrl-C to stop.")
 
     def _drain(self) -> None:
-        """Tell the frontend to accept no new requests. Wait until the running requests end."""
+        """Make the frontend refuse new requests, and wait until the running requests have ended."""
         limit_s = self._plan.drain_timeout_s
         frontend = self._frontend.child
         if limit_s <= 0 or frontend.exit_code is not None:
@@ -280,8 +290,8 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """End all processes, and remove the shared memory of the server."""
-        # The frontend is stopped before the Triton server, so that the frontend can still close its
-        # streams to the server.
+        # The frontend ends before the Triton server, because it must close its streams to the
+        # server.
         for program in reversed(self._programs):
             is_server = program is self._server
             grace_s = SERVER_EXIT_TIMEOUT_S + 5.0 if is_server else _FRONTEND_GRACE_S

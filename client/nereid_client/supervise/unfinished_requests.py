@@ -6,7 +6,8 @@ import re
 from nereid_client.supervise.frontend_client import FrontendClient, fetch
 
 _GAUGE = re.compile(r"^nereid:num_requests(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-# Seconds; this is longer than the frontend waits for the Triton server in /health/ready.
+# This time limit must be longer than the time in which the route /health/ready waits for the Triton
+# server.
 _TIMEOUT_S = 5.0
 
 
@@ -25,7 +26,7 @@ def count_running(frontend: FrontendClient, page: str | None) -> int:
 
     The frontend counts all requests that it received. The executors of the language models count
     their own requests, including those that came directly through the Triton server's endpoints.
-    The larger number is returned, because many requests are in both.
+    Many requests are in both counts, so the larger count is returned.
 
     Args:
         frontend: the frontend.

@@ -4,9 +4,10 @@ import threading
 import time
 from typing import Any
 
-from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.frontend_client import Answer, FrontendClient
 
 _POLL_EVERY_S = 0.1
+_UNAVAILABLE = (None, 429, 503)  # None means that the frontend did not answer
 
 
 class WarmUp(threading.Thread):
@@ -28,7 +29,7 @@ class WarmUp(threading.Thread):
         self._frontend = frontend
 
     def run(self) -> None:
-        """Wait until the model is ready, then request one token."""
+        """Wait until the model is ready, then request one token from it."""
         while self._frontend.get_status("/health/ready") != 200:
             time.sleep(_POLL_EVERY_S)
         self.is_ready.set()
@@ -37,18 +38,23 @@ class WarmUp(threading.Thread):
             "model": self._frontend.model,
             "messages": [{"role": "user", "content": "Hello! Who are you?"}],
         }
-        status, text = self._first_response("/v1/chat/completions", chat)
-        if status == 400:  # the model has no chat template, but it can complete a text
+        answer = self._request_token("/v1/chat/completions", chat)
+        if answer.status == 400:  # the model has no chat template, but it can complete a text
             plain = {"model": self._frontend.model, "prompt": "Once upon a time"}
-            status, text = self._first_response("/v1/completions", plain)
-        if status != 200:
-            self.failure = f"the model cannot answer its first request: {text}"
+            answer = self._request_token("/v1/completions", plain)
+        if answer.status != 200:
+            self.failure = f"the model cannot answer its first request: {answer.text}"
 
-    def _first_response(self, path: str, body: dict[str, Any]) -> tuple[int | None, str]:
-        status, text = self._frontend.post(path, {**body, "max_tokens": 1})
-        while status in (None, 429, 503):
+    def _request_token(self, path: str, body: dict[str, Any]) -> Answer:
+        """Request one token, and repeat the request while the server is unavailable.
+
+        Set `curl` if the request succeeds.
+        """
+        one_token = {**body, "max_tokens": 1}
+        answer = self._frontend.post(path, one_token)
+        while answer.status in _UNAVAILABLE:
             time.sleep(_POLL_EVERY_S)
-            status, text = self._frontend.post(path, {**body, "max_tokens": 1})
-        if status == 200:
+            answer = self._frontend.post(path, one_token)
+        if answer.status == 200:
             self.curl = self._frontend.curl(path, body)
-        return status, text
+        return answer

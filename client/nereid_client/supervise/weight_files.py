@@ -1,8 +1,10 @@
 """Find incomplete weight files in a checkpoint. Only the headers of the files are read.
 
-This finds an interrupted download in milliseconds, while loading the weights takes seconds or
-minutes. A safetensors file consists of the length of the header (an unsigned 64-bit little-endian
-integer), the header (JSON with the offsets of each tensor), and the bytes of the tensors
+Reading the headers finds an interrupted download in milliseconds. Loading the weights would take
+seconds or minutes.
+
+A safetensors file consists of the length of the header (an unsigned 64-bit little-endian integer),
+the header (JSON with the offsets of each tensor), and the bytes of the tensors
 (github.com/huggingface/safetensors).
 """
 
@@ -18,7 +20,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return a description of the first damaged or missing weight file, or None if all are good."""
+    """Describe the first damaged or missing weight file. Return None if all files are intact."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         single = folder / "model.safetensors"
@@ -54,7 +56,7 @@ def tensors_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _first_damage(files: Sequence[Path]) -> str | None:
-    """Return a description of the first damaged file, or None if all files are intact."""
+    """Describe the first damaged file. Return None if all files are intact."""
     return next((damage for file in files if (damage := _damage_of_file(file))), None)
 
 
@@ -71,9 +73,8 @@ def _damage_of_file(path: Path) -> str | None:
                 is_pointer = (start + file.read(len(_LFS_POINTER))).startswith(_LFS_POINTER)
                 return _wrong_length_message(path, size, length, is_pointer=is_pointer)
             header = json.loads(file.read(length))
-        num_tensor_bytes = max(
-            (tensor["data_offsets"][1] for tensor in _tensors(header)), default=0
-        )
+        ends = [tensor["data_offsets"][1] for tensor in _tensors(header)]
+        num_tensor_bytes = max(ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         return f"the header of the file {path} cannot be read ({reason}). Download it again."
@@ -87,7 +88,7 @@ def _damage_of_file(path: Path) -> str | None:
 
 
 def _wrong_length_message(path: Path, size: int, length: int, *, is_pointer: bool) -> str:
-    """Describe a file of `size` bytes whose header cannot have `length` bytes."""
+    """Return the error message for a file whose first 8 bytes contain an impossible length."""
     if is_pointer:
         return (
             f"the file {path} is only a pointer of Git LFS. Run `git lfs pull` to download the "

@@ -14,14 +14,14 @@ from nereid_client.streaming.sse import EventStream
 from nereid_client.workers.place import WorkerPlace, is_from_worker
 
 _READ_BYTES = 64 * 1024
-# Headers with these names describe only the connection to the client, so they are not forwarded.
+# These headers describe the connection to the client, so they are not sent to the other worker.
 _CONNECTION_HEADERS = {b"connection", b"content-length", b"transfer-encoding", b"keep-alive"}
 
 
 class RunsElsewhereError(Exception):
     """Raised if a request refers to a response that another worker generates.
 
-    The request must be forwarded to this worker.
+    The request must be forwarded to that worker.
 
     Attributes:
         worker: the number of the worker.
@@ -42,13 +42,14 @@ async def forward_to_worker(request: Request, error: Exception) -> Response:
     if not isinstance(error, RunsElsewhereError):
         raise error
     try:
-        status, headers, body = await _send(place_of(request), error.worker, request, b"")
+        response = await _send(place_of(request), error.worker, request, b"")
     except ApiError as unavailable:
         return error_response(unavailable, request.scope)
-    if headers.get("content-type", "").startswith(EventStream.media_type):
-        return EventStream(body, source=body)
-    content = b"".join([part async for part in body])
-    return Response(content, status, media_type=headers.get("content-type"))
+    if response.media_type.startswith(EventStream.media_type):
+        events = response.body()
+        return EventStream(events, source=events)
+    content = await response.read_all()
+    return Response(content, response.status, media_type=response.media_type or None)
 
 
 async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]:
@@ -68,11 +69,11 @@ async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]
     answers = []
     for worker in place.others:
         try:
-            status, _, parts = await _send(place, worker, request, json.dumps(body).encode())
+            response = await _send(place, worker, request, json.dumps(body).encode())
         except ApiError:
             continue
-        content = b"".join([part async for part in parts])
-        if status == 200:
+        content = await response.read_all()
+        if response.status == 200:
             answers.append(json.loads(content))
     return answers
 
@@ -83,35 +84,45 @@ def place_of(request: Request) -> WorkerPlace:
     return place
 
 
-class _ResponseReader:
-    """Reads from a connection the response that another worker sends.
+class _WorkerResponse:
+    """The response of another worker, which is read from a connection.
 
     Attributes:
-        headers: the headers that have arrived. The names are in lower case.
+        status: the HTTP status, after `read_headers`.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.headers: dict[str, str] = {}
+        self.status = 0
+        self._headers: dict[str, str] = {}  # the names are in lower case
         self._reader = reader
         self._writer = writer
         self._parser = httptools.HttpResponseParser(self)
         self._has_headers = self._is_complete = False
         self._parts: list[bytes] = []
 
-    async def read_status(self) -> int:
-        """Read the status and the headers of the response, and return the status.
+    @property
+    def media_type(self) -> str:
+        """The value of the header Content-Type, or "" if the response has no such header."""
+        return self._headers.get("content-type", "")
+
+    async def read_headers(self) -> None:
+        """Read the status and the headers of the response.
 
         Raises: EOFError if the connection ends before the headers are complete.
         """
         while not self._has_headers:
             await self._read()
-        return int(self._parser.get_status_code())
+        self.status = int(self._parser.get_status_code())
+
+    async def read_all(self) -> bytes:
+        """Read the whole body. Close the connection at the end."""
+        return b"".join([part async for part in self.body()])
 
     async def body(self) -> AsyncGenerator[bytes]:
         """Yield the body of the response as it arrives. Close the connection at the end."""
         try:
-            # Parts of the body can arrive together with the headers, before the first iteration. In
-            # contrast, a read can also contain no part, for example only the end of the response.
+            # One read can return any number of parts, even none. The first parts can arrive
+            # together with the headers, before this loop starts.
             while self._parts or not self._is_complete:
                 if self._parts:
                     received = b"".join(self._parts)
@@ -132,7 +143,7 @@ class _ResponseReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header. The parser calls this method."""
-        self.headers[name.decode().lower()] = value.decode()
+        self._headers[name.decode().lower()] = value.decode()
 
     def on_headers_complete(self) -> None:
         """Record that all headers have arrived. The parser calls this method."""
@@ -147,12 +158,10 @@ class _ResponseReader:
         self._is_complete = True
 
 
-async def _send(
-    place: WorkerPlace, worker: int, request: Request, body: bytes
-) -> tuple[int, dict[str, str], AsyncGenerator[bytes]]:
-    """Connect to another worker, and send it a copy of a request with the body `body`.
+async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) -> _WorkerResponse:
+    """Send a copy of a request, with another body, to another worker.
 
-    Returns: the status, the headers and the body of the response.
+    Returns: the response, whose status and headers have arrived.
 
     Raises: ApiError 503 if the other worker has ended.
     """
@@ -164,8 +173,9 @@ async def _send(
     try:
         reader, writer = await asyncio.open_unix_connection(place.socket_path(worker))
         writer.write(b"\r\n".join(head))
-        response = _ResponseReader(reader, writer)
-        return await response.read_status(), response.headers, response.body()
+        response = _WorkerResponse(reader, writer)
+        await response.read_headers()
+        return response
     except (OSError, EOFError):
         raise ApiError(
             503,

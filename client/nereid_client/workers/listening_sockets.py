@@ -7,7 +7,7 @@ _NUM_DUPLICATES = 16
 
 
 def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.socket:
-    """Return a TCP socket that is bound to an address but does not listen yet.
+    """Return a TCP socket that is bound to an address but does not yet listen.
 
     Args:
         host: the address.
@@ -33,7 +33,7 @@ def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.
 
 
 def listening_sockets(host: str, port: int) -> list[socket.socket]:
-    """Return the sockets of a frontend with one process, for all addresses of a host name.
+    """Return sockets for all addresses of a host name, for a frontend with one process.
 
     Raises: OSError if an address is in use.
     """

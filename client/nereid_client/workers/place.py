@@ -1,4 +1,4 @@
-"""The number of this worker, and the files that all workers share."""
+"""The place of a worker: its number, and the files that all workers share."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class WorkerPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "WorkerPlace | None":
-        """Return the place of this process, or None if no `WorkerPool` has started this process."""
+        """Return the place of this process, or None if the process is not a worker."""
         text = environment.get(_VARIABLE)
         return cls(**json.loads(text)) if text else None
 
@@ -38,13 +38,13 @@ class WorkerPlace:
         """The environment variables for starting the worker's process."""
         return {
             _VARIABLE: json.dumps(asdict(self)),
-            # prometheus_client reads this variable when it is imported.
+            # The module prometheus_client reads this variable when it is imported.
             "PROMETHEUS_MULTIPROC_DIR": str(Path(self.folder, "metrics")),
         }
 
     @property
     def requests_path(self) -> str:
-        """The path of the database that stores running requests and the used limits of clients."""
+        """The path of the database that stores the running requests and the clients' usage."""
         return str(Path(self.folder, "requests.db"))
 
     @property
@@ -63,7 +63,7 @@ class WorkerPlace:
 
 
 def is_from_worker(scope: Scope) -> bool:
-    """Return whether a request was sent by another worker, not by a client.
+    """Return True if another worker sent a request, and False if a client sent it.
 
     A request from another worker arrives on a Unix socket. The address of a Unix socket is an
     absolute path, and has no port.

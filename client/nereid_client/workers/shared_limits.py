@@ -1,15 +1,14 @@
-"""Stores running requests and the used limits of clients in a database that all workers share.
+"""Stores the running requests and the usage of each client in a database of all workers.
 
 A worker checks the limits and counts the new request in one transaction. The limits are therefore
 as exact with several workers as with one worker.
 """
 
-import math
 from contextlib import AbstractContextManager, closing
 
 from nereid_client.database import Database
 from nereid_client.middleware.shared_budget import SharedBudget
-from nereid_client.middleware.usage import Usages
+from nereid_client.middleware.usage import NOTHING_USED, StoredUsage, Usages
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS running (
@@ -76,7 +75,7 @@ class RequestsOfWorkers(SharedBudget):
 
 
 class UsagesOfWorkers(Usages):
-    """Stores how much of each limit the clients have used in all workers together.
+    """Stores how much of their limits the clients have used, in all workers together.
 
     Args:
         database: the database that all workers share.
@@ -89,9 +88,9 @@ class UsagesOfWorkers(Usages):
     def _transaction(self) -> AbstractContextManager[None]:
         return self._database.transaction()
 
-    def _read(self, key: str) -> tuple[float, float]:
+    def _read(self, key: str) -> StoredUsage:
         row = self._database.row("SELECT amount, time FROM usages WHERE key = ?", (key,))
-        return row or (0.0, -math.inf)
+        return NOTHING_USED if row is None else StoredUsage(*row)
 
     def _write(self, key: str, amount: float, now: float) -> None:
         self._database.execute("INSERT OR REPLACE INTO usages VALUES (?, ?, ?)", (key, amount, now))

@@ -24,9 +24,9 @@ from nereid_client.workers.listening_sockets import listening_socket, with_dupli
 from nereid_client.workers.place import WorkerPlace
 
 _CHECK_EVERY_S = 0.05
-# A worker that does not end within this time after SIGTERM is killed. The time is longer than the
-# 5 s in which a worker finishes its responses, and shorter than the 8 s after which `nereid serve`
-# kills the pool.
+# A worker that is still running this long after SIGTERM is killed. A worker needs up to 5 s to
+# finish its responses, and `nereid serve` kills the pool after 8 s, so the value is between these
+# times.
 _STOP_TIMEOUT_S = 7.0
 _RESTARTS = RestartPolicy(max_restarts=5, backoff_s=1.0)
 _FOLDER_PREFIX = "nereid-frontend-"  # the process id of the pool is appended
@@ -107,8 +107,8 @@ class WorkerPool:
         check_settings(self._settings)
         host, port = self._settings.host, self._settings.port
         try:
-            # This line fails if another program uses the port. The shared socket in the next line
-            # would not fail if the other program is a second frontend.
+            # The first socket is not shared, so this line raises an error if any other program uses
+            # the port. A shared socket would raise no error if that program were a second frontend.
             listening_socket(host, port, is_shared=False).close()
             reserved = listening_socket(host, port)
         except OSError as error:
@@ -124,12 +124,12 @@ class WorkerPool:
                 self._end_all()
 
     def _run(self, folder: Path, port: int) -> int:
-        """Start the workers, and restart them until a signal or a final failure."""
+        """Run the workers until a signal arrives or a worker may not be restarted."""
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
-        # This call creates the databases before the workers start. If the workers created the
-        # databases, several workers could create one database at the same time.
+        # This call also creates the databases. It runs before the workers start, because several
+        # workers could otherwise create the same database at the same time.
         _delete_state(places[0])
         self._workers = [_Worker(place, self._start(place)) for place in places]
         while not self._stop.wait(_CHECK_EVERY_S):
@@ -145,7 +145,7 @@ class WorkerPool:
         )
 
     def _check(self, worker: _Worker) -> int | None:
-        """Restart a worker if it has ended. While the workers accept no new requests, do nothing.
+        """Restart a worker if it has ended, unless the workers accept no new requests.
 
         Returns: the exit code of the frontend if the worker may not be restarted, else None.
         """
@@ -158,10 +158,15 @@ class WorkerPool:
                 worker.process = self._start(worker.place)
             return None
         code = worker.process.poll()
-        if code is None:
-            return None
-        # A worker creates its socket when it is ready. If the socket does not exist, the worker
-        # could not start, and a new worker would also fail.
+        return None if code is None else self._plan_restart(worker, code, now)
+
+    def _plan_restart(self, worker: _Worker, code: int, now: float) -> int | None:
+        """Clean up after a worker that ended with the exit code `code`, and plan its restart.
+
+        Returns: the exit code of the frontend if the worker may not be restarted, else None.
+        """
+        # A worker creates its socket when it is ready. Without a socket, the worker has failed
+        # during its start, and a new worker would fail, too.
         socket_path = Path(worker.place.socket_path(worker.place.number))
         has_started = socket_path.exists()
         socket_path.unlink(missing_ok=True)
@@ -180,7 +185,7 @@ class WorkerPool:
         return None
 
     def _end_all(self) -> None:
-        """Stop all workers, and kill those that do not end in time."""
+        """Stop all workers. Kill the workers that do not end in time."""
         processes = [worker.process for worker in self._workers]
         for process in processes:
             process.terminate()
@@ -208,7 +213,7 @@ class WorkerPool:
 
 
 def _delete_abandoned_folders() -> None:
-    """Delete the folders of killed pools, because these folders can contain stored responses."""
+    """Delete the folders of killed pools, which can contain stored responses."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():
@@ -229,7 +234,7 @@ def worker_sockets(place: WorkerPlace, host: str) -> list[socket.socket]:
 
 
 def _prepare_worker() -> None:
-    """Prepare the new process of a worker before the worker's program starts.
+    """Prepare the process of a worker before it starts the worker's program.
 
     The kernel will send SIGTERM to this process when its parent process ends. SIGUSR1 is blocked
     until the worker can handle the signal, because the signal would end a starting worker.

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_client.batches.batch_lines import (
+    InputLine,
     LineError,
     LineParser,
     ResultFile,
@@ -50,9 +51,9 @@ def test_a_form_is_the_same_in_pieces_of_any_size(content, size):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "ends before the end"),
+        (b"", "ends in the middle"),
         (b"nonsense", "not a valid form"),
-        (form([("file", "a", b"x")])[:-9], "ends before the end"),
+        (form([("file", "a", b"x")])[:-9], "ends in the middle"),
         (form([("purpose", None, b"batch")]), "file is required"),
         (form([("file", "a", b"x"), ("file", "b", b"x")]), "has two"),
         (form([(f"a{n}", None, b"x") for n in range(99)]), "more than 16 parts"),
@@ -97,7 +98,7 @@ def test_lines_keep_their_numbers_and_long_lines_are_not_read(tmp_path_factory, 
 @settings(max_examples=80, deadline=None)
 def test_any_line_is_a_request_or_a_line_error(line):
     with contextlib.suppress(LineError):
-        LineParser("/v1/embeddings", 1000).parse(1, line)
+        LineParser("/v1/embeddings", 1000).parse(InputLine(1, line))
     custom_id_in(line)
 
 

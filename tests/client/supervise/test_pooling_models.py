@@ -7,6 +7,7 @@ import pytest
 from fakes.live_server import make_checkpoint
 from nereid_client.console import CliError
 from nereid_client.supervise import pooling_models
+from nereid_client.supervise.frontend_client import Answer
 from nereid_client.supervise.pooling_models import PoolingWarmUp
 
 
@@ -90,7 +91,7 @@ class Answers:
 
     def post(self, path, body):
         self.bodies.append((path, body))
-        return self.statuses.pop(0), "the reason"
+        return Answer(self.statuses.pop(0), "the reason")
 
     def curl(self, path, body):
         return f"curl {path} {body['model']}"

@@ -4,7 +4,8 @@ import httpx
 import pytest
 from fakes.fake_backend import FakeBackend
 from nereid_client.app import create_app
-from nereid_client.responses.response_store import Limits, Store, StoredResponse, delete_running
+from nereid_client.responses.response_store import Limits, Store, delete_running
+from nereid_client.responses.stored_response import StoredResponse
 from nereid_client.settings import Settings
 from nereid_client.workers.place import WorkerPlace
 from nereid_client.workers.shared_limits import (

@@ -15,7 +15,7 @@ router = APIRouter(tags=["Operation"])
 
 @router.post("/v1/models/{model_id:path}/load", summary="Load a model")
 async def load_model(request: Request, model_id: str) -> dict[str, Any]:
-    """Load a model from the file that `--config` names. Return when the model accepts requests."""
+    """Load a model that the file in `--config` describes, and wait until it accepts requests."""
     control, spec = _find(request, model_id)
     try:
         await control.load(spec)

@@ -75,7 +75,7 @@ def _role(words: list[str]) -> str:
         # The engine starts the process for trials of grammars with the first slow grammar.
         kinds = {
             "nereid_client": "frontend",
-            "nereid_backend.serving.process.fork_server": "fork server",
+            "nereid_backend.serving.process.forking.fork_server": "fork server",
             "nereid_backend.grammar.trial_process": "grammar trials",
         }
         return kinds.get(module, "worker" if module.endswith("pooling_worker") else "engine")

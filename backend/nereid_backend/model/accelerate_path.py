@@ -15,12 +15,12 @@ from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.fused_norms import fuse_norms
 from nereid_backend.model.self_check import check_path
-from nereid_backend.paths.compiled_forward import CompiledForward, compile_forward
-from nereid_backend.paths.cuda_capture import Capture, GraphCapture, capture_on, is_lost
-from nereid_backend.paths.cuda_graphs import DecodeGraphs
+from nereid_backend.paths.compiled_forward.load_library import CompiledForward, compile_forward
+from nereid_backend.paths.cuda_graphs.cuda_capture import Capture, GraphCapture, capture_on, is_lost
+from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs
+from nereid_backend.paths.cuda_graphs.piecewise_graphs import TOKEN_COUNTS
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.packed import PackedPath
-from nereid_backend.paths.piecewise_graphs import TOKEN_COUNTS
 from nereid_backend.runner import ForwardPath
 
 

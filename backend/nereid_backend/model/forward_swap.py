@@ -30,11 +30,15 @@ from nereid_backend.model.accelerate_path import path_for_check, use_compiled_fo
 from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.limits import available_memory, format_bytes
 from nereid_backend.model.self_check import check_in_steps
-from nereid_backend.paths.background_compilation import BackgroundCompilation
-from nereid_backend.paths.compiled_forward import load_library
-from nereid_backend.paths.library_files import has_library, library_folder, read_trace_error
+from nereid_backend.paths.compiled_forward.background_compilation import BackgroundCompilation
+from nereid_backend.paths.compiled_forward.library_files import (
+    has_library,
+    library_folder,
+    read_trace_error,
+)
+from nereid_backend.paths.compiled_forward.load_library import load_library
+from nereid_backend.paths.compiled_forward.model_skeleton import Skeleton, pack_skeleton
 from nereid_backend.paths.model_call import UnfitError
-from nereid_backend.paths.model_skeleton import Skeleton, pack_skeleton
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.runner import ForwardPath
 

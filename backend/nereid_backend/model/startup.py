@@ -49,7 +49,7 @@ from nereid_backend.model.load_draft import check_draft_folder, open_draft
 from nereid_backend.model.load_mtp import open_mtp
 from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec, cache_class
-from nereid_backend.paths.compiled_forward import CompiledForward
+from nereid_backend.paths.compiled_forward.load_library import CompiledForward
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath, Runner
 from nereid_backend.sampling import gpu_sampling

@@ -4,17 +4,15 @@
 packed.py             `packed`: all tokens of a step as one row; attention reads blocks of the cache
 recurrent.py          `rows`: models that keep a state for each sequence
 recurrent_cache.py    the states of these models, and the cache that the models get
+row_keys.py           the keys and values of the path `rows`
+gathered_cache.py     a cache of transformers that reads keys and values from blocks
 padded.py             `padded`: models with their own attention code, which get a padded cache
 single_sequence.py    `single`: all other models, one sequence at a time
 step_batch.py         converts a step plan into tensors
 model_call.py         functions that several paths use
-compiled_forward.py   the compiled forward pass of a model
-build_library.py      traces the code of a model, and compiles it into a library
-library_files.py      the folder of such a library
-background_compilation.py, compile_process.py
-                      compiles a forward pass in another process
-model_skeleton.py     sends a model without its weights to this process
-cuda_graphs.py        replays decode steps as CUDA graphs
-piecewise_graphs.py   replays steps with prefills as several CUDA graphs each
-cuda_capture.py       captures CUDA graphs
+position_embeddings.py
+                      modules that compute the positions of the tokens themselves
+stored_prefixes.py    converts blocks and snapshots to bytes and back
+compiled_forward/     compiles the forward pass of a model into a library, and loads the library
+cuda_graphs/          replays steps as CUDA graphs
 """

@@ -15,11 +15,11 @@ from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.paths.compiled_forward import CompiledForward
-from nereid_backend.paths.cuda_capture import CapturePieces
-from nereid_backend.paths.cuda_graphs import DecodeGraphs
+from nereid_backend.paths.compiled_forward.load_library import CompiledForward
+from nereid_backend.paths.cuda_graphs.cuda_capture import CapturePieces
+from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs
+from nereid_backend.paths.cuda_graphs.piecewise_graphs import PiecewiseGraphs
 from nereid_backend.paths.model_call import ModelCall, Sizes
-from nereid_backend.paths.piecewise_graphs import PiecewiseGraphs
 from nereid_backend.paths.position_embeddings import PositionEmbeddings
 from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 

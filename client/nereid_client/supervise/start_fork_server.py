@@ -22,7 +22,7 @@ Unix socket. If the variable exists already, `nereid serve` starts no fork serve
 # The fork server is needed only if the model repository contains this model.
 _MODEL = "executor"
 _PACKAGE = "nereid_backend"
-_MODULE = f"{_PACKAGE}.serving.process.fork_server"
+_MODULE = f"{_PACKAGE}.serving.process.forking.fork_server"
 _IMPORTS = (f"{_PACKAGE}.engine.engine", f"{_PACKAGE}.pooling.pooling_engine")
 # The variable that selects the scripted engine, which does not need torch.
 _OTHER_ENGINE = "NEREID_ENGINE"

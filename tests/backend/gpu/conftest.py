@@ -78,7 +78,7 @@ def engine_of(folder_of, monkeypatch):
     from backend.gpu.engines import SkippingCache, sizes_of_engine
     from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
     from nereid_backend.model import choose_path, path_variants
-    from nereid_backend.paths.cuda_graphs import DecodeGraphs
+    from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs
 
     opened = []
 

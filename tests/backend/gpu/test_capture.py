@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from nereid_backend.paths import cuda_capture
+from nereid_backend.paths.cuda_graphs import cuda_capture
 
 DEVICE = torch.device("cuda:0")
 POOL = (0, 1)

@@ -16,9 +16,10 @@ from nereid_backend.attention.layers import LayerWindow
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model import accelerate_path, path_variants, startup
-from nereid_backend.paths import library_files, packed
-from nereid_backend.paths.cuda_capture import GraphMemoryError, capture_on, is_lost
-from nereid_backend.paths.cuda_graphs import DecodeGraphs, StaticStep, row_counts
+from nereid_backend.paths import packed
+from nereid_backend.paths.compiled_forward import library_files
+from nereid_backend.paths.cuda_graphs.cuda_capture import GraphMemoryError, capture_on, is_lost
+from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs, StaticStep, row_counts
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.paths.step_batch import BatchBuilder
 

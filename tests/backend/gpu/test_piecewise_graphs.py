@@ -5,7 +5,7 @@ import torch
 from backend.gpu.engines import run, sizes_of_engine
 from backend.gpu.recorded import CaptureError, record_pieces
 from nereid_backend import SamplingParams
-from nereid_backend.paths.piecewise_graphs import PiecewiseGraphs
+from nereid_backend.paths.cuda_graphs.piecewise_graphs import PiecewiseGraphs
 
 
 def use_pieces(engine, capture=record_pieces, counts=(16, 32)):

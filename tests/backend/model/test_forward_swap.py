@@ -7,9 +7,9 @@ from nereid_backend import ConfigError, Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.compile_kernels import KernelBuildError
 from nereid_backend.linear import native_linear
 from nereid_backend.model import forward_swap
-from nereid_backend.paths import library_files
-from nereid_backend.paths.compiled_forward import CompiledForward
-from nereid_backend.paths.library_files import TraceError
+from nereid_backend.paths.compiled_forward import library_files
+from nereid_backend.paths.compiled_forward.library_files import TraceError
+from nereid_backend.paths.compiled_forward.load_library import CompiledForward
 from nereid_backend.paths.model_call import UnfitError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -9,11 +9,19 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from nereid_backend.paths import background_compilation, compile_process, library_files
-from nereid_backend.paths.background_compilation import BackgroundCompilation
-from nereid_backend.paths.library_files import TraceError
+from nereid_backend.paths.compiled_forward import (
+    background_compilation,
+    compile_process,
+    library_files,
+)
+from nereid_backend.paths.compiled_forward.background_compilation import BackgroundCompilation
+from nereid_backend.paths.compiled_forward.library_files import TraceError
+from nereid_backend.paths.compiled_forward.model_skeleton import (
+    Skeleton,
+    pack_skeleton,
+    unpack_skeleton,
+)
 from nereid_backend.paths.model_call import UnfitError
-from nereid_backend.paths.model_skeleton import Skeleton, pack_skeleton, unpack_skeleton
 from torch import nn
 
 
@@ -67,7 +75,7 @@ def test_close_kills_the_process(waiting):
 _ENGINE = """
 import sys, time
 from pathlib import Path
-from nereid_backend.paths.background_compilation import BackgroundCompilation
+from nereid_backend.paths.compiled_forward.background_compilation import BackgroundCompilation
 compilation = BackgroundCompilation(b"a model", Path(sys.argv[1]))
 print(compilation._process.pid, flush=True)
 time.sleep(60)

@@ -5,7 +5,7 @@ from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.cpu_library import KernelTimes
 from nereid_backend.linear import native_linear
 from nereid_backend.model import accelerate_path
-from nereid_backend.paths import compiled_forward, library_files
+from nereid_backend.paths.compiled_forward import library_files, load_library
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -117,7 +117,7 @@ def test_a_library_that_computes_something_else_is_not_used(checkpoint, monkeypa
     monkeypatch.setattr(
         accelerate_path,
         "compile_forward",
-        lambda *_, **__: compiled_forward.CompiledForward(
+        lambda *_, **__: load_library.CompiledForward(
             lambda *rows: torch.zeros(len(rows[2]), VOCAB_SIZE)
         ),
     )

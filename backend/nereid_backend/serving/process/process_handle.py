@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError, RequestError
 from nereid_backend.serving.process.channel import Channel, ChannelClosedError, pack
-from nereid_backend.serving.process.forked_process import start_process
+from nereid_backend.serving.process.forking.forked_process import start_process
 from nereid_backend.serving.process.hang_watch import HangWatch, cpu_seconds
 from nereid_backend.serving.process.outbox import Outbox
 

@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from nereid_backend.serving.process.forked_process import ADDRESS_VARIABLE, ForkedProcess
+from nereid_backend.serving.process.forking.forked_process import ADDRESS_VARIABLE, ForkedProcess
 from nereid_backend.serving.process.process_handle import ChildProcess, EngineDiedError
 
 # The fork server imports this module. The real modules would take seconds.
@@ -27,7 +27,7 @@ def fork_server(make_program, monkeypatch):
         listener.bind(f"\0{address}")
         listener.listen()
         number = listener.fileno()
-        module = "nereid_backend.serving.process.fork_server"
+        module = "nereid_backend.serving.process.forking.fork_server"
         command = [sys.executable, "-m", module, str(number), *4 * [SMALL_MODULE]]
         process = subprocess.Popen(command, pass_fds=[number])
     monkeypatch.setenv(ADDRESS_VARIABLE, address)

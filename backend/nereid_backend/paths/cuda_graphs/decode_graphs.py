@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup
 from nereid_backend.attention.gpu.gpu_attention import gpu_batch
-from nereid_backend.paths.cuda_capture import Capture, GraphMemoryError, Replay
+from nereid_backend.paths.cuda_graphs.cuda_capture import Capture, GraphMemoryError, Replay
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.step_batch import StepBatch
 

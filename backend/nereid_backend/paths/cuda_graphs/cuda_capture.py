@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of CUDA that capture a graph. cuda_graphs.py decides what is captured and when.
+"""The calls of CUDA that capture a graph. The other modules decide which steps are captured.
 
 This code has not run on a GPU yet.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that compiles a forward pass. background_compilation.py starts this process.
 
-    python -m nereid_backend.paths.compile_process FD FOLDER
+    python -m nereid_backend.paths.compiled_forward.compile_process FD FOLDER
 
 FD is the number of a file descriptor, which is this process's end of a connection to the engine.
 FOLDER is the folder for the library. Messages:
@@ -75,9 +75,13 @@ def _compile(message: bytes, folder: Path) -> None:
     import torch
 
     from nereid_backend.attention.interface import AttentionHook
-    from nereid_backend.paths.build_library import build_library
-    from nereid_backend.paths.library_files import TraceError, has_library, write_trace_error
-    from nereid_backend.paths.model_skeleton import unpack_skeleton
+    from nereid_backend.paths.compiled_forward.build_library import build_library
+    from nereid_backend.paths.compiled_forward.library_files import (
+        TraceError,
+        has_library,
+        write_trace_error,
+    )
+    from nereid_backend.paths.compiled_forward.model_skeleton import unpack_skeleton
 
     if has_library(folder):
         return  # Another process has compiled the same model.

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 
-from nereid_backend.serving.process.fork_server import NUMBER, is_same_user, python_identity
+from nereid_backend.serving.process.forking.fork_server import NUMBER, is_same_user, python_identity
 
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
 """The environment variable with the name of the fork server's abstract Unix socket."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.torch_operator import TracedForward
 from nereid_backend.errors import first_line
-from nereid_backend.paths.library_files import (
+from nereid_backend.paths.compiled_forward.library_files import (
     LIBRARY_FILE,
     LITERALS_FILE,
     TraceError,

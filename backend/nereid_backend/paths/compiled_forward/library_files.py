@@ -36,8 +36,8 @@ _MAX_FAILED_CHECKS = 3
 _MAX_INLINED_ELEMENTS = 8
 # The files of this package that a library depends on.
 _SOURCES = (
-    "paths/build_library.py",
-    "paths/library_files.py",
+    "paths/compiled_forward/build_library.py",
+    "paths/compiled_forward/library_files.py",
     "linear/native_linear.py",
     "linear/grouped_linear.py",
     "attention/torch_operator.py",
@@ -171,7 +171,7 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
         (name, tuple(tensor.shape), str(tensor.dtype), _inlined_values(tensor))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     parts = [
         *(version(name) for name in ("torch", "transformers")),
         *((root / source).read_text(encoding="utf-8") for source in _SOURCES),

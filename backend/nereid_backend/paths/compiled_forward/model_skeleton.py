@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import init_hf_modules
 
-from nereid_backend.paths.build_library import MAX_LITERAL_ELEMENTS
+from nereid_backend.paths.compiled_forward.build_library import MAX_LITERAL_ELEMENTS
 from nereid_backend.paths.model_call import UnfitError
 
 

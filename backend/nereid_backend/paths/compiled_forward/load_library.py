@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from nereid_backend.attention.interface import AttentionHook, PagedForward
 from nereid_backend.attention.torch_operator import serving
-from nereid_backend.paths.build_library import (
+from nereid_backend.paths.compiled_forward.build_library import (
     MIN_ROWS,
     NO_PARAMETER,
     TracedModel,
     build_library,
     tensors_of,
 )
-from nereid_backend.paths.library_files import (
+from nereid_backend.paths.compiled_forward.library_files import (
     LIBRARY_FILE,
     LITERALS_FILE,
     confirm_check,

@@ -11,7 +11,7 @@ operations are captured as one graph for each piece of the forward pass between 
     last graph: second half of the last layer, norm, output layer -> logits
 
 Graphs are captured for some numbers of tokens when the model is loaded. A step uses the graphs for
-the next larger number. The surplus tokens are padding, as in cuda_graphs.py. A graph writes its
+the next larger number. The surplus tokens are padding, as in decode_graphs.py. A graph writes its
 query into a tensor from which attention reads it, and the next graph reads the result of the
 attention from another tensor. All layers share these two tensors.
 
@@ -32,8 +32,13 @@ from nereid_backend.attention.interface import PagedForward
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import first_line
-from nereid_backend.paths.cuda_capture import CapturePieces, Cut, GraphMemoryError, Replay
-from nereid_backend.paths.cuda_graphs import check_replay
+from nereid_backend.paths.cuda_graphs.cuda_capture import (
+    CapturePieces,
+    Cut,
+    GraphMemoryError,
+    Replay,
+)
+from nereid_backend.paths.cuda_graphs.decode_graphs import check_replay
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.paths.step_batch import StepBatch
 

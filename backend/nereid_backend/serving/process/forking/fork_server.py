@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports torch and transformers once, and forks the engine process and the worker processes.
 
-    python -m nereid_backend.serving.process.fork_server FD MODULE...
+    python -m nereid_backend.serving.process.forking.fork_server FD MODULE...
 
 FD is an inherited Unix socket that listens for requests. The program imports each MODULE when it
 starts. The imports take several seconds of CPU time, and forked processes do not repeat them.
@@ -86,7 +86,7 @@ class Request:
 
 def python_identity() -> list[str]:
     """Return the version of this Python and the path of its package nereid_backend."""
-    return [platform.python_version(), str(Path(__file__).resolve().parents[2])]
+    return [platform.python_version(), str(Path(__file__).resolve().parents[3])]
 
 
 def is_same_user(connection: socket.socket) -> bool:

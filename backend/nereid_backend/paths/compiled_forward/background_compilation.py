@@ -10,7 +10,7 @@ import threading
 from multiprocessing.connection import Pipe
 from pathlib import Path
 
-_MODULE = "nereid_backend.paths.compile_process"
+_MODULE = "nereid_backend.paths.compiled_forward.compile_process"
 # The process is killed after this time. A compilation takes about a minute if the machine is idle.
 # It takes longer if other processes need the CPUs, or if the process must wait for the compilation
 # of another model.

@@ -129,7 +129,7 @@ def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None
 
 
 def _packed_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder for quantised weights of which several are packed into one 32-bit word.
+    """Return the decoder for quantised weights that are packed into 32-bit words.
 
     Example: with 4 bits for each weight, one word contains 8 weights.
 
@@ -151,9 +151,9 @@ def _packed_decoder(group_size: int | None) -> Decoder:
         values = _signed(unpack_integers(packed, bits, num_inputs), bits)
         zeros = tensors.get(".weight_zero_point")
         if zeros is not None:
-            # Each 32-bit word contains the zeros of several outputs. The tensor of words has the
-            # shape [words, groups], but `unpack_integers` expects the words of an output in the
-            # last dimension. The tensor is therefore transposed.
+            # Each 32-bit word contains the zero points of several outputs. The tensor of words has
+            # the shape [words, groups], but `unpack_integers` expects that the last dimension
+            # contains the words. The tensor is therefore transposed.
             zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
         return _integers(values, zeros, tensors, group_size, bits)
 
@@ -161,7 +161,7 @@ def _packed_decoder(group_size: int | None) -> Decoder:
 
 
 def _integer_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder for quantised weights of which each one is stored in one byte.
+    """Return the decoder for quantised weights that are stored as one byte each.
 
     Args:
         group_size: the group size in the settings; see `_integers`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of GPTQ checkpoints, also with activation order (desc_act).
+"""The layout of GPTQ checkpoints, including checkpoints with activation order (desc_act).
 
 Source: the packing of TorchQuantLinear in GPTQModel 7.7, gptqmodel/nn_modules/qlinear/__init__.py.
 
@@ -107,7 +107,7 @@ def _bits_of(num_words: int, num_inputs: int) -> int:
 
 
 def _ones(bits: int, num_words: int) -> Tensor:
-    """Return `num_words` 32-bit integers. Each of them consists of packed integers of the value 1.
+    """Return `num_words` 32-bit words in which every packed integer has the value 1.
 
     The tools that write GPTQ checkpoints subtract these words from the packed zeros. A borrow or
     carry can therefore pass from one packed integer to the next.
@@ -122,7 +122,7 @@ def _ones(bits: int, num_words: int) -> Tensor:
 
 
 def _irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return `groups`, or None if the inputs of each group are consecutive.
+    """Return the group of each input, or None if the inputs of each group are consecutive.
 
     `groups` contains the index of the group to which each input belongs.
     """

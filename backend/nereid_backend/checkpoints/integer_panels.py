@@ -27,8 +27,8 @@ from nereid_backend.linear.prepack import change_class
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight, round_layer
 from nereid_backend.loading_progress import report_items
 
-# The panels store scales and zeros as float16. If float16 changes a number by more than this part
-# of the largest number in its row, the weight is not stored in panels.
+# The panels store scales and zeros as float16. A weight is not stored in panels if float16 changes
+# a scale or a zero by more than this share of the largest number in its row.
 _MAX_HALF_ERROR = 2.0**-10
 
 
@@ -59,7 +59,7 @@ class LazyWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A weight that transformers loads as a placeholder.
+    """A weight for which transformers loads a small tensor that only has the weight's shape.
 
     Attributes:
         weight: the weight.
@@ -187,8 +187,8 @@ def use_placeholders(
         if layer is None or name in shared or not weight.has_integers:
             replaced[name] = weight
             continue
-        # One number, expanded to the shape of the weight, takes no memory. It is NaN, so that
-        # the self-check detects a weight that was never filled.
+        # A single number that is expanded to the shape of the weight takes no memory. The number is
+        # NaN, so that the self-check detects a weight that was never filled.
         tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(layer.weight.shape)
         replaced[name] = Placeholder(weight, tensor)
     return replaced
@@ -257,7 +257,7 @@ def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
 
 
 def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
-    """Raise a ModelError if a weight has another shape than its layer."""
+    """Raise a ModelError if the shape of a weight differs from the shape that its layer expects."""
     if tuple(shape) != tuple(layer.weight.shape):
         raise ModelError(
             f"a quantised weight has the shape {tuple(shape)}, but its layer needs the shape "

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# The approximate number of weights that are dequantised at once. Only a small part of a large
-# weight is then in memory as float32.
+# The approximate number of weights that are dequantised at once. The limit keeps the memory for
+# float32 numbers small.
 PART_NUMBERS = 2**22
 
 

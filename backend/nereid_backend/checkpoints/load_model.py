@@ -48,9 +48,9 @@ def load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    # `takes_attention_by_name` has checked the class, if the class is a part of transformers.
-    # Otherwise, the class is defined in a Python file of the checkpoint. It can be checked only
-    # now, because loading the model has imported this file.
+    # If the class is a part of transformers, `takes_attention_by_name` has already checked that it
+    # uses the attention interface. Otherwise, a Python file of the checkpoint defines the class.
+    # Loading the model has imported this file, so the class can be checked now.
     is_class_of_transformers = model_class(config) is not None
     if is_class_of_transformers or model._can_set_attn_implementation():
         return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presents the tensors of a quantised checkpoint as the weights of the unquantised model.
+"""Gives transformers the tensors of a quantised checkpoint as unquantised weights.
 
     model.layers.0.mlp.up_proj.qweight, .qzeros, .scales   ->   model.layers.0.mlp.up_proj.weight
     model.norm.weight                                      ->   model.norm.weight
@@ -84,7 +84,7 @@ class LazyWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the weight. Integers with scales are returned as stored, not dequantised.
+        """Return the weight as floating point numbers, or as stored integers with scales.
 
         Raises:
             ModelError: if the tensors cannot be read, or do not fit together.
@@ -110,7 +110,7 @@ class LazyWeight:
 
     @property
     def stored(self) -> StoredTensor:
-        """The main tensor of the weight. A weight that is not quantised has no other tensor."""
+        """The main tensor of the weight. An unquantised weight consists of this tensor alone."""
         return next(iter(self.tensors.values()))
 
     @property
@@ -226,7 +226,7 @@ def _method(settings: Settings) -> str:
 def _find_layout(
     tensor: StoredTensor, choice: Format, stored: Mapping[str, StoredTensor]
 ) -> Layout | None:
-    """Return the layout of the weight to which `tensor` belongs; None if no layout fits.
+    """Return the layout of the weight that contains `tensor`; None if no layout matches.
 
     `tensor` must be the main tensor of the weight, such as qweight. The result is None for the
     other tensors, such as qzeros.

@@ -33,7 +33,7 @@ _REMEDY = "Restart the server with the new checkpoint."
 
 
 def read_tokenizer_files(folder: str) -> TokenizerFiles:
-    """Return digests of the tokenizer files in a folder; no files if the folder does not exist.
+    """Return the hash of each tokenizer file in a folder; {} if the folder does not exist.
 
     Raises:
         ModelError: if a file cannot be read.
@@ -74,7 +74,7 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _canonical(content: bytes) -> bytes:
-    """Return a JSON file without the ignored fields. Equal values result in equal bytes.
+    """Return the content of a JSON file in a canonical form, without the ignored fields.
 
     A file that is not valid JSON is returned unchanged.
     """

@@ -199,7 +199,7 @@ def _check_device(device: torch.device, error: Exception, setting: str, problem:
 def use_fastest_attention(
     path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
 ) -> None:
-    """Replace the project's attention kernels by libraries where the libraries are faster.
+    """Use an external library for attention where the library is faster than Nereid's kernels.
 
     Do nothing if no GPU kernel is used. The arguments are those of `use_compiled_forward`.
     """
@@ -266,9 +266,9 @@ def _check_graphs(
     failures: list[str] = []
     graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, failures.append)
     path.graphs = graphs
-    # The first round captures the graphs. Each capture also computes the step without the graph,
-    # which stores correct keys and values. Such keys and values could hide an error of the replays.
-    # The second round therefore starts with an empty cache and only replays the graphs.
+    # The first round captures each step as a graph, and also computes the step without the graph.
+    # The computation without the graph stores correct keys and values, which could hide an error of
+    # the graph. The second round therefore starts with an empty cache and only replays the graphs.
     is_rounded = sizes.stored != "auto"
     for _ in range(2):
         path.empty()

@@ -64,7 +64,7 @@ def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> 
 
 
 def _measure_on_cpu(path: ForwardPath, plan: StepPlan) -> int | None:
-    """Run a step, and return how many bytes of main memory it needed; None if this is unknown."""
+    """Run a step, and return the main memory in bytes that the step needed; None if unknown."""
     before = _reset_peak()
     if before is None:
         return None

@@ -12,9 +12,9 @@ from nereid_backend.model.path_variants import set_attention
 from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 
-# The number of tokens in the test step. If the input of a layer has this number of rows, the layer
-# computes all tokens. The number must differ from 1, because the input of the output layer has 1
-# row. It must also differ from the usual numbers of experts.
+# The number of tokens in the test step. A layer whose input has this many rows computes all tokens
+# of the step. The number must not be 1, because the output layer computes a single row. It must not
+# be a usual number of experts either.
 _NUM_TOKENS = 7
 
 

@@ -70,7 +70,7 @@ class ImageSupport:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether the blocks of a sequence with images contain its keys and values."""
+        """Whether blocks of the KV cache store the keys and values of a sequence with images."""
         return self.name == "packed"
 
 
@@ -107,7 +107,7 @@ def choose_image_path(
         progress(f"images: refused, because {reason}")
         return refuse_images(config, f"{reason}.")
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
-    # The problems of the candidates that cannot be used.
+    # One text for each candidate that cannot be used: the candidate's name and its problem.
     problems: list[str] = []
     for name, add in _candidates(checkpoint, spec, features, attention):
         problem = _find_problem(add, spec, trial, checkpoint.model.dtype)
@@ -116,11 +116,13 @@ def choose_image_path(
             continue
         detail = f" ({'; '.join(problems)})" if problems else ""
         progress(f"images: {name}{detail}")
-        # The counter must not contain the test images.
+        # The number of encoded images is reported as a metric, which must not include the test
+        # images.
         features.num_encoded = 0
         check = PromptCheck(checkpoint.model, features, attention)
         if name == "generated":
-            # transformers' generate prepares the images in its own way, which is not checked.
+            # PromptCheck does not apply here, because transformers' generate prepares the images
+            # itself.
             return ImageSupport(name, "", config, add, features)
         return ImageSupport(name, "", config, add, features, check)
     reason = (
@@ -164,7 +166,7 @@ def _find_problem(
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
 ) -> Iterator[tuple[str, Callable[[ForwardPath], ForwardPath]]]:
-    """Yield the candidates for computing images, each as a name and a function.
+    """Yield the possible ways to compute images, each as a pair of a name and a function.
 
     The function takes the forward path for text. It returns a forward path that also computes
     images.

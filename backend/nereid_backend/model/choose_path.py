@@ -108,7 +108,7 @@ def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
 
 
 class Trials:
-    """The test sequences with the logits of the unmodified model, computed on first use."""
+    """The test sequences and the logits of the unmodified model. They are computed on first use."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
@@ -164,7 +164,7 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first correct variant of a forward path, and the difference of its logits.
+    """Return the first variant of a path that computes correct logits, and the largest difference.
 
     Example: the difference 0.02 means that the logits differ from the logits of the unmodified
     model by 2 % of the standard deviation of the logits.

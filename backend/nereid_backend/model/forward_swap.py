@@ -100,7 +100,7 @@ class ForwardSwap:
         return not self.is_done and self._compilation.outcome is not None
 
     def advance(self) -> None:
-        """Load the library, or compute the next step of the check.
+        """Load the compiled library, or compute the next step of the library's check.
 
         Do nothing while the compilation runs. The last call makes the path use the library. A
         failure is logged once and never affects the requests.
@@ -146,7 +146,7 @@ class ForwardSwap:
 
 
 def _reason_against_compilation(folder: Path) -> str | None:
-    """Return why the library in `folder` cannot be compiled in the background, or None."""
+    """Return the reason why no compilation for `folder` can start; None if one can start."""
     if error := read_trace_error(folder):
         return f"an earlier attempt failed ({error}). To try again, delete {folder}"
     try:

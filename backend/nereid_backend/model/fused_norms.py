@@ -66,7 +66,7 @@ def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
 
 
 def _fused(module: nn.Module) -> FusedRmsNorm | None:
-    """Return a fused module that computes the same as `module`, or None if there is none."""
+    """Return a fused module with the results of `module`, or None if it cannot be replaced."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     is_norm = type(module).__name__.endswith("RMSNorm") and not list(module.children())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the attention layers of a model into groups, so that blocks outside of windows are freed.
+"""Divides the attention layers of a model into groups, so that blocks outside windows are freed.
 
 Blocks before an attention window are freed only if every layer of the group has a window. Layers
 with full attention and layers with windows therefore belong to different groups. All blocks come
@@ -22,7 +22,7 @@ from nereid_backend.model.path_variants import PathSpec
 
 # Each group adds a block table for every sequence, which costs time in every step.
 _MAX_GROUPS = 16
-# More groups are used only if fewer groups need at least this share more memory.
+# A division into fewer groups is preferred unless it needs more memory by at least this share.
 _MIN_SAVED_SHARE = 0.05
 
 
@@ -98,7 +98,7 @@ def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str
 def divide_layers(
     layers: Sequence[LayerSpec], max_model_len: int, max_step_tokens: int, block_size: int
 ) -> LayerGroups:
-    """Divide layers into the groups with which the longest request needs little memory.
+    """Divide layers into groups such that the longest request needs little memory.
 
     Example: 10 layers with full attention and 52 layers with a window of 1024 tokens, for requests
     of 131072 tokens, give 10 places in a block. There are one group with full attention and 6
@@ -112,7 +112,7 @@ def divide_layers(
     """
 
     def cost(groups: LayerGroups) -> int:
-        """Return the places in all blocks of the longest request."""
+        """Return the number of layers times blocks that the longest request occupies."""
         return groups.num_places * max_sequence_blocks(
             groups.windows, max_model_len, max_step_tokens, block_size
         )
@@ -120,8 +120,8 @@ def divide_layers(
     candidates = {1: single_group(layers)}
     for num_places in range(1, len(layers) + 1):
         groups = _with_places(layers, num_places)
-        # Of several divisions with the same number of groups, the one with the smallest blocks
-        # needs the least memory, and it comes first.
+        # Several values of `num_places` can give the same number of groups. The first of these
+        # values is the smallest one and needs the least memory, so `setdefault` keeps it.
         if len(groups.windows) <= _MAX_GROUPS:
             candidates.setdefault(len(groups.windows), groups)
     limit = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates.values()))
@@ -129,7 +129,7 @@ def divide_layers(
 
 
 def _with_places(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
-    """Return the groups if a block has places for at most `num_places` layers.
+    """Return the groups of the layers if each group has at most `num_places` layers.
 
     The layers with one window are divided into groups of nearly equal size. The groups with full
     attention come first.

@@ -17,7 +17,7 @@ from nereid_backend.model.length_limits import LengthLimit
 # By default, the KV cache on a CPU gets a quarter of the free memory, but at most 4 GiB.
 _DEFAULT_CPU_SHARE = 0.25
 _DEFAULT_CPU_BYTES = 4 * 2**30
-# The share of the memory for blocks that snapshots of recurrent states get.
+# The share of the KV cache's memory that is reserved for snapshots of recurrent states.
 _SNAPSHOT_SHARE = 0.25
 # On a GPU, a process also needs memory for the CUDA context and for the workspaces of libraries.
 # torch's allocator does not report this memory, so its size is estimated.
@@ -136,13 +136,13 @@ def plan_memory(
         # However, the remaining blocks must be enough for one sequence of the largest length.
         spare_blocks = max(0, num_blocks - block.num_sequence_blocks(max_model_len))
         num_blocks -= min(int(num_blocks * _SNAPSHOT_SHARE), spare_blocks)
-    # The cache gets no more blocks than all tokens of all running sequences together can use.
+    # More blocks than all running sequences together can use would be a waste of memory.
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size) * len(block.windows)
     num_blocks = min(num_blocks, max_num_seqs * blocks_per_sequence)
     block_bytes = (num_blocks + 1) * block.num_bytes
     num_states = 0
     if bytes_per_sequence:
-        # The memory that no block uses is for the states of snapshots.
+        # The states of snapshots use the memory that remains after the blocks are allocated.
         num_states = max_num_seqs + (bytes_for_blocks - block_bytes) // bytes_per_sequence
     return MemoryPlan(num_blocks, max_model_len, block_bytes, max_num_seqs, num_states)
 
@@ -150,7 +150,7 @@ def plan_memory(
 def _limit_by_states(
     max_num_seqs: int, bytes_per_sequence: int, num_bytes: int, *, has_blocks: bool
 ) -> int:
-    """Return how many of at most `max_num_seqs` sequences have states that fit into the memory.
+    """Return the number of sequences whose states fit into the memory, at most `max_num_seqs`.
 
     The states may use half of the memory, because blocks need the other half. If the model stores
     nothing in blocks, the states may use all memory. Example: 10 MiB are enough for the states of 5
@@ -173,7 +173,7 @@ def _limit_by_states(
 def _longest_request(
     config: EngineConfig, limit: LengthLimit, num_bytes: int, block: BlockShape
 ) -> int:
-    """Return the length limit of a request in tokens: max_model_len, or what fits into the memory.
+    """Return the length limit of a request: max_model_len, or the length that fits into the memory.
 
     Args:
         config: the settings.
@@ -202,7 +202,7 @@ def _longest_request(
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
-    """Return how many blocks fit into `num_bytes` bytes besides the block for padding.
+    """Return how many blocks fit into `num_bytes` bytes, in addition to the block for padding.
 
     The result is -1 if no block fits.
     """
@@ -265,7 +265,7 @@ def describe_memory(
         windows: a sentence about the attention windows; "" if there are none.
     """
     step = "an unknown size" if activations is None else format_bytes(activations)
-    # Tokens need a block in every group until they leave the windows.
+    # Each token is stored in a block of every group, until the token leaves the group's window.
     num_cached_tokens = memory.num_blocks // len(block.windows) * block.block_size
     return (
         f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "

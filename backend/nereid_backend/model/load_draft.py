@@ -158,7 +158,7 @@ def open_draft(
 
 
 def _check_path(checkpoint: Checkpoint, spec: PathSpec) -> None:
-    """Raise a ConfigError if the forward path of a model cannot remove rejected draft tokens."""
+    """Raise a ConfigError if a forward path cannot remove draft tokens that were rejected."""
     if not spec.removes_tokens:
         raise ConfigError(
             f"draft_model: the forward path {spec.name} of {checkpoint.architecture} cannot remove "
@@ -189,7 +189,7 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
 
 
 def _read_vocabulary(model: str) -> dict[str, int] | None:
-    """Return the tokens and their ids in tokenizer.json, without the added tokens.
+    """Return the vocabulary of a tokenizer.json as ids by token, without the added tokens.
 
     Return None if the checkpoint has no file tokenizer.json.
     """

@@ -76,7 +76,7 @@ class PathSpec:
 
     @property
     def removes_tokens(self) -> bool:
-        """Whether tokens can be removed from the end of a sequence, such as draft tokens."""
+        """Whether tokens, for example draft tokens, can be removed from the end of a sequence."""
         return self.shares_blocks and not self.whole_prefill
 
 
@@ -146,9 +146,9 @@ def _packed(
                 f"({limit.reason}), which this forward path supports only if max_model_len is at "
                 f"most {limit.num_tokens}"
             )
-        # Up to this length, sparse attention selects every token, so the mask must hide no token.
-        # The model's code still needs a mask. transformers creates the mask with the function that
-        # is registered under the name of the attention.
+        # Up to this length, sparse attention selects every token, so no token needs to be masked.
+        # The model's code still requests a mask from transformers. transformers then calls the mask
+        # function that is registered under the name of the attention implementation.
         AttentionMaskInterface.register(hook.name, _open_mask)
     set_attention(checkpoint, hook)
     layers = probe_layers(checkpoint, hook)
@@ -219,7 +219,7 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
 def _row_path(
     checkpoint: Checkpoint, make_keys: Callable[[Sizes], RowKeys]
 ) -> Callable[..., RowsPath]:
-    """Return a function that builds the forward path `rows` with the keys of `make_keys`.
+    """Return a function that builds the path `rows` with the key storage that `make_keys` returns.
 
     The function takes the sizes, and the settings of `RowsPath` as keyword arguments.
     """
@@ -356,7 +356,7 @@ def cache_class(
 def _make_cache(
     kind: type[KVCache], checkpoint: Checkpoint, layers: list[LayerSpec], sizes: Sizes
 ) -> KVCache:
-    """Return the blocks of a KV cache of the class `kind`."""
+    """Create a KV cache of the class `kind`, with the sizes in `sizes`."""
     return kind(
         layers,
         num_blocks=sizes.num_blocks,

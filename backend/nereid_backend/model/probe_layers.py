@@ -18,7 +18,7 @@ from nereid_backend.paths.recurrent_cache import make_cache
 
 
 class _Recorder:
-    """An attention function for a pass over one token. It records its calls.
+    """An attention function that records its calls in a forward pass over one token.
 
     A single token attends only to itself, so the function returns the value of the token.
 
@@ -88,7 +88,7 @@ class _Recorder:
 
 @torch.inference_mode()
 def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run one token without a cache, and return the attention layers in the order of their calls.
+    """Run the model on one token without a cache, and return the attention layers in call order.
 
     Raises:
         UnfitError: if the model does not use transformers' attention interface, or needs a feature
@@ -113,7 +113,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
 def record_layers(
     config: PretrainedConfig, hook: AttentionHook, run: Callable[[], object]
 ) -> list[LayerSpec]:
-    """Call `run`, and return the attention layers in the order of their calls.
+    """Call `run`, and return the attention layers in the order in which `run` calls them.
 
     Args:
         config: the config of the layers.
@@ -131,7 +131,7 @@ def record_layers(
 
 @torch.inference_mode()
 def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run one token with a cache for recurrent state, and return the attention layers.
+    """Run the model on one token with a cache for recurrent state; return the attention layers.
 
     The list is empty for a model without attention.
 
@@ -152,7 +152,7 @@ def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
 
 
 def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
-    """Return token ids without a special meaning, for test inputs.
+    """Return token ids for test inputs. No id belongs to a special token.
 
     Special tokens, such as tokens for images, padding or the end of a text, can change the forward
     pass of a model.

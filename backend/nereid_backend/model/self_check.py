@@ -36,7 +36,7 @@ _BUDGET = 8
 # One prompt is longer than the model's sliding window in order to test the window. The prompt has
 # at most this number of tokens, because longer prompts would take seconds at every start.
 _LONGEST_PROMPT = 160
-# A prompt that tests a sliding window has this number of tokens more than the window.
+# A prompt that tests a sliding window is longer than the window by this number of tokens.
 _BEYOND_LIMIT = 6
 # The largest accepted root mean square difference, relative to the standard deviation of the
 # logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding
@@ -70,7 +70,7 @@ class Trial:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes that a forward path needs for the test sequences."""
+        """The sizes of the caches and block tables that the test sequences need."""
         longest = max(len(tokens) for tokens, _ in self.sequences)
         num_blocks = len(self.sequences) * -(-longest // self.block_size)
         return Sizes(num_blocks, self.block_size, len(self.sequences), longest)
@@ -163,7 +163,7 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
 
 
 def _whole_plan(tokens: list[int], prompt_len: int, num_logits: int) -> StepPlan:
-    """Return a plan that computes a whole sequence in one step.
+    """Return a plan for one step that computes all tokens of a sequence.
 
     The step returns the logits of the last `num_logits` tokens.
     """
@@ -224,9 +224,9 @@ def check_in_steps(
         )
     errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
-        # Rounding can make a mixture-of-experts model choose other experts for a few tokens. Large
-        # differences of these tokens are accepted. A wrong forward path changes the logits of most
-        # tokens. Only such a path changes the median of a sequence much.
+        # Rounding can make a mixture-of-experts model choose other experts for a few tokens, whose
+        # logits then differ much. The median ignores such tokens. It detects a wrong forward path,
+        # because a wrong path changes the logits of most tokens.
         errors = errors.view(len(trial.sequences), -1).median(dim=1).values
     difference = errors.max().item()
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
@@ -266,7 +266,7 @@ def _sequences(
 
 
 def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
-    """Return the values in the config whose names indicate sizes of windows, chunks or blocks.
+    """Return the config's values whose names indicate a size of windows, chunks or blocks.
 
     Example: a config with sliding_window 64 and hidden_size 512 gives {64}.
     """
@@ -308,7 +308,7 @@ def _run(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
 
 
 def _prompt_sequences(trial: Trial) -> list[Sequence]:
-    """Return the prompts of the trial as sequences with rows and scattered blocks."""
+    """Return the prompts of a trial as sequences whose blocks are in random order."""
     sizes = trial.sizes
     blocks = list(range(sizes.num_blocks))
     random.Random(0).shuffle(blocks)
@@ -328,7 +328,7 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
 
 
 def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
-    """Return the chunks of the next step under a small token budget.
+    """Return the chunks of the next step, which together have at most `budget` tokens.
 
     Sequences with computed tokens get their share of the budget before new sequences. In the
     result, single tokens come before longer chunks, as in the engine's plans. Example: with a

@@ -13,9 +13,9 @@ from nereid_backend.paths.recurrent import RowsPath
 # The log contains this text if the snapshots of a model are not exact.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
 _SNAPSHOT = 0
-# The largest accepted difference in float32. In the tests, rounding caused at most 8e-6. Some
-# models compute one state in a single pass, and another state token by token. The difference was
-# then 1e-3, so their snapshots are not exact.
+# The largest accepted difference in float32. In the tests, rounding caused differences of at most
+# 8e-6. Some models compute a different state if several tokens are computed in one pass instead of
+# token by token. The difference is then 1e-3, so the snapshots of such models are not exact.
 _ROUNDING = 1e-4
 
 
@@ -71,7 +71,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
 def _continue(
     path: RowsPath, sequence: Sequence, start: int, snapshots: SnapshotPlan | None
 ) -> Tensor:
-    """Compute the tokens from `start` on: all but the last in one chunk, then the last token.
+    """Compute the tokens from `start` on: one chunk without the last token, then the last token.
 
     Returns:
         The logits of both steps, [2, vocab_size].

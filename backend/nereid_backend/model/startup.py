@@ -94,7 +94,7 @@ class Loaded:
 
 
 class StageClock:
-    """Measures the durations of the stages of loading.
+    """Measures how long each stage of loading takes.
 
     Attributes:
         seconds: the duration of each finished stage in seconds, by name.
@@ -277,7 +277,7 @@ def _compile_forward(
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:
-    """Warn that an 8-bit KV cache on a GPU is experimental, if the settings select this cache."""
+    """Log a warning if the settings select an 8-bit KV cache on a GPU, which is experimental."""
     if config.kv_cache_dtype != "auto" and device.type != "cpu":
         progress(
             f"kv_cache_dtype {config.kv_cache_dtype} is experimental on GPUs. It uses only kernels "
@@ -312,7 +312,7 @@ def _block_shape(
     num_tokens: int,
     draft_bytes: int,
 ) -> BlockShape:
-    """Return the memory of a block, and the blocks that a sequence needs.
+    """Return the values from which the blocks and the memory of a sequence are computed.
 
     A step computes at most `num_tokens` tokens. The cache of the draft model is a part of the KV
     cache, and needs `draft_bytes` for each token.
@@ -323,7 +323,8 @@ def _block_shape(
         # The cache stores 8-bit numbers. Each key vector and each value vector also has one float32
         # scale.
         itemsize, scale_bytes = 1, torch.float32.itemsize
-    # Layers with the same place in different groups share the memory of the blocks.
+    # The first layers of all groups share the same memory in a block, and so do the second layers,
+    # and so on. The memory is therefore counted once for each place in a group.
     layer_at = {place: layer for layer, (_, place) in zip(spec.layers, groups.places, strict=True)}
     layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in layer_at.values())
     return BlockShape(
@@ -338,7 +339,7 @@ def _block_shape(
 def _runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
-    """Return the runner of a forward path. It has the GPU sampling kernel if that is usable."""
+    """Return the runner of a forward path, with the GPU sampling kernel if it is usable."""
     if config.sampling_kernel and device.type == "cuda":
         reason = gpu_sampling.why_unusable(device)
         if reason is None:

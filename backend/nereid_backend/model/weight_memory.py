@@ -14,9 +14,9 @@ from nereid_backend.model.limits import available_memory, format_bytes
 
 _HALF_BYTES = 2
 _FULL_BYTES = 4
-# The average number of bytes of a rounded weight. Example: 64 weights of int8 need 64 bytes, and
-# their common scale needs 2 bytes. Error messages recommend the first setting of this table that
-# saves enough memory.
+# The average size in bytes of a rounded weight, for each setting. Example: 64 weights of int8 need
+# 64 bytes, and their common scale needs 2 bytes. Error messages recommend the first setting of this
+# table that saves enough memory.
 _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 
 
@@ -77,7 +77,7 @@ def _remedy(
 
 
 def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
-    """Return the number of bytes that the weights need on a CPU with each setting.
+    """Return the memory in bytes that the weights need on a CPU, for each setting.
 
     A setting that has no effect on the checkpoint is left out.
     """

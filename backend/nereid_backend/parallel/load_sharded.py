@@ -127,7 +127,7 @@ def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConf
 def _open_sharded(
     ranks: Ranks, config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
 ) -> OpenedModel:
-    """Load rank 0's part of the model, and check the logits that all ranks compute together.
+    """Load rank 0's part of the model, and check the logits that all ranks compute.
 
     Tensor parallelism supports neither LoRA adapters nor images.
 

@@ -109,9 +109,8 @@ class PlanDecoder:
         sequence.row = message.row
         sequence.block_table += message.new_blocks
         sequence.num_dropped_blocks = [message.num_dropped_blocks]
-        # If the keys and values of earlier tokens come from the prefix cache, no message contained
-        # these tokens. Zeros replace these tokens in token_ids, because a forward pass reads no
-        # token before the chunk.
+        # No message contains the tokens whose keys and values come from the prefix cache. Zeros
+        # take their positions in token_ids, because a forward pass reads no token before the chunk.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
         sequence.token_ids[message.start :] = message.token_ids

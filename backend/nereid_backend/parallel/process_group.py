@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """The CPU, or the GPU whose index is the number of this process."""
+        """The device of this process: the CPU, or the GPU whose index equals the rank."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, self.number)

@@ -68,7 +68,7 @@ class RankService:
 
 
 def main() -> NoReturn:
-    """Load this rank's part of the model, and compute until rank 0 ends this process."""
+    """Load this rank's part of the model, and run forward passes until rank 0 ends this process."""
     # Ctrl-C reaches all processes of the group, but only rank 0 decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Rank 0 logs the same warnings.

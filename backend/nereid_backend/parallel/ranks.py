@@ -38,7 +38,7 @@ from nereid_backend.parallel.process_group import Rank
 _MODULE = "nereid_backend.parallel.rank_process"
 _STARTED = "started"
 _EXIT_TIMEOUT_S = 5.0
-# After an error in rank 0, rank 0 waits at most this number of seconds for the news that another
+# After an error in rank 0, rank 0 waits at most this number of seconds for a report that another
 # rank has failed.
 _NOTICE_TIMEOUT_S = 2.0
 # The other ranks notice the death of a rank within this time in seconds.
@@ -46,7 +46,7 @@ _FOLLOWING_ERRORS_S = 0.2
 
 
 class Ranks:
-    """The processes of the other ranks. Rank 0 starts them, sends messages to them, and ends them.
+    """The processes of all ranks except rank 0. Rank 0 starts, instructs and ends these processes.
 
     Attributes:
         rank: rank 0, which is this process.
@@ -194,9 +194,9 @@ class Ranks:
             multiprocessing.connection.wait(self._connections)
             if self._is_closing:
                 return
-            # If a rank dies, the other ranks lose their connection to it and fail a moment later.
-            # Their errors only say that the connection was lost. Wait for these errors here, and
-            # report the death instead of them.
+            # If a rank dies, the other ranks lose their connections to the dead rank and fail a
+            # moment later. Their errors say only that a connection was lost. Wait for these errors
+            # here, and report the death instead.
             time.sleep(_FOLLOWING_ERRORS_S)
             reasons = [
                 f"rank {number} of the model {self._end_of(number, connection)}"
@@ -205,7 +205,8 @@ class Ranks:
             ]
             deaths = [reason for reason in reasons if "failed" not in reason]
             self._failure = "; ".join(deaths or reasons)
-            # After the event is set, this process may end at any time.
+            # After the event is set, this process may end at any time. The folder of the store is
+            # therefore removed first.
             self.rank.remove_store()
             self._has_failed.set()
             if self.rank.device_type == "cuda":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of transformers whose keys and values are in the blocks of the KV cache.
+"""A cache for transformers that stores its keys and values in the blocks of the KV cache.
 
 The model's own attention code gets a copy of all keys and values of the batch. Shorter sequences
 are padded on the left. Example of a step with three sequences, whose new tokens are to the right of
@@ -132,7 +132,7 @@ def gathered_layer(
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The parts of a cache layer that are in blocks; see `CacheLayout`.
+    """The tensors of a cache layer that are stored in blocks; see `CacheLayout`.
 
     Attributes:
         keys: the index of the layer's keys and values in the KV cache; None if it stores none.
@@ -236,7 +236,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     engine_names = frozenset({"num_past_tokens", "_cache", "_step", "_parts"})
 
     def __init__(self, cache: KVCache, parts: LayerParts) -> None:
-        """Create a layer whose `parts` are in the blocks of `cache`."""
+        """Create a layer whose tensors `parts` are stored in the blocks of `cache`."""
         super().__init__()
         self._cache = cache
         self._parts = parts
@@ -260,7 +260,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, value: Tensor | None) -> None:
-        """Ignore the positions of all tokens, because the step has the positions."""
+        """Ignore the assigned positions, because `step` already contains all positions."""
 
     def update(
         self,
@@ -295,9 +295,9 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
                 "a layer of the model uses a sparse indexer, but it used none when it was examined "
                 "at load"
             )
-        # A layer of the KV cache stores a key and a value for each token. An indexer has only a key
-        # for each token, so the first half of this key is stored as a key, and the second half as a
-        # value.
+        # The KV cache stores a key and a value for each token of a layer. An indexer has only a key
+        # for each token. The first half of this key is therefore stored as a key, and the second
+        # half as a value.
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._parts.indexer, key, value), dim=-1)[:, 0]
 

@@ -108,7 +108,7 @@ class ModelCall:
 
 
 class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A layer of a model's cache whose keys and values are in the engine's blocks.
+    """A layer of a transformers cache whose keys and values are stored in the engine's blocks.
 
     Attributes:
         engine_names: the names of the attributes that do not belong to the state of a sequence.
@@ -184,7 +184,7 @@ def join_logits(parts: Iterable[Tensor | None], vocab_size: int) -> Tensor:
 
 
 def num_bytes(value: object) -> int:
-    """Return the total size of the tensors that a value contains, in bytes.
+    """Return the total size in bytes of the tensors that a value contains.
 
     A tensor that occurs several times is counted once.
 
@@ -195,7 +195,7 @@ def num_bytes(value: object) -> int:
 
 
 def _num_new_bytes(value: object, seen: set[int]) -> int:
-    """Return the size of the tensors in a value, in bytes.
+    """Return the total size in bytes of the tensors in a value, except tensors in `seen`.
 
     Objects whose ids are in `seen` are skipped, because their size has already been added.
 
@@ -210,8 +210,8 @@ def _num_new_bytes(value: object, seen: set[int]) -> int:
         return sum(_num_new_bytes(part, seen) for part in value.values())
     if isinstance(value, list | tuple):
         return sum(_num_new_bytes(part, seen) for part in value)
-    # The only classes of transformers in the values that this function gets are caches and the
-    # layers of caches.
+    # Among transformers' classes, only caches and cache layers occur in the values that this
+    # function gets.
     if type(value).__module__.startswith("transformers."):
         return _num_new_bytes(vars(value), seen)
     return 0

@@ -142,7 +142,7 @@ class PackedPath:
         return self._run_model(batch, attention)
 
     def _attention(self, batch: StepBatch) -> PagedForward:
-        """Return the attention of a step over the KV cache of this forward path."""
+        """Return the attention function for a step; it uses the KV cache of this forward path."""
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:
@@ -163,7 +163,7 @@ class PackedPath:
     def piecewise_graphs(
         self, capture: CapturePieces, sizes: Sizes, report: Callable[[str], None]
     ) -> PiecewiseGraphs:
-        """Return an object that captures steps with prefills as CUDA graphs and replays the graphs.
+        """Return an object that captures steps with prefills as CUDA graphs and replays them.
 
         The object contains no graph yet.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position embeddings that compute the positions of the tokens themselves.
+"""Passes the positions of a step to modules that would derive them from the length of the cache.
 
 The decoders of some models (such as Bart) have no argument for positions. A module of the decoder
 computes the positions from the length of the cache. In a step with several sequences, the lengths
@@ -20,7 +20,7 @@ _LENGTH, _POSITIONS = "past_key_values_length", "position_ids"
 
 
 class PositionEmbeddings:
-    """The modules of one model that compute the positions of the tokens themselves."""
+    """The position embeddings of a model that derive the positions from the length of the cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the modules of `model`."""

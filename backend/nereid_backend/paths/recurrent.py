@@ -128,7 +128,7 @@ class RowsPath:
         if decodes:
             logits = self._decode([plan.chunks[index] for index in decodes])
             for index, row in zip(decodes, logits, strict=True):
-                # A chunk without logits gets an empty part.
+                # A chunk for which no logits are needed gets an empty tensor.
                 parts[index] = row[: plan.chunks[index].num_logits]
         for index in prefills:
             parts[index] = self._prefill(plan.chunks[index])
@@ -265,7 +265,8 @@ class RowsPath:
         self._lengths.pop(row, None)
         cache = self._merge([state] if state and chunk.start > 0 else [])
         ids, positions = token_inputs([chunk], self._device)
-        # The model computes at least one logit. A chunk without logits drops it below.
+        # The model always returns the logits of at least one token. They are dropped below if the
+        # chunk needs no logits.
         num_logits = max(1, chunk.num_logits)
         logits = self._run([chunk], ids, positions, cache, num_logits=num_logits)
         self._batch_cache = _BatchCache((row,), cache)
@@ -302,7 +303,7 @@ class RowsPath:
             )
 
     def _merge(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Return a cache with some states, one for each row. Without states, it is empty."""
+        """Return a cache that contains one state for each row, or an empty cache without states."""
         cache = self._keys.make_cache()
         if states:
             merge_states(cache, states)

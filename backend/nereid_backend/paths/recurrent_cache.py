@@ -98,7 +98,7 @@ def copy_state(state: State) -> State:
 
 
 def _copy(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return a copy of a value. Tensors inside the value are copied, too."""
+    """Return a copy of a value, in which nested tensors are copied, too."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -136,7 +136,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return the part of a value that belongs to one row. The value is an attribute of a layer.
+    """Return the part of a cache layer's attribute that belongs to one row of the batch.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """

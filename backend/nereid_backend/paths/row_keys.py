@@ -94,8 +94,8 @@ class HookedKeys:
         serving: Any = nullcontext()
         if self._paged is not None:
             kv_cache, builder = self._paged
-            # `chunks` may be only a part of the step. The metadata of attention must describe
-            # exactly these chunks.
+            # `chunks` may be only some of the step's chunks. The attention metadata must describe
+            # only the chunks of this forward pass.
             plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
             batch = builder.build(plan, kv_cache.device).attention
             serving = self._hook.serving(RowsForward(PagedForward(self._layers, kv_cache, batch)))

@@ -50,5 +50,5 @@ class StoredPrefixes:
         return buffer.getvalue()
 
     def write_snapshot(self, snapshot_id: int, content: bytes) -> None:
-        """Set the state of a snapshot, which `read_snapshot` has returned."""
+        """Restore the state of a snapshot from bytes that `read_snapshot` has returned."""
         self._snapshots[snapshot_id] = torch.load(io.BytesIO(content), weights_only=True)

@@ -109,7 +109,8 @@ def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> t
 
     The arguments and the result are those of `_derive_format`.
     """
-    # Imported here, because the analysis is needed only once for each checkpoint.
+    # The module is imported here, because most starts find the chat format in the cache and do not
+    # need the analysis.
     from nereid_parsers.template import format_for_checkpoint
 
     chosen = format_for_checkpoint(

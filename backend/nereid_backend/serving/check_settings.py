@@ -171,7 +171,7 @@ def _check_length(config: EngineConfig) -> None:
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:
-    """Print one line for each wrong setting, and return the exit code."""
+    """Print one line for each wrong setting, and return the exit code of the program."""
     problems = find_problems(Path(argv[1]))
     for line in problems:
         print(line)  # noqa: T201 - the program's output

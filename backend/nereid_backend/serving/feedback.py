@@ -73,7 +73,8 @@ class FeedbackReader:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._map[:_KEY_BYTES] = self._key
         self._words = memoryview(self._map).cast("Q")
-        # The free slots are a queue, so that a released slot stays unused for as long as possible.
+        # The free slots form a first-in, first-out queue, so that a released slot stays unused for
+        # as long as possible.
         self._free = deque(range(num_slots))
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
@@ -99,7 +100,7 @@ class FeedbackReader:
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
-        """Return the signed form of a step: the address of the memory, the signature, and `state`.
+        """Return a step with its signature: the address of the memory, the signature, and `state`.
 
         Args:
             state: the packed StepState.

@@ -69,7 +69,7 @@ class MetricFamilies:
         return CounterFamily(self._family(name, text, pb_utils.MetricFamily.COUNTER))
 
     def histogram(self, name: str, text: str) -> Any:  # noqa: ANN401 - the server's own type
-        """Return a family of histograms of the server."""
+        """Return a family of Triton server's own histograms."""
         return self._family(name, text, pb_utils.MetricFamily.HISTOGRAM)
 
     def histogram_counters(self, name: str, text: str, labels: Labels) -> "HistogramCounters":
@@ -101,7 +101,7 @@ class CounterFamily:
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
         # Both dicts have the same keys: the labels of a counter as pairs of a name and a value.
-        # `_published` contains the value of each counter that was published last.
+        # `_published` contains the last published value of each counter.
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 

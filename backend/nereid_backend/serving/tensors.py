@@ -66,7 +66,7 @@ def array(request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401 - the se
 
 
 def has_tensor(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether the request has the optional input `name`, even if it is empty."""
+    """Return whether the request has the optional input `name`. The input may be empty."""
     return pb_utils.get_input_tensor_by_name(request, name) is not None
 
 
@@ -94,7 +94,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, or a flag which says that no more responses follow, or both.
+    """Send a response, or the flag for the end of the responses, or both.
 
     Args:
         sender: the server's response sender.

@@ -33,7 +33,7 @@ MessageT = TypeVar("MessageT")
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool of a request. Raise a ValueError if its function has no name."""
+    """Return `tool` unchanged. Raise a ValueError if its function has no name."""
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool must have a function with a name")
@@ -41,7 +41,7 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_output_name(name: str) -> str:
-    """Return the name of an optional output. Raise a ValueError for any other name."""
+    """Return `name` unchanged. Raise a ValueError if it is not the name of an optional output."""
     if name not in tensor_names.RETURNABLE:
         raise ValueError("no optional output has this name")
     return name
@@ -231,7 +231,7 @@ class SequenceDelta:
     ending: Ending | None = None
 
     def row(self) -> tuple[Any, ...]:
-        """Return the fields as values that msgpack can pack."""
+        """Return the fields as a tuple of values that msgpack can pack."""
         ending = self.ending and (self.ending.finish_reason, self.ending.stop_reason)
         return (
             self.index,

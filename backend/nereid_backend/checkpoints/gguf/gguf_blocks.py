@@ -42,7 +42,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _signed(blocks: Tensor) -> Tensor:
-    """Return bytes as signed integers, of the same shape."""
+    """Return unsigned bytes as signed integers (255 becomes -1), in the same shape."""
     return blocks.contiguous().view(torch.int8)
 
 
@@ -84,7 +84,7 @@ def _bits_in_order(packed: Tensor) -> Tensor:
 def _centred(
     values: Tensor, scales: Tensor, num_rows: int, *, middle: int, bits: int
 ) -> IntegerWeight:
-    """Return the weights scale * (value - middle)."""
+    """Return the weights, which are scale * (value - middle)."""
     centred = values.view(num_rows, -1).to(torch.int8) - middle
     scales = scales.view(num_rows, -1)
     return IntegerWeight(centred, scales, None, centred.shape[1] // scales.shape[1], bits)
@@ -93,7 +93,7 @@ def _centred(
 def _with_minimums(
     values: Tensor, scales: Tensor, minimums: Tensor, num_rows: int, *, bits: int
 ) -> IntegerWeight:
-    """Return the weights scale * value - minimum, with a scale and a minimum for each group."""
+    """Return scale * value - minimum. Each group of weights has a scale and a minimum."""
     values, scales = values.view(num_rows, -1), scales.view(num_rows, -1)
     group_size = values.shape[1] // scales.shape[1]
     is_constant = scales == 0
@@ -223,7 +223,7 @@ class BlockType:
 
     @property
     def bytes_per_weight(self) -> float:
-        """The size of a weight in memory with its part of the scales and minimums, in bytes."""
+        """The memory in bytes of one weight, including its share of the scales and minimums."""
         numbers_per_group = 2 if self.has_minimums else 1
         return self.bits / 8 + 2 * numbers_per_group / self.group_size
 

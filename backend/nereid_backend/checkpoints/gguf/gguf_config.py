@@ -86,8 +86,8 @@ ARCHITECTURES = {
 }
 """The supported GGUF architectures."""
 
-# A metadata key that is neither in the tables above nor in this list is an error. `_rope` reads
-# some of the values in this list. The other values are not needed.
+# A file with a metadata key that is neither in the tables above nor in this list is refused.
+# `_rope` reads some of the keys in this list. The other keys are not needed.
 _REDUNDANT = (
     "vocab_size",
     "rope.dimension_count",
@@ -172,7 +172,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
 
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
-    """Raise an UnsupportedModelError if rotary embeddings or values have another head size.
+    """Raise an UnsupportedModelError if the rotary dimensions or the value size is not `head_dim`.
 
     Rotary embeddings may rotate only a part of each head (rope.dimension_count), and values may
     have another size than keys (attention.value_length). Both cases are not supported.

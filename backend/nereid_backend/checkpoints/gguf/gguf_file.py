@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the header of a GGUF file: the metadata and the places of the tensors.
+"""Reads the header of a GGUF file: the metadata, and the positions of the tensors in the file.
 
 Source: docs/gguf.md in the repository of ggml, version 3 of the format. All numbers are
 little-endian:
@@ -27,8 +27,8 @@ from nereid_backend.errors import ModelError
 
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
-# The limits bound the memory for the header of a malicious file. The vocabularies of real models
-# have fewer entries than _MAX_STRINGS.
+# These limits bound the memory that the header of a malicious file can make this process allocate.
+# The vocabularies of real models have fewer entries than _MAX_STRINGS.
 _MAX_STRINGS = 2**22
 _MAX_HEADER_BYTES = 2**29
 # The metadata types without a fixed size.
@@ -37,11 +37,12 @@ _STRING, _ARRAY = 8, 9
 _UINT32, _UINT64 = "I", "Q"
 # A string in the file is stored as a length of 8 bytes and the characters.
 _STRING_LENGTH_BYTES = 8
-# The smallest sizes in the header: a metadata value with its name and type, and the description of
-# a tensor.
+# The smallest possible sizes in bytes of two items in the header: a metadata value with its name
+# and type, and the description of a tensor.
 _MIN_VALUE_BYTES = 13
 _MIN_TENSOR_BYTES = 24
-# The tensors start at multiples of this number of bytes, unless the file names another number.
+# The tensors start at multiples of this number of bytes, unless the metadata contains another
+# number.
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**16
 # The struct format of each metadata type with a fixed size.
@@ -211,7 +212,7 @@ class _Reader:
 
 
 def _place(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
-    """Return a tensor of the table. The offset in the table is relative to `data_start`.
+    """Return a tensor of the header's table, with its absolute position in the file.
 
     Raises:
         ValueError: if the type is unknown, or if a row is not a whole number of blocks.

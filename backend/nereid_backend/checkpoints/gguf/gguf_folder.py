@@ -59,8 +59,8 @@ def create_gguf_folder(path: Path, link: str) -> Path:
             "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may create the folder at the same time. The first process that renames its
-    # unfinished folder provides the folder for all processes.
+    # Several processes may create the folder at the same time. Each process writes its own
+    # temporary folder. All processes then use the folder that is renamed first.
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write(file, unfinished)
@@ -102,7 +102,8 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         UnsupportedModelError: if transformers cannot build the tokenizer exactly.
         ModelError: if the vocabulary is damaged.
     """
-    # The import takes a second, and the other formats do not need it.
+    # This module is imported here, because the import takes a second and no other checkpoint format
+    # needs the module.
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_PRE_TOKENIZER_SPLITS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presents the tensors of a GGUF file as the weights of a transformers model.
+"""Gives transformers the tensors of a GGUF file as the weights of a model.
 
 The names and the changes of numbers are those of llama.cpp's converter (convert_hf_to_gguf.py and
 the folder conversion/). Weights of the types that `gguf_blocks` knows keep their integers. The gguf
@@ -85,7 +85,7 @@ class GgufWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the weight. Integers with scales are returned as stored, not dequantised."""
+        """Return the weight as floating point numbers, or as stored integers with scales."""
         blocks = self._read_blocks()
         # The shape of the tensor is [experts, rows, columns], [rows, columns], or [columns] for a
         # bias or a norm. A tensor of the shape [columns] is treated as one row.
@@ -217,7 +217,7 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _row_order(num_rows: int, num_heads: int) -> Tensor:
-    """Return indices that bring the rows of a file into the order that transformers expects.
+    """Return the indices that sort the rows of a file into the order that transformers expects.
 
     For each row that transformers expects, the result contains the index of this row in the file.
 

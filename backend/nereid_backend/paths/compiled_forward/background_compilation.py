@@ -40,17 +40,18 @@ class BackgroundCompilation:
         self._connection, child_end = Pipe()
         fd = child_end.fileno()
         with child_end:
-            # The process starts the C++ compiler. Both are in a new process group, so that one
-            # signal can kill both.
+            # The process starts the C++ compiler. The process group contains the process and its
+            # compiler, so that one signal can kill both.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(fd), str(folder)],
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # The process and its compilers form a process group, so that they can be killed
-                # together. They stay in the session of the engine: Linux divides the CPU time
-                # equally among sessions, and niceness has an effect only within a session.
+                # The process and its compilers form a process group, so that one signal can kill
+                # all of them. The process group stays in the engine's session, because Linux
+                # divides the CPU time equally among sessions, and niceness has an effect only
+                # within a session.
                 process_group=0,
             )
         self._thread = threading.Thread(
@@ -88,8 +89,8 @@ class BackgroundCompilation:
 
     def _kill(self) -> None:
         """Kill the process and the C++ compiler."""
-        # While `returncode` is None, nobody has waited for the process, so the kernel has not given
-        # the process id to another process.
+        # While `returncode` is None, the process has not been waited for. Linux therefore has not
+        # assigned the process id to another process.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -34,8 +34,8 @@ from nereid_backend.paths.model_call import ModelCall, UnfitError
 # The smallest size that the traced code supports. torch.export treats the size 1 as a constant, so
 # a size that varies must be at least 2. Shorter inputs are extended to this size.
 MIN_ROWS = 2
-# The numbers of tokens and logits of the example with which the model is traced. The two numbers
-# must differ. Otherwise torch.export would assume that they are always equal.
+# The example input for tracing has these numbers of tokens and logits. The two numbers must differ.
+# Otherwise torch.export would assume that they are always equal.
 _EXAMPLE_TOKENS = 7
 _EXAMPLE_LOGITS = 3
 # Tensors that a model's code creates from constants are small. A tensor with more elements probably

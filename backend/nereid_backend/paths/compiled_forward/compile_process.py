@@ -107,7 +107,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Return a context that only one process of this machine can enter at a time.
+    """Return a context manager that only one process of this machine can enter at a time.
 
     Other processes wait until the context ends. The context locks a file in `folder`. The operating
     system releases the lock when the process ends. If the folder does not support locks, several
@@ -122,7 +122,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 
 def _end_with_engine(connection: Connection) -> None:
-    """Wait until the engine closes the connection, then kill this process and the C++ compiler."""
+    """Wait until the engine closes the connection, then kill this process and its C++ compiler."""
     # The engine sends no second message, so the end of the connection is the next event.
     with contextlib.suppress(EOFError, OSError):
         connection.poll(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a model to another process of this machine, but not the values of large weights.
+"""Sends a model to another process on this machine, without the values of large weights.
 
 The other process compiles the model's code. The compiler needs the shapes of the weights, but not
 their values. In the received model, a large tensor therefore has the right shape and uninitialised
@@ -47,7 +47,8 @@ def pack_skeleton(skeleton: Skeleton) -> bytes:
     try:
         _SkeletonPickler(message, pickle.HIGHEST_PROTOCOL).dump(skeleton)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        # pickle raises these three classes if an object refers to a local function, for example.
+        # pickle raises one of these three exceptions if, for example, an object refers to a local
+        # function.
         raise UnfitError(f"the model cannot be sent to another process ({error})") from error
     return message.getvalue()
 

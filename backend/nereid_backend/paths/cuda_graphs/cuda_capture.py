@@ -13,7 +13,7 @@ import torch
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]
-# The type of the function `cut`. A call ends the current graph and begins the next graph; see
+# The type of the function `cut`, which ends the current graph and begins the next graph; see
 # `GraphCapture.pieces`.
 Cut = Callable[[Callable[[], None]], None]
 CapturePieces = Callable[[Callable[[Cut], None]], Replay]
@@ -66,7 +66,7 @@ class GraphCapture:
         return self.pieces(lambda _: work())
 
     def pieces(self, work: Callable[[Cut], None]) -> Replay:
-        """Capture some work as several graphs, and return a function that replays the work.
+        """Capture `work` as several graphs, and return a function that replays them in order.
 
         The work gets a function `cut`. A call `cut(between)` ends the current graph and begins the
         next graph. `between` is not captured: each replay calls it between these two graphs.

@@ -251,8 +251,8 @@ class StaticStep:
         attention = self._attention()
         assert self._device_rows.decodes is not None
         # This computation is captured, so that each replay computes the longest length of its own
-        # step. The empty workspaces make the kernels allocate their intermediate results anew, in
-        # the memory that all graphs share.
+        # step. The workspaces are empty, so the kernels allocate their intermediate results during
+        # the capture, in the memory that all graphs share.
         longest = lens.amax(0, keepdim=True)
         decodes = replace(self._device_rows.decodes, longest=longest, _workspaces={})
         attention.device_rows = replace(self._device_rows, decodes=decodes)

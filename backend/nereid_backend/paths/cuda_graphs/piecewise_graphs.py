@@ -189,11 +189,11 @@ class PiecewiseGraphs:
         return static, replay
 
     def _split(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
-        """Return the attention of a forward pass that `cut` divides into several graphs."""
+        """Return an attention function that calls `cut` to end a graph before each attention."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
-        """Return the buffers for the attention of layers with the shapes of `spec`.
+        """Return the buffers for attention layers with the head count and sizes of `spec`.
 
         All layers with these shapes share the buffers. The buffers are created in the first call,
         with the data type and the device of `like`.
@@ -316,7 +316,7 @@ class _SplitForward(PagedForward):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute the attention of one layer between two graphs, and return the attention.
+        """Compute the attention of one layer between two graphs, and return the result.
 
         The keys and values of the layer are stored in the graph that ends here. The attention is
         not part of a graph: `cut` runs it between the graph that ends here and the graph that

@@ -5,8 +5,9 @@ import os
 import time
 from collections.abc import Callable
 
-# If the time between two calls is longer, this process was paused. The child process may have been
-# paused, too, so only this number of seconds counts as time without a message.
+# If more than this number of seconds passes between two calls, this process was probably paused,
+# and the child process may have been paused, too. Only this number of seconds then counts as time
+# without a message.
 _LONGEST_INTERVAL_S = 0.5
 # A process that uses at least this share of a CPU is considered busy. The time limit for a busy
 # process is ten times as long if its model runs on a CPU.

@@ -32,9 +32,9 @@ from nereid_backend.serving.process.inbox import Inbox
 
 _PARENT_POLL_S = 0.5
 _IDLE_POLL_S = 0.5
-# Python collects garbage when the number of new objects that still exist exceeds this number. A
+# Python collects garbage when the number of new objects that still exist exceeds this threshold. A
 # step of 256 sequences creates about 2,000 objects, and deletes them before the next step. With
-# Python's default of 700, each step would contain a collection of 0.1 to 0.3 ms.
+# Python's default threshold of 700, each step would contain a collection that takes 0.1 to 0.3 ms.
 _MAX_NEW_OBJECTS = 10_000
 
 log = logging.getLogger("nereid")
@@ -50,7 +50,7 @@ class Service(Protocol):
         """A dataclass that describes the loaded model."""
 
     def start(self) -> None:
-        """Prepare for requests. Called once, after the parent knows that the model is loaded."""
+        """Prepare for requests. `serve` calls this method once, after it has sent "ready"."""
 
     def has_work(self) -> bool:
         """Return whether `advance` has work to do."""
@@ -90,8 +90,8 @@ def serve(make: MakeService) -> NoReturn:
 
 def reduce_garbage_collection() -> None:
     """Make garbage collections rare and short. A process calls this once, after loading."""
-    # All objects that exist now are permanent. Without freezing them, each full garbage collection
-    # would visit them and delay a step by a fifth of a second.
+    # All objects that exist now are permanent. If they were not frozen, each full garbage
+    # collection would visit them and delay a step by a fifth of a second.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_MAX_NEW_OBJECTS)

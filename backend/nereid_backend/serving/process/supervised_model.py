@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of the Triton models that compute in child processes.
+"""The base class of the Triton models that compute in child processes.
 
 execute (the server's thread)         --> new requests, messages to the child processes
 loop    (one thread, owns requests)   <-- messages of the child processes
@@ -68,10 +68,11 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def __init__(self) -> None:
         self.processes: list[SupervisedProcess] = []
         self.requests: dict[str, RequestT] = {}
-        # The process that computes each request of `requests`.
+        # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
-        # Each arrival has the child process that got the message about the request. The child
-        # process can die, and can be replaced, before the loop takes the arrival.
+        # An arrival consists of the request's id, the request, and the process and child process
+        # that got the message about the request. The child process is stored, because it can die
+        # and be replaced before the loop takes the arrival.
         self._arrivals: queue.SimpleQueue[tuple[str, RequestT, SupervisedProcess, ChildProcess]] = (
             queue.SimpleQueue()
         )
@@ -141,7 +142,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def publish_metrics(self) -> None:
         """Publish the model's metrics, if it has any."""
 
-    # The interface of a Triton model, except for `initialize`.
+    # The methods below are called by Triton server. The subclass implements `initialize`.
 
     def execute(self, requests: list[Any]) -> None:
         """Accept or refuse each request. The loop sends the responses."""
@@ -269,7 +270,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
         running = [process for process in self.processes if process.is_running]
         if len(running) == 1:
-            # The usual case needs no poll, because receiving from one process can wait by itself.
+            # No poll is needed if there is only one process, because its `receive` method can wait.
             return [self._receive_from(running[0], timeout_s)]
         self._wait_for_any(running, timeout_s)
         return [self._receive_from(process, 0.0) for process in running]

@@ -56,8 +56,8 @@ class SupervisedProcess:
         self._log_prefix = log_prefix
         self._stopping = threading.Event()
         self._restarting: threading.Thread | None = None
-        # The process that the restarting thread has started. `has_restarted` moves the process to
-        # `child`.
+        # The new process that the restarting thread has started. `has_restarted` makes this process
+        # the current `child`.
         self._replacement: ChildProcess | None = None
 
     def restart(self, error: EngineError) -> None:

@@ -66,7 +66,7 @@ def sampling_fields(
     body: dict[str, Any] | None,
     limits: RequestLimits,
 ) -> dict[str, Any]:
-    """Return the request's fields: the body of a chat, or the sampling parameters of a completion.
+    """Return the fields of a request: a chat's body, or the sampling parameters of a completion.
 
     The sampling parameters of a completion are in the input sampling_parameters. If the request
     does not have this input, they are in the parameters of the Triton request.

@@ -159,7 +159,7 @@ _TEXT_FIELDS = frozenset(
 
 
 def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the fields with these names, except null fields. Parse values that are text.
+    """Return the fields in `names` that are not null. Parse the values that are text.
 
     genai-perf and Triton's request parameters send numbers, booleans and lists as text. Example:
     `{"top_k": "5", "ignore_eos": "true", "seed": None}` returns `{"top_k": 5, "ignore_eos": True}`.

@@ -28,7 +28,7 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
-# The bytes that a request may have in addition to its prompt, for example for a grammar.
+# A request may have this number of bytes in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
 # The limit on the bytes of a prompt is max_model_len times the bytes of the longest token, but at
 # least max_model_len times this number. Some tokenizers normalise a text to a shorter text before
@@ -197,7 +197,7 @@ class RequestLimits:
             )
 
     def _refuse_length(self, beginning: str, num_bytes: int) -> None:
-        """Raise the error for a prompt that is too long.
+        """Raise a RequestError with the estimated length of a prompt that is too long.
 
         Args:
             beginning: the beginning of the error message, which gives the size of the prompt.

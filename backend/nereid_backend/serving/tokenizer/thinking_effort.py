@@ -23,7 +23,7 @@ _UNLIMITED = -1
 # Larger budgets are replaced by this number, because the messages to the engine cannot contain
 # arbitrarily large numbers. This does not change the output, because no output has so many tokens.
 _LARGEST = 2**31 - 1
-# Jinja code between {{ }} or {% %}, and string literals inside that code.
+# Match the Jinja code between {{ }} or {% %}, and the string literals inside that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 

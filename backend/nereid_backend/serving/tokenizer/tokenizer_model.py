@@ -83,7 +83,8 @@ class TokenizerModel:
             raise tensors.load_error(error) from error
 
         if self._images is not None:
-            # The engine loads the model at the same time and usually needs longer.
+            # The start of the process that prepares images does not delay the server, because the
+            # engine loads the model at the same time and usually needs longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
         self._workers = RequestWorkers(self.respond, _is_long)
@@ -245,7 +246,7 @@ def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
 
 
 def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether rendering and tokenising the prompt of a request may take some time."""
+    """Return whether the prompt of a request may take long to render and tokenise."""
     if tensors.has_input(request, tensor_names.IMAGE):
         return True
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):

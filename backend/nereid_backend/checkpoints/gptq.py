@@ -69,11 +69,11 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
         scales = tensors[".scales"].T  # [out_features, groups]
         groups = tensors.get(".g_idx")
         num_inputs = None if groups is None else len(groups)
-        layer_bits = bits if num_inputs is None else _bits_of(packed.shape[1], num_inputs)
+        layer_bits = bits if num_inputs is None else _derive_bits(packed.shape[1], num_inputs)
         values = unpack_integers(packed, layer_bits, num_inputs)
         packed_zeros = tensors[".qzeros"]  # [groups, words]
         if has_offset:
-            packed_zeros = packed_zeros + _ones(layer_bits, packed_zeros.shape[1])
+            packed_zeros = packed_zeros + _words_of_ones(layer_bits, packed_zeros.shape[1])
         zeros = unpack_integers(packed_zeros, layer_bits, len(scales)).T
         if zeros.shape != scales.shape or values.shape[1] < scales.shape[1]:
             raise ValueError(
@@ -83,13 +83,13 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
         num_groups = scales.shape[1]
         group_size = -(-values.shape[1] // num_groups)
         if groups is not None:
-            groups = _irregular(groups.long(), group_size, num_groups)
+            groups = _groups_if_irregular(groups.long(), group_size, num_groups)
         return IntegerWeight(values, scales, zeros, group_size, layer_bits, groups)
 
     return decode
 
 
-def _bits_of(num_words: int, num_inputs: int) -> int:
+def _derive_bits(num_words: int, num_inputs: int) -> int:
     """Return the number of bits of each weight in a row of `num_words` 32-bit integers.
 
     Example: 8 words for 64 inputs give 4 bits.
@@ -106,7 +106,7 @@ def _bits_of(num_words: int, num_inputs: int) -> int:
     return bits
 
 
-def _ones(bits: int, num_words: int) -> Tensor:
+def _words_of_ones(bits: int, num_words: int) -> Tensor:
     """Return `num_words` 32-bit words in which every packed integer has the value 1.
 
     The tools that write GPTQ checkpoints subtract these words from the packed zeros. A borrow or
@@ -121,10 +121,11 @@ def _ones(bits: int, num_words: int) -> Tensor:
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
-def _irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return the group of each input, or None if the inputs of each group are consecutive.
+def _groups_if_irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
+    """Return `groups`, or None if the inputs of each group are consecutive.
 
-    `groups` contains the index of the group to which each input belongs.
+    `groups` contains the index of the group to which each input belongs. Example: with groups of 2
+    inputs, [0, 0, 1, 1] gives None, and [0, 1, 0, 1] is returned unchanged.
     """
     if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
         raise ValueError(f"g_idx contains a group outside the range 0 to {num_groups - 1}")

@@ -94,11 +94,11 @@ def scale_blocks(
         scales = scales.reshape(1, -1, 1)  # one scale for each row, or one scale in total
     scales = scales.reshape(-1, *scales.shape[-2:]).expand(len(values), -1, -1)
     height, width = block or (-(-num_rows // scales.shape[1]), -(-num_columns // scales.shape[2]))
-    if scales.shape[1:] != (-(-num_rows // height), -(-num_columns // width)):
+    num_blocks = (-(-num_rows // height), -(-num_columns // width))
+    if scales.shape[1:] != num_blocks:
         raise ValueError(
             f"the scales have the shape {tuple(scales.shape[1:])}, but a weight of the shape "
-            f"({num_rows}, {num_columns}) with blocks of {height} x {width} needs "
-            f"({-(-num_rows // height)}, {-(-num_columns // width)})"
+            f"({num_rows}, {num_columns}) with blocks of {height} x {width} needs {num_blocks}"
         )
     columns = torch.arange(num_columns) // width
     weight = torch.empty(values.shape, dtype=dtype)
@@ -132,24 +132,32 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
         bits: the number of bits of an integer, 1 to 8.
         count: the number of integers in each row. By default, it is the largest possible number.
     """
-    octets = packed.contiguous().view(torch.uint8)
-    available = octets.shape[1] * 8 // bits
-    if bits == 8:
-        values = octets
-    elif bits in (1, 2, 4):
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        values = ((octets.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
-    else:
-        starts = torch.arange(available) * bits
-        # An integer can begin in one byte and end in the next byte.
-        padded = torch.nn.functional.pad(octets, (0, 1))
-        pairs = padded[:, starts // 8].int() | (padded[:, starts // 8 + 1].int() << 8)
-        values = ((pairs >> (starts % 8)) & (2**bits - 1)).to(torch.uint8)
+    row_bytes = packed.contiguous().view(torch.uint8)
+    available = row_bytes.shape[1] * 8 // bits
     if count is not None and count > available:
         raise ValueError(
             f"each row of the packed integers contains {available} integers, but {count} are needed"
         )
-    return values[:, : available if count is None else count]
+    if bits == 8:
+        values = row_bytes
+    elif bits in (1, 2, 4):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        values = ((row_bytes.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
+    else:
+        values = _unpack_across_bytes(row_bytes, bits)
+    return values[:, :count]
+
+
+def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
+    """Return the integers of rows of bytes, where an integer can end in the next byte.
+
+    Example: with 3 bits, the bytes [0b11010001, 0b01011000] contain [1, 2, 3, 4, 5].
+    """
+    starts = torch.arange(row_bytes.shape[1] * 8 // bits) * bits
+    padded = torch.nn.functional.pad(row_bytes, (0, 1))
+    pairs = padded[:, starts // 8].int() | (padded[:, starts // 8 + 1].int() << 8)
+    values: Tensor = ((pairs >> (starts % 8)) & (2**bits - 1)).to(torch.uint8)
+    return values
 
 
 def unpack_nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:

@@ -126,7 +126,13 @@ def _read_index(folder: Path) -> dict[str, str]:
         expected = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} cannot be read ({error}). Download the file again.") from error
-    files = sorted(set(expected.values()))
+    _check_indexed_files(index, sorted(set(expected.values())))
+    return expected
+
+
+def _check_indexed_files(index: Path, files: list[str]) -> None:
+    """Raise a ModelError if a file that an index names is missing or not in the index's folder."""
+    folder = index.parent
     for name in files:
         if Path(name).name != name:
             raise ModelError(
@@ -139,25 +145,24 @@ def _read_index(folder: Path) -> dict[str, str]:
             f"{folder} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}. "
             "Download the missing files."
         )
-    return expected
 
 
 def _single_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder without an index.
 
     Raises:
-        ModelError: if there is no weight file, or if a file is one of several shards.
+        ModelError: if there is no weight file.
     """
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder} has no .safetensors files. {_conversion(folder)}")
+        raise ModelError(f"{folder} has no .safetensors files. {_describe_remedy(folder)}")
     return files
 
 
-def _conversion(folder: Path) -> str:
-    """Return a sentence that explains how to get safetensors files."""
+def _describe_remedy(folder: Path) -> str:
+    """Return a sentence that explains how to get safetensors files for the folder."""
     pickles = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     if not pickles:
         return "Download the checkpoint's .safetensors files."

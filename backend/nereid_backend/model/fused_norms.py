@@ -51,7 +51,7 @@ def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            fused = _fused(module)
+            fused = _find_replacement(module)
             if fused is not None:
                 replaced.append((parent, name, module))
                 setattr(parent, name, fused)
@@ -65,7 +65,7 @@ def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
     return restore
 
 
-def _fused(module: nn.Module) -> FusedRmsNorm | None:
+def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
     """Return a fused module with the results of `module`, or None if it cannot be replaced."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))

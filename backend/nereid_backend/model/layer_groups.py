@@ -119,7 +119,7 @@ def divide_layers(
 
     candidates = {1: single_group(layers)}
     for num_places in range(1, len(layers) + 1):
-        groups = _with_places(layers, num_places)
+        groups = _group_by_window(layers, num_places)
         # Several values of `num_places` can give the same number of groups. The first of these
         # values is the smallest one and needs the least memory, so `setdefault` keeps it.
         if len(groups.windows) <= _MAX_GROUPS:
@@ -128,23 +128,25 @@ def divide_layers(
     return candidates[min(count for count in candidates if cost(candidates[count]) <= limit)]
 
 
-def _with_places(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
+def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
     """Return the groups of the layers if each group has at most `num_places` layers.
 
     The layers with one window are divided into groups of nearly equal size. The groups with full
-    attention come first.
+    attention come first. Example: 2 layers with full attention and 5 layers with one window give,
+    with num_places=2, groups of 2 layers with full attention, and of 1, 2 and 2 layers with the
+    window.
     """
-    kinds: dict[LayerWindow, list[int]] = {}
+    layers_by_window: dict[LayerWindow, list[int]] = {}
     for index, layer in enumerate(layers):
-        kinds.setdefault(layer.window, []).append(index)
+        layers_by_window.setdefault(layer.window, []).append(index)
     windows: list[AttentionWindow | None] = []
     places = [(0, 0)] * len(layers)
-    for window in sorted(kinds, key=lambda window: not window.is_full):
-        members = kinds[window]
-        count = -(-len(members) // num_places)
-        bounds = [len(members) * i // count for i in range(count + 1)]
+    for window in sorted(layers_by_window, key=lambda window: not window.is_full):
+        indices = layers_by_window[window]
+        num_groups = -(-len(indices) // num_places)
+        bounds = [len(indices) * i // num_groups for i in range(num_groups + 1)]
         for start, end in pairwise(bounds):
-            for place, index in enumerate(members[start:end]):
+            for place, index in enumerate(indices[start:end]):
                 places[index] = (len(windows), place)
             windows.append(
                 None if window.is_full else AttentionWindow(((window.size, window.chunk),))

@@ -30,7 +30,7 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
         config: the config of the decoder.
         is_batched: whether several sequences share a forward pass.
     """
-    own_limit = _own_limit(config)
+    own_limit = _limit_in_config(config)
     if not is_batched:
         return own_limit
     limits = [own_limit, *_rope_limits(config, own_limit)]
@@ -65,7 +65,7 @@ def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[Lengt
     return limits
 
 
-def _own_limit(config: PretrainedConfig) -> LengthLimit:
+def _limit_in_config(config: PretrainedConfig) -> LengthLimit:
     """Return the length limit in a model's config, or the default if the config has no limit."""
     for name in _LENGTH_FIELDS:
         value = getattr(config, name, None)

@@ -114,7 +114,7 @@ def open_mtp(
     try:
         mtp_model = MtpModel.from_pretrained(target.model, device_map={"": target.device})
         mtp_model.train(False)
-        layers = _probe(target, mtp_model, hook)
+        layers = _probe_attention(target, mtp_model, hook)
     except Exception as error:
         raise _refusal(
             f"transformers {transformers.__version__} cannot load or run the MTP layers of "
@@ -126,7 +126,7 @@ def open_mtp(
 
 
 @torch.inference_mode()
-def _probe(target: Checkpoint, mtp_model: Any, hook: AttentionHook) -> list[LayerSpec]:  # noqa: ANN401
+def _probe_attention(target: Checkpoint, mtp_model: Any, hook: AttentionHook) -> list[LayerSpec]:  # noqa: ANN401
     """Run the first MTP layer on one token, and return its attention layers."""
     ids = torch.tensor([plain_token_ids(target)[:1]], device=target.device)
     weight = mtp_model.layers[0].eh_proj.weight

@@ -84,7 +84,7 @@ def make_trial(
 
     The model computes each whole sequence in a separate pass, and must use its own attention.
     """
-    sequences = _sequences(checkpoint, layers, max_len)
+    sequences = _random_sequences(checkpoint, layers, max_len)
     call = ModelCall(checkpoint.model)
     parts = []
     for tokens, prompt_len in sequences:
@@ -107,13 +107,17 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
     then need no test, because they fail with an error and never give wrong logits.
     """
     try:
-        return _generated(checkpoint, _sequences(checkpoint, (), max_len), block_size)
+        return _generate_sequences(
+            checkpoint, _random_sequences(checkpoint, (), max_len), block_size
+        )
     except Exception:  # noqa: BLE001 - a model can raise any exception
         short_len = min(max_len, _PROMPT_LENS[0] + _NUM_STEPS)
-        return _generated(checkpoint, _sequences(checkpoint, (), short_len), block_size)
+        return _generate_sequences(
+            checkpoint, _random_sequences(checkpoint, (), short_len), block_size
+        )
 
 
-def _generated(
+def _generate_sequences(
     checkpoint: Checkpoint, prompts: list[tuple[list[int], int]], block_size: int
 ) -> Trial:
     """Let transformers' generate continue the prompts, and return the tokens and their logits.
@@ -216,7 +220,7 @@ def check_in_steps(
 
     The generator returns and raises what `check_path` returns and raises.
     """
-    logits = yield from _run(path, trial)
+    logits = yield from _run_in_steps(path, trial)
     if logits.shape != trial.expected.shape:
         raise UnfitError(
             f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
@@ -239,7 +243,7 @@ def check_in_steps(
     return difference
 
 
-def _sequences(
+def _random_sequences(
     checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec], max_len: int
 ) -> list[tuple[list[int], int]]:
     """Return random sequences, each as a pair (token ids, number of prompt tokens).
@@ -279,7 +283,7 @@ def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
     }
 
 
-def _run(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
+def _run_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
     """Compute the test sequences with a forward path, and yield after each step.
 
     Returns:
@@ -287,15 +291,15 @@ def _run(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
     """
     sequences = _prompt_sequences(trial)
     numbers = {sequence: number for number, sequence in enumerate(sequences)}
-    rows: list[list[Tensor]] = [[] for _ in sequences]
+    logits_of_sequences: list[list[Tensor]] = [[] for _ in sequences]
     # Prompts with images can be long, so they are divided into a few large chunks.
     budget = max(_BUDGET, max(len(tokens) for tokens, _ in trial.sequences) // 3)
     while chunks := _next_chunks(sequences, budget if trial.images else _BUDGET):
         logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
         sampling = [chunk for chunk in chunks if chunk.samples]
-        for chunk, row in zip(sampling, logits, strict=True):
+        for chunk, chunk_logits in zip(sampling, logits, strict=True):
             number = numbers[chunk.sequence]
-            rows[number].append(row.float())
+            logits_of_sequences[number].append(chunk_logits.float())
             # Append the next token of the test sequence instead of sampling a token.
             tokens, _ = trial.sequences[number]
             next_index = chunk.start + chunk.num_tokens
@@ -304,7 +308,9 @@ def _run(path: ForwardPath, trial: Trial) -> Generator[None, None, Tensor]:
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
         yield
-    return torch.cat([torch.stack(sequence_rows) for sequence_rows in rows])
+    return torch.cat(
+        [torch.stack(logits_of_sequence) for logits_of_sequence in logits_of_sequences]
+    )
 
 
 def _prompt_sequences(trial: Trial) -> list[Sequence]:

@@ -45,11 +45,13 @@ def has_exact_snapshots(
         return False
     try:
         first = _make_sequence(trial, row=0)
-        _run(path, Chunk(first, 0, half, False, True, 0), SnapshotPlan([], [(0, _SNAPSHOT)], []))
-        expected = _continue(path, first, half, None)
+        _run_chunk(
+            path, Chunk(first, 0, half, False, True, 0), SnapshotPlan([], [(0, _SNAPSHOT)], [])
+        )
+        expected = _continue_from(path, first, half, None)
         restored = SnapshotPlan([(0, _SNAPSHOT)], [], [])
         return all(
-            torch.equal(_continue(path, _make_sequence(trial, row), half, restored), expected)
+            torch.equal(_continue_from(path, _make_sequence(trial, row), half, restored), expected)
             for row in (1, 0)
         )
     except Exception:  # noqa: BLE001 - a model's code can raise any exception
@@ -68,7 +70,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
     return sequence
 
 
-def _continue(
+def _continue_from(
     path: RowsPath, sequence: Sequence, start: int, snapshots: SnapshotPlan | None
 ) -> Tensor:
     """Compute the tokens from `start` on: one chunk without the last token, then the last token.
@@ -79,12 +81,12 @@ def _continue(
     last = len(sequence.token_ids) - 1
     is_first = snapshots is not None
     parts = [
-        _run(path, Chunk(sequence, start, last - start, True, is_first, 1), snapshots),
-        _run(path, Chunk(sequence, last, 1, True, False, 1), None),
+        _run_chunk(path, Chunk(sequence, start, last - start, True, is_first, 1), snapshots),
+        _run_chunk(path, Chunk(sequence, last, 1, True, False, 1), None),
     ]
     return torch.cat(parts)
 
 
-def _run(path: RowsPath, chunk: Chunk, snapshots: SnapshotPlan | None) -> Tensor:
+def _run_chunk(path: RowsPath, chunk: Chunk, snapshots: SnapshotPlan | None) -> Tensor:
     """Compute one chunk in a step of its own, and return the logits."""
     return path.forward(StepPlan([chunk], chunk.num_tokens, snapshots=snapshots))

@@ -241,7 +241,7 @@ def load(
         config.lora_memory,
     )
     return Loaded(
-        runner=_runner(config, device, steps, progress),
+        runner=_make_runner(config, device, steps, progress),
         info=_describe(config, checkpoint, memory, opened.chosen, clock.seconds, num_tokens),
         spec=spec,
         groups=groups,
@@ -336,7 +336,7 @@ def _block_shape(
     )
 
 
-def _runner(
+def _make_runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
     """Return the runner of a forward path, with the GPU sampling kernel if it is usable."""

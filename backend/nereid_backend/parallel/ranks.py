@@ -184,7 +184,7 @@ class Ranks:
         try:
             message = connection.recv()
         except EOFError:
-            message = self._death(number)
+            message = self._describe_death(number)
         if message != _STARTED:
             raise EngineError(f"rank {number} of the model {message}")
 
@@ -199,7 +199,7 @@ class Ranks:
             # here, and report the death instead.
             time.sleep(_FOLLOWING_ERRORS_S)
             reasons = [
-                f"rank {number} of the model {self._end_of(number, connection)}"
+                f"rank {number} of the model {self._describe_end(number, connection)}"
                 for number, connection in enumerate(self._connections, 1)
                 if connection.poll()
             ]
@@ -213,7 +213,7 @@ class Ranks:
                 # gloo notices that a rank has ended. NCCL would wait, so its group is aborted.
                 distributed_c10d._abort_process_group()
 
-    def _end_of(self, number: int, connection: Connection) -> str:
+    def _describe_end(self, number: int, connection: Connection) -> str:
         """Return the last message of a rank, or a description of how its process ended.
 
         Examples: "failed: RuntimeError: out of memory" and "ended (signal 9)".
@@ -221,9 +221,9 @@ class Ranks:
         try:
             return str(connection.recv())
         except (EOFError, OSError):
-            return self._death(number)
+            return self._describe_death(number)
 
-    def _death(self, number: int) -> str:
+    def _describe_death(self, number: int) -> str:
         """Return how the process of a rank has ended, such as "ended (signal 9)"."""
         try:
             code = self._processes[number - 1].wait(_EXIT_TIMEOUT_S)

@@ -94,17 +94,17 @@ def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - a
 
 def copy_state(state: State) -> State:
     """Return a copy of a state. The tensors of the copy have memory of their own."""
-    return [_copy(layer) for layer in state]
+    return [_copy_value(layer) for layer in state]
 
 
-def _copy(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
+def _copy_value(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
     """Return a copy of a value, in which nested tensors are copied, too."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _copy(part) for key, part in value.items()}
+        return {key: _copy_value(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_copy(part) for part in value]
+        return [_copy_value(part) for part in value]
     return copy.copy(value)
 
 
@@ -119,7 +119,7 @@ def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - as 
     states_by_layer = zip(*states, strict=True)
     for layer, parts in zip(cache.layers, states_by_layer, strict=True):
         for name in parts[0]:
-            setattr(layer, name, _merge([part[name] for part in parts]))
+            setattr(layer, name, _merge_values([part[name] for part in parts]))
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
@@ -129,13 +129,13 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
     # A layer that is also a BlockCacheLayer has attributes that the engine sets before each pass.
     engine_names: frozenset[str] = getattr(layer, "engine_names", frozenset())
     return {
-        name: _cut(value, row, num_rows)
+        name: _cut_row(value, row, num_rows)
         for name, value in vars(layer).items()
         if name not in engine_names
     }
 
 
-def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
+def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
     """Return the part of a cache layer's attribute that belongs to one row of the batch.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
@@ -144,20 +144,20 @@ def _cut(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attr
         # A view would keep the memory of the whole batch allocated.
         return value[row : row + 1].clone() if num_rows > 1 else value
     if isinstance(value, dict):
-        return {key: _cut(part, row, num_rows) for key, part in value.items()}
-    return _copy(value)
+        return {key: _cut_row(part, row, num_rows) for key, part in value.items()}
+    return _copy_value(value)
 
 
-def _merge(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut
+def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut_row
     """Merge the values of an attribute, one for each sequence, into the value for the batch.
 
-    This is the inverse of _cut. Example: two tensors [1, 8] give a tensor [2, 8].
+    This is the inverse of _cut_row. Example: two tensors [1, 8] give a tensor [2, 8].
     """
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts) if len(parts) > 1 else first
     if isinstance(first, dict):
-        return {key: _merge([part[key] for part in parts]) for key in first}
+        return {key: _merge_values([part[key] for part in parts]) for key in first}
     if any(part != first for part in parts):
         raise UnfitError(
             "sequences of this model cannot share a batch, because an attribute of their states "

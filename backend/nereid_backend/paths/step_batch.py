@@ -8,6 +8,7 @@ Attention computes the two decodes together and the prefill separately.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup, Prefill
 from nereid_backend.attention.gpu.gpu_batch import PackedRows, PrefillShape, StepLayout
-from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
+from nereid_backend.paths.block_table_rows import BlockTableRows
 
 # Decodes with at most this number of blocks always form one group. Computing their padding takes
 # less time than computing a second group.
@@ -56,13 +57,63 @@ def tokens_of(chunk: Chunk) -> list[int]:
     return token_ids + sequence.draft_token_ids[: chunk.num_tokens - len(token_ids)]
 
 
-class BatchBuilder:
-    """Builds the tensors of steps, and stores the block tables of running sequences in arrays.
+class _DecodeLengths(NamedTuple):
+    """Decodes of similar length, for which attention is computed together.
 
-    Each group of layers has an array, and each sequence has a row in the arrays. Blocks that were
-    added to the sequence's own lists since the last step are copied into the row, so that a step
-    does not copy all block tables.
+    Attributes:
+        tokens: the indices of the decodes among the decodes of the step. The indices are a slice if
+            all decodes belong to this group.
+        lens: [num_decodes] int64, the number of tokens to which each decode attends.
     """
+
+    tokens: Integers | slice
+    lens: Integers
+
+
+@dataclass(slots=True)  # not frozen, because frozen objects are slower to create
+class _PackedChunks:
+    """The chunks of a step, whose tokens are joined to one row of tokens.
+
+    Attributes:
+        chunks: the chunks. Chunks of one token (decodes) come before longer chunks (prefills).
+        num_decodes: the number of decodes.
+        rows: [num_chunks] int64, the row of each chunk's sequence in the block tables.
+        positions: [num_tokens] int64, the position of each token in its sequence.
+        token_rows: [num_tokens] int64, the row of each token's sequence in the block tables.
+        logits_index: [num_logits] int64, the indices of the tokens whose logits are needed.
+    """
+
+    chunks: list[Chunk]
+    num_decodes: int
+    rows: Integers
+    positions: Integers
+    token_rows: Integers
+    logits_index: Integers
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], rows: Integers) -> "_PackedChunks":
+        """Join the tokens of the chunks. `rows` are the rows of the chunks."""
+        starts = np.array([chunk.start for chunk in chunks])
+        counts = np.array([chunk.num_tokens for chunk in chunks])
+        num_logits = np.array([chunk.num_logits for chunk in chunks])
+        return cls(
+            chunks=chunks,
+            num_decodes=int(np.count_nonzero(counts == 1)),
+            rows=rows,
+            positions=_consecutive(starts, counts),
+            token_rows=rows.repeat(counts),
+            # The logits of the last num_logits tokens of each chunk are needed.
+            logits_index=_consecutive(counts.cumsum() - num_logits, num_logits),
+        )
+
+    @property
+    def prefills(self) -> list[Chunk]:
+        """The chunks of several tokens."""
+        return self.chunks[self.num_decodes :]
+
+
+class BatchBuilder:
+    """Builds the tensors of steps, and stores the block tables of running sequences."""
 
     def __init__(
         self,
@@ -89,17 +140,13 @@ class BatchBuilder:
         assert layout is None or num_groups == 1, "GPU kernels read one block table."
         self._layout = layout
         self._block_size = block_size
-        self._null_block = null_block
-        width = -(-max_model_len // block_size)
-        self._tables: list[Integers] = [
-            np.full((max_num_seqs, width), null_block, dtype=np.int64) for _ in range(num_groups)
-        ]
-        # For each group and row: how many blocks were copied into the row, and how many of these
-        # blocks were freed later. The null block replaces freed blocks.
-        self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
-        self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row, the version of the block tables that were copied into the row.
-        self._versions = [0] * max_num_seqs
+        self._tables = BlockTableRows(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            null_block=null_block,
+            num_groups=num_groups,
+        )
 
     def build(
         self, plan: StepPlan, device: torch.device, sampled: Tensor | None = None
@@ -121,46 +168,33 @@ class BatchBuilder:
 
         Mutates: the block tables of the plan's sequences.
         """
-        rows = self._update_tables(plan)
-        starts = np.array([chunk.start for chunk in plan.chunks])
-        counts = np.array([chunk.num_tokens for chunk in plan.chunks])
-        num_logits = np.array([chunk.num_logits for chunk in plan.chunks])
-        # Chunks of one token (decodes) come before all longer chunks (prefills).
-        num_decodes = int(np.count_nonzero(counts == 1))
-        prefill_chunks = plan.chunks[num_decodes:]
-        positions = _consecutive(starts, counts)
-        # The logits of the last num_logits tokens of each chunk are needed.
-        logits_index = _consecutive(counts.cumsum() - num_logits, num_logits)
-        groups = self._group(positions[:num_decodes] + 1)
-        step_arrays = [
-            _input_ids(plan.chunks, num_decodes),
-            positions,
-            self._slots(positions, rows.repeat(counts)),
-            logits_index if len(logits_index) else np.zeros(1, np.int64),
+        step = _PackedChunks.of(plan.chunks, self._tables.update(plan))
+        groups = self._group_by_length(step.positions[: step.num_decodes] + 1)
+        arrays = [
+            _input_ids(plan.chunks, step.num_decodes),
+            step.positions,
+            self._tables.slots(step.positions, step.token_rows),
+            step.logits_index if len(step.logits_index) else np.zeros(1, np.int64),
             _pending_tokens(plan),
+            *self._decode_arrays(step, groups),
+            *self._prefill_blocks(step),
+            *self._arrays_of_other_groups(step, groups),
+            *self._kernel_arrays(plan.chunks, groups),
         ]
-        group_arrays = self._group_arrays(groups, rows)
-        prefill_arrays = [
-            self._blocks(rows[index : index + 1], chunk.start + chunk.num_tokens)
-            for index, chunk in enumerate(prefill_chunks, num_decodes)
-        ]
-        kernel_arrays = self._kernel_arrays(plan.chunks, groups)
-        table_arrays = []
-        for index in range(1, len(self._tables)):
-            table_arrays += self._table_arrays(index, plan.chunks, groups, rows)
         # One operation copies all arrays to the device. Below, the tensors are taken from the
         # iterator in the order of the arrays.
-        arrays = [*step_arrays, *group_arrays, *prefill_arrays, *table_arrays, *kernel_arrays]
         tensors = iter(upload_all(arrays, device))
-        input_ids, position_ids, slots, logits_ids, pending = itertools.islice(tensors, 5)
+        input_ids, position_ids, slots, logits_index, pending = itertools.islice(tensors, 5)
         attention = AttentionBatch(
             slots=slots,
-            num_decodes=num_decodes,
+            num_decodes=step.num_decodes,
             decodes=self._decode_groups(groups, tensors),
-            prefills=_prefills(prefill_chunks, num_decodes, tensors),
+            prefills=_prefills(step.prefills, step.num_decodes, tensors),
             block_size=self._block_size,
         )
-        attention.other_groups = tuple(_with_blocks(attention, tensors) for _ in self._tables[1:])
+        attention.other_groups = tuple(
+            _with_blocks(attention, tensors) for _ in range(1, self._tables.num_groups)
+        )
         if self._layout is not None:
             attention.device_rows = PackedRows(self._layout, list(tensors))
         if plan.pending:
@@ -171,66 +205,57 @@ class BatchBuilder:
             input_ids=input_ids[None],
             position_ids=position_ids[None],
             attention=attention,
-            logits_index=logits_ids,
-            num_logits=len(logits_index),
+            logits_index=logits_index,
+            num_logits=len(step.logits_index),
         )
 
-    def _group_arrays(
-        self, groups: list[tuple[Integers | slice, Integers]], rows: Integers
-    ) -> list[Integers]:
+    def _decode_arrays(self, step: _PackedChunks, groups: list[_DecodeLengths]) -> list[Integers]:
         """Return the arrays of the groups of decodes, in the order in which they are read.
 
         Each group has its blocks, its lengths, and its token indices if these are not a slice; see
-        `_decode_groups`. `groups` are the groups that `_group` returned, and `rows` are the rows of
-        the step's chunks.
+        `_decode_groups`.
         """
         arrays = []
         for tokens, lens in groups:
-            arrays += [self._blocks(rows[tokens], lens.max()), lens]
+            arrays += [self._tables.blocks(step.rows[tokens], lens.max()), lens]
             if not isinstance(tokens, slice):
                 arrays.append(tokens)
         return arrays
 
-    def _table_arrays(
-        self,
-        index: int,
-        chunks: list[Chunk],
-        groups: list[tuple[Integers | slice, Integers]],
-        rows: Integers,
-    ) -> list[Integers]:
-        """Return the arrays of the group of layers `index` that depend on its block tables.
-
-        The arrays are the slots of the tokens, the blocks of each group of decodes, and the blocks
-        of each prefill. `groups` are the groups of decodes that `_group` returned, and `rows` are
-        the rows of the chunks.
-        """
-        starts = np.array([chunk.start for chunk in chunks])
-        counts = np.array([chunk.num_tokens for chunk in chunks])
-        positions = _consecutive(starts, counts)
-        num_decodes = int(np.count_nonzero(counts == 1))
+    def _prefill_blocks(self, step: _PackedChunks, group: int = 0) -> list[Integers]:
+        """Return the block table of each prefill, [1, num_blocks]. `group` is a group of layers."""
         return [
-            self._slots(positions, rows.repeat(counts), index),
-            *(self._blocks(rows[tokens], lens.max(), index) for tokens, lens in groups),
-            *(
-                self._blocks(rows[number : number + 1], chunk.start + chunk.num_tokens, index)
-                for number, chunk in enumerate(chunks[num_decodes:], num_decodes)
-            ),
+            self._tables.blocks(step.rows[index : index + 1], chunk.start + chunk.num_tokens, group)
+            for index, chunk in enumerate(step.prefills, step.num_decodes)
         ]
 
-    def _kernel_arrays(
-        self, chunks: list[Chunk], groups: list[tuple[Integers | slice, Integers]]
+    def _arrays_of_other_groups(
+        self, step: _PackedChunks, groups: list[_DecodeLengths]
     ) -> list[Integers]:
+        """Return the arrays that depend on the block tables of all groups of layers but the first.
+
+        For each group of layers, the arrays are the slots of the tokens, the blocks of each group
+        of decodes, and the blocks of each prefill; see `_with_blocks`.
+        """
+        arrays = []
+        for group in range(1, self._tables.num_groups):
+            arrays.append(self._tables.slots(step.positions, step.token_rows, group))
+            for tokens, lens in groups:
+                arrays.append(self._tables.blocks(step.rows[tokens], lens.max(), group))
+            arrays += self._prefill_blocks(step, group)
+        return arrays
+
+    def _kernel_arrays(self, chunks: list[Chunk], groups: list[_DecodeLengths]) -> list[Integers]:
         """Return the additional arrays that GPU kernels read; see `StepLayout.arrays`.
 
-        The list is empty if no GPU kernel is used. `groups` are the groups of decodes that `_group`
-        returned.
+        The list is empty if no GPU kernel is used.
         """
         if self._layout is None:
             return []
         size = self._block_size
         decode_shapes = [(len(lens), -(-int(lens.max()) // size)) for _, lens in groups]
-        # Each decode is one chunk and one token, so this is the index of the first prefill's chunk
-        # and also of its first token.
+        # Each decode is one chunk of one token. The number of decodes is therefore the index of the
+        # first prefill, both among the chunks and among the tokens.
         start = sum(count for count, _ in decode_shapes)
         prefills = []
         for chunk in chunks[start:]:
@@ -240,12 +265,12 @@ class BatchBuilder:
         return self._layout.arrays(decode_shapes, prefills)
 
     def _decode_groups(
-        self, groups: list[tuple[Integers | slice, Integers]], tensors: Iterator[Tensor]
+        self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
         """Return the groups of decodes as tensors.
 
-        `groups` are the groups that `_group` returned. `tensors` yields the blocks and the lengths
-        of each group, and the token indices of each group that is not a slice of the decodes.
+        `tensors` yields the tensors of the arrays that `_decode_arrays` returned: the blocks, the
+        lengths, and the token indices if these are not a slice, for each group.
         """
         decode_groups = []
         for tokens, _ in groups:
@@ -255,71 +280,7 @@ class BatchBuilder:
             decode_groups.append(DecodeGroup(token_index, blocks, lens, self._block_size))
         return decode_groups
 
-    def _slots(self, positions: Integers, rows: Integers, index: int = 0) -> Integers:
-        """Return the slot (the index in the KV cache) of each token, [num_tokens] int64.
-
-        Example: block_size is 16, and the block table of a sequence is [7, 2]. The token at
-        position 20 is token 4 of block 2, so its slot is 2 * 16 + 4 = 36.
-
-        Args:
-            positions: [num_tokens] int64, the position of each token in its sequence.
-            rows: [num_tokens] int64, the row of the sequence of each token.
-            index: the group of layers.
-        """
-        blocks = self._tables[index][rows, positions // self._block_size]
-        slots: Integers = blocks * self._block_size + positions % self._block_size
-        return slots
-
-    def _update_tables(self, plan: StepPlan) -> Integers:
-        """Copy the new blocks of a plan's sequences into the arrays of block tables.
-
-        Returns:
-            [num_chunks] int64, the row of each chunk.
-        """
-        versions = self._versions
-        rows: list[int] = []
-        # This loop runs for every chunk of every step, so it must be fast. In most steps, a
-        # sequence gets no new block, and its row stays unchanged. Unpacking a chunk is faster than
-        # reading its fields by name.
-        for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
-            row = sequence.row
-            assert row is not None
-            rows.append(row)
-            if is_first or sequence.table_version != versions[row]:
-                versions[row] = sequence.table_version
-                for index in range(len(self._tables)):
-                    self._fill_row(index, row, sequence, is_first=is_first)
-        return np.array(rows)
-
-    def _fill_row(self, index: int, row: int, sequence: Sequence, *, is_first: bool) -> None:
-        """Copy a sequence's new blocks into its row, and replace freed blocks by the null block.
-
-        Args:
-            index: the group of layers.
-            row: the row of the sequence.
-            sequence: the sequence.
-            is_first: whether the sequence starts now. The row then still contains the blocks of an
-                earlier sequence.
-        """
-        block_table = sequence.block_tables[index]
-        end_dropped = sequence.num_dropped_blocks[index]
-        array = self._tables[index][row]
-        num_filled = self._num_filled[index][row]
-        num_dropped = self._num_dropped[index][row]
-        if is_first:
-            array[:num_filled] = self._null_block
-            num_filled = 0
-            self._num_filled[index][row] = 0
-            self._num_dropped[index][row] = 0
-        elif end_dropped > num_dropped:
-            # Another sequence may use the freed blocks by now.
-            array[num_dropped:end_dropped] = self._null_block
-            self._num_dropped[index][row] = end_dropped
-        if len(block_table) > num_filled:
-            array[num_filled : len(block_table)] = block_table[num_filled:]
-            self._num_filled[index][row] = len(block_table)
-
-    def _group(self, lens: Integers) -> list[tuple[Integers | slice, Integers]]:
+    def _group_by_length(self, lens: Integers) -> list[_DecodeLengths]:
         """Divide the sequences that decode in this step into groups of similar length.
 
         The groups limit padding: padding at most doubles the number of blocks that a group of long
@@ -330,28 +291,15 @@ class BatchBuilder:
 
         Args:
             lens: [num_decodes] int64, the number of tokens that each sequence attends to.
-
-        Returns:
-            One pair (indices, lengths) for each group: the indices of the group's sequences in
-            `lens`, and the elements of `lens` at these indices. If all sequences form one group,
-            the indices are a slice.
         """
         num_blocks = -(-lens // self._block_size)
         longest = num_blocks.max(initial=0)
         if longest <= _SHORT_BLOCKS or len(lens) * longest <= 2 * num_blocks.sum():
-            return [(slice(len(lens)), lens)] if len(lens) else []
+            return [_DecodeLengths(slice(len(lens)), lens)] if len(lens) else []
         # Lengths with the same rounded logarithm differ by a factor of two at most.
         levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
         groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
-        return [(group, lens[group]) for group in groups]
-
-    def _blocks(self, rows: Integers, num_tokens: int, index: int = 0) -> Integers:
-        """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens.
-
-        `index` is the group of layers. Example: with 16 tokens in a block, num_tokens=35 gives the
-        first 3 blocks of each table.
-        """
-        return self._tables[index][rows, : -(-int(num_tokens) // self._block_size)]
+        return [_DecodeLengths(group, lens[group]) for group in groups]
 
 
 def _consecutive(starts: Integers, counts: Integers) -> Integers:
@@ -396,7 +344,7 @@ def _with_blocks(attention: AttentionBatch, tensors: Iterator[Tensor]) -> Attent
     """Return the metadata of another group of layers.
 
     `attention` is the metadata of the first group. `tensors` yields the tensors of the arrays that
-    `BatchBuilder._table_arrays` returned.
+    `BatchBuilder._arrays_of_other_groups` returned.
     """
     return AttentionBatch(
         slots=next(tensors),

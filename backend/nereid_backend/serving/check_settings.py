@@ -133,14 +133,15 @@ def _check_formats(settings: ServingSettings) -> None:
         ("reasoning_parser", "reasoning", settings.reasoning_parser),
         ("tool_parser", "tools", settings.tool_parser),
     ):
-        if name not in ("", NO_FORMAT):
-            # The parsers are imported only here, because the import takes as long as all checks.
-            from nereid_parsers import NereidParsersError, get_format
+        if name in ("", NO_FORMAT):
+            continue
+        # The parsers are imported only here, because the import takes as long as all checks.
+        from nereid_parsers import NereidParsersError, get_format
 
-            try:
-                get_format(**{argument: name})
-            except NereidParsersError as error:
-                raise ConfigError(f"{setting}: {error}") from error
+        try:
+            get_format(**{argument: name})
+        except NereidParsersError as error:
+            raise ConfigError(f"{setting}: {error}") from error
 
 
 def _check_length(config: EngineConfig) -> None:

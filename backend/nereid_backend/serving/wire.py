@@ -116,7 +116,7 @@ class StreamContext:
         Raises:
             RequestError: the bytes are not a valid context.
         """
-        return _unpacked("context", data, _CONTEXT.validate_python)
+        return _unpack("context", data, _CONTEXT.validate_python)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class RequestEnvelope:
         Raises:
             RequestError: the bytes are not a valid envelope.
         """
-        return _unpacked(
+        return _unpack(
             "message",
             data.tobytes(),
             lambda row: _ENVELOPE.validate_python(ArgsKwargs(tuple(row))),
@@ -181,7 +181,7 @@ def unpack_params(data: bytes) -> SamplingParams:
     Raises:
         RequestError: the bytes are not valid sampling parameters.
     """
-    return _unpacked("sampling parameters", data, lambda values: CheckedSamplingParams(**values))
+    return _unpack("sampling parameters", data, lambda values: CheckedSamplingParams(**values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ def unpack_update(row: list[Any]) -> RequestUpdate:
 _UPDATE_FIELDS = tuple(field.name for field in fields(RequestUpdate))
 
 
-def _unpacked(title: str, data: bytes, read: Callable[[Any], MessageT]) -> MessageT:
+def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> MessageT:
     """Unpack `data`, and return the message that `read` builds from the unpacked values.
 
     Raises:

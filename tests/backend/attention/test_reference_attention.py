@@ -1,6 +1,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from nereid_backend.attention.interface import PagedForward
@@ -129,4 +130,5 @@ def test_a_reused_row_ignores_the_longer_block_table_of_the_previous_request():
     second = Sequence("b", [1] * 3, SamplingParams(), max_total_tokens=99)
     second.row, second.block_table = 0, [3]
     builder.build(StepPlan([Chunk(second, 0, 3, True, True, 1)], 3), CPU)
-    assert builder._tables[0][0].tolist() == [3] + [50] * 9
+    [table] = builder._tables.blocks(np.array([0]), 40)
+    assert table.tolist() == [3] + [50] * 9

@@ -138,8 +138,10 @@ def test_the_self_check_notices_padding_that_is_looked_at(saved, monkeypatch):
 
 
 def test_the_self_check_notices_states_of_other_rows(saved, monkeypatch):
-    right = recurrent_cache._cut
-    monkeypatch.setattr(recurrent_cache, "_cut", lambda value, row, count: right(value, 0, count))
+    right = recurrent_cache._cut_row
+    monkeypatch.setattr(
+        recurrent_cache, "_cut_row", lambda value, row, count: right(value, 0, count)
+    )
     assert_differs(saved("qwen3_next"), "rows")
 
 

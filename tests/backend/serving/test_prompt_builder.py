@@ -3,7 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 from nereid_backend import RequestError
-from nereid_backend.serving.tokenizer.prompt_builder import PromptBuilder, read_flag, read_tools
+from nereid_backend.serving.tokenizer.chat_template_renderer import ChatTemplateRenderer
+from nereid_backend.serving.tokenizer.chat_tools import read_tools
+from nereid_backend.serving.tokenizer.prompt_builder import read_flag
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
 
@@ -61,23 +63,23 @@ def test_a_flag_that_is_none_is_refused():
         read_flag({"x": 1}, "x", default=False)
 
 
-def builder_with(template):
-    """Return a builder that can only render: its tokenizer has nothing but a chat template."""
-    builder = PromptBuilder.__new__(PromptBuilder)
-    builder._tokenizer = SimpleNamespace(chat_template=template, special_tokens_map={"eos": "$"})
-    return builder
+def renderer_of(template):
+    """Return a renderer whose tokenizer has a chat template and one special token."""
+    return ChatTemplateRenderer(
+        SimpleNamespace(chat_template=template, special_tokens_map={"eos": "$"})
+    )
 
 
 def test_a_chat_is_rendered_with_the_special_tokens():
-    builder = builder_with("{% for m in messages %}{{ m.content }}{{ eos }}{% endfor %}")
-    assert builder._render([{"role": "user", "content": "a"}]) == "a$"
+    renderer = renderer_of("{% for m in messages %}{{ m.content }}{{ eos }}{% endfor %}")
+    assert renderer.render([{"role": "user", "content": "a"}]) == "a$"
 
 
 def test_a_checkpoint_may_have_a_template_for_tools():
-    builder = builder_with({"default": "plain", "tool_use": "tools"})
+    renderer = renderer_of({"default": "plain", "tool_use": "tools"})
     messages = [{"role": "user", "content": "a"}]
-    assert builder._render(messages) == "plain"
-    assert builder._render(messages, tools=TOOLS) == "tools"
+    assert renderer.render(messages) == "plain"
+    assert renderer.render(messages, tools=TOOLS) == "tools"
 
 
 @pytest.mark.parametrize(
@@ -99,11 +101,11 @@ def test_a_checkpoint_may_have_a_template_for_tools():
 def test_a_template_that_cannot_render_a_request_gives_an_error_soon(template, message):
     started = time.thread_time()
     with pytest.raises(RequestError, match=message):
-        builder_with(template)._render([{"role": "user", "content": "a"}])
+        renderer_of(template).render([{"role": "user", "content": "a"}])
     assert time.thread_time() - started < 6
 
 
 def test_a_message_without_content_cannot_be_continued():
-    builder = builder_with("{{ messages[0].content }}")
+    renderer = renderer_of("{{ messages[0].content }}")
     with pytest.raises(RequestError, match="continue_final_message: the last message has no"):
-        builder._render([{"role": "assistant"}], continue_final_message=True)
+        renderer.render([{"role": "assistant"}], continue_final_message=True)

@@ -36,27 +36,28 @@ _LEVELS = torch.tensor(
 )
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
+def _read_float16(blocks: Tensor, start: int) -> Tensor:
     """Return the float16 number at byte `start` of each block, as float32 [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _signed(blocks: Tensor) -> Tensor:
+def _as_int8(blocks: Tensor) -> Tensor:
     """Return unsigned bytes as signed integers (255 becomes -1), in the same shape."""
     return blocks.contiguous().view(torch.int8)
 
 
-def _halves(packed: Tensor, half: int) -> Tensor:
+def _unpack_4_bit(packed: Tensor, run_length: int) -> Tensor:
     """Return the 4-bit integers of bytes, [blocks, 2 * bytes].
 
-    Each run of `half` bytes contains `2 * half` integers: first the low 4 bits of all its bytes,
-    then the high 4 bits. Example: with half=2, the bytes [0x31, 0x42] contain [1, 2, 3, 4].
+    Each run of `run_length` bytes contains `2 * run_length` integers: first the low 4 bits of all
+    its bytes, then the high 4 bits. Example: with run_length=2, the bytes [0x31, 0x42] contain
+    [1, 2, 3, 4].
     """
-    runs = packed.reshape(len(packed), -1, 1, half)
+    runs = packed.reshape(len(packed), -1, 1, run_length)
     return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1)
 
 
-def _quarters(packed: Tensor) -> Tensor:
+def _unpack_2_bit(packed: Tensor) -> Tensor:
     """Return the 2-bit integers of bytes, [blocks, 4 * bytes].
 
     Each run of 32 bytes contains 128 integers: first the lowest 2 bits of all its bytes, then the
@@ -67,7 +68,7 @@ def _quarters(packed: Tensor) -> Tensor:
     return ((runs >> shifts) & 3).flatten(1)
 
 
-def _high_bits(packed: Tensor) -> Tensor:
+def _unpack_bit_planes(packed: Tensor) -> Tensor:
     """Return one bit for each of the 256 weights, 0 or 1, [blocks, 256].
 
     The bit g of the byte i belongs to the weight 32 * g + i.
@@ -76,12 +77,12 @@ def _high_bits(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(1) >> shifts) & 1).flatten(1)
 
 
-def _bits_in_order(packed: Tensor) -> Tensor:
+def _unpack_1_bit(packed: Tensor) -> Tensor:
     """Return the bits of bytes, 0 or 1, [blocks, 8 * bytes]. The lowest bit of a byte is first."""
     return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
-def _centred(
+def _weight_with_middle(
     values: Tensor, scales: Tensor, num_rows: int, *, middle: int, bits: int
 ) -> IntegerWeight:
     """Return the weights, which are scale * (value - middle)."""
@@ -90,7 +91,7 @@ def _centred(
     return IntegerWeight(centred, scales, None, centred.shape[1] // scales.shape[1], bits)
 
 
-def _with_minimums(
+def _weight_with_minimums(
     values: Tensor, scales: Tensor, minimums: Tensor, num_rows: int, *, bits: int
 ) -> IntegerWeight:
     """Return scale * value - minimum. Each group of weights has a scale and a minimum."""
@@ -110,34 +111,42 @@ def _with_minimums(
 
 
 def _decode_q8_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _signed(blocks[:, 2:])
-    return _centred(values, _half(blocks, 0), num_rows, middle=0, bits=8)
+    values = _as_int8(blocks[:, 2:])
+    return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=0, bits=8)
 
 
 def _decode_q4_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    return _centred(_halves(blocks[:, 2:], 16), _half(blocks, 0), num_rows, middle=8, bits=4)
+    return _weight_with_middle(
+        _unpack_4_bit(blocks[:, 2:], 16), _read_float16(blocks, 0), num_rows, middle=8, bits=4
+    )
 
 
 def _decode_q4_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _halves(blocks[:, 4:], 16)
-    return _with_minimums(values, _half(blocks, 0), -_half(blocks, 2), num_rows, bits=4)
+    values = _unpack_4_bit(blocks[:, 4:], 16)
+    return _weight_with_minimums(
+        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=4
+    )
 
 
 def _decode_q5_0(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _halves(blocks[:, 6:], 16) | (_bits_in_order(blocks[:, 2:6]) << 4)
-    return _centred(values, _half(blocks, 0), num_rows, middle=16, bits=8)
+    values = _unpack_4_bit(blocks[:, 6:], 16) | (_unpack_1_bit(blocks[:, 2:6]) << 4)
+    return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=16, bits=8)
 
 
 def _decode_q5_1(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _halves(blocks[:, 8:], 16) | (_bits_in_order(blocks[:, 4:8]) << 4)
-    return _with_minimums(values, _half(blocks, 0), -_half(blocks, 2), num_rows, bits=8)
+    values = _unpack_4_bit(blocks[:, 8:], 16) | (_unpack_1_bit(blocks[:, 4:8]) << 4)
+    return _weight_with_minimums(
+        values, _read_float16(blocks, 0), -_read_float16(blocks, 2), num_rows, bits=8
+    )
 
 
 def _decode_q2_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
     pairs = blocks[:, :16]
-    scales = _half(blocks, 80) * (pairs & 15)
-    minimums = _half(blocks, 82) * (pairs >> 4)
-    return _with_minimums(_quarters(blocks[:, 16:80]), scales, minimums, num_rows, bits=4)
+    scales = _read_float16(blocks, 80) * (pairs & 15)
+    minimums = _read_float16(blocks, 82) * (pairs >> 4)
+    return _weight_with_minimums(
+        _unpack_2_bit(blocks[:, 16:80]), scales, minimums, num_rows, bits=4
+    )
 
 
 def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -145,34 +154,34 @@ def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
     The low 4 bits of the 16 numbers `sub` are in 8 bytes. The high 2 bits are in 4 bytes.
     """
-    values = _quarters(blocks[:, 32:96]) | (_high_bits(blocks[:, :32]) << 2)
-    low, high = _halves(blocks[:, 96:104], 8), blocks[:, 104:108].unsqueeze(1)
+    values = _unpack_2_bit(blocks[:, 32:96]) | (_unpack_bit_planes(blocks[:, :32]) << 2)
+    low, high = _unpack_4_bit(blocks[:, 96:104], 8), blocks[:, 104:108].unsqueeze(1)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
     parts = low | (((high >> shifts) & 3).flatten(1) << 4)
-    scales = _half(blocks, 108) * (parts.float() - 32)
-    return _centred(values, scales, num_rows, middle=4, bits=4)
+    scales = _read_float16(blocks, 108) * (parts.float() - 32)
+    return _weight_with_middle(values, scales, num_rows, middle=4, bits=4)
 
 
 def _decode_q4_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    return _with_minimums(
-        _halves(blocks[:, 16:], 32), *_six_bit_pairs(blocks), num_rows=num_rows, bits=4
+    return _weight_with_minimums(
+        _unpack_4_bit(blocks[:, 16:], 32), *_read_6_bit_pairs(blocks), num_rows=num_rows, bits=4
     )
 
 
 def _decode_q5_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _halves(blocks[:, 48:], 32) | (_high_bits(blocks[:, 16:48]) << 4)
-    return _with_minimums(values, *_six_bit_pairs(blocks), num_rows=num_rows, bits=8)
+    values = _unpack_4_bit(blocks[:, 48:], 32) | (_unpack_bit_planes(blocks[:, 16:48]) << 4)
+    return _weight_with_minimums(values, *_read_6_bit_pairs(blocks), num_rows=num_rows, bits=8)
 
 
 def _decode_q6_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _halves(blocks[:, :128], 64) | (_quarters(blocks[:, 128:192]) << 4)
-    scales = _half(blocks, 208) * _signed(blocks[:, 192:208])
-    return _centred(values, scales, num_rows, middle=32, bits=8)
+    values = _unpack_4_bit(blocks[:, :128], 64) | (_unpack_2_bit(blocks[:, 128:192]) << 4)
+    scales = _read_float16(blocks, 208) * _as_int8(blocks[:, 192:208])
+    return _weight_with_middle(values, scales, num_rows, middle=32, bits=8)
 
 
 def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    values = _LEVELS[_halves(blocks[:, 2:], 16).int()]
-    return _centred(values, _half(blocks, 0), num_rows, middle=0, bits=8)
+    values = _LEVELS[_unpack_4_bit(blocks[:, 2:], 16).int()]
+    return _weight_with_middle(values, _read_float16(blocks, 0), num_rows, middle=0, bits=8)
 
 
 def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
@@ -184,12 +193,12 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
     high = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
-    scales = _half(blocks, 0) * ((low | (high << 4)).float() - 32)
-    values = _LEVELS[_halves(blocks[:, 8:], 16).int()]
-    return _centred(values, scales, num_rows, middle=0, bits=8)
+    scales = _read_float16(blocks, 0) * ((low | (high << 4)).float() - 32)
+    values = _LEVELS[_unpack_4_bit(blocks[:, 8:], 16).int()]
+    return _weight_with_middle(values, scales, num_rows, middle=0, bits=8)
 
 
-def _six_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minimums of the groups of Q4_K and Q5_K, [blocks, 8] each.
 
     The bytes a to l of a block contain the numbers `sub` and `min` of 8 groups. The numbers `sub`
@@ -201,7 +210,7 @@ def _six_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
     a_to_d, e_to_h, i_to_l = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     group_scales = torch.cat((a_to_d & 63, (i_to_l & 15) | ((a_to_d >> 6) << 4)), dim=1)
     group_minimums = torch.cat((e_to_h & 63, (i_to_l >> 4) | ((e_to_h >> 6) << 4)), dim=1)
-    return _half(blocks, 0) * group_scales, _half(blocks, 2) * group_minimums
+    return _read_float16(blocks, 0) * group_scales, _read_float16(blocks, 2) * group_minimums
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,22 +240,22 @@ def _llama3_rope(
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
     """
-    found = parameters | {
+    common_parameters = parameters | {
         "rope_type": "llama3",
         "factor": float(max(factors)),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = _llama3_divisors(found, len(factors))
+    expected = _llama3_divisors(common_parameters, len(factors))
     # The file stores float32 numbers, so the factors are equal only up to rounding errors.
     pairs = zip(expected, factors, strict=True)
-    if not all(math.isclose(ours, stored, rel_tol=1e-4) for ours, stored in pairs):
+    if not all(math.isclose(computed, stored, rel_tol=1e-4) for computed, stored in pairs):
         raise UnsupportedModelError(
             f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
             "safetensors files."
         )
-    return found
+    return common_parameters
 
 
 def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:

@@ -134,8 +134,8 @@ def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
             f"general.alignment must be a number from 1 to {_MAX_ALIGNMENT}, but it is {alignment}"
         )
     data_start = -(-reader.place // alignment) * alignment
-    tensors = [_place(entry, data_start) for entry in entries]
-    _check_places(tensors, len(content))
+    tensors = [_locate_tensor(entry, data_start) for entry in entries]
+    _check_positions(tensors, len(content))
     return metadata, tensors
 
 
@@ -211,7 +211,7 @@ class _Reader:
         return numbers
 
 
-def _place(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
+def _locate_tensor(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
     """Return a tensor of the header's table, with its absolute position in the file.
 
     Raises:
@@ -229,7 +229,7 @@ def _place(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> Ggu
     return GgufTensor(name, shape, kind, data_start + offset, num_bytes)
 
 
-def _check_places(tensors: list[GgufTensor], file_bytes: int) -> None:
+def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
     """Raise ValueError if a tensor ends after the file, or if tensors overlap or share a name."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):

@@ -58,7 +58,7 @@ class CompiledForward:
         """
         rows = (batch.input_ids, batch.position_ids, batch.logits_index)
         with serving(attention):
-            logits = self._run(*(_at_least(tensor, MIN_ROWS) for tensor in rows))
+            logits = self._run(*(_extend_to(tensor, MIN_ROWS) for tensor in rows))
         return logits[: batch.num_logits]
 
     def confirm(self) -> None:
@@ -140,7 +140,7 @@ def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: AN
     library.load_constants(constants, False, True, True)
 
 
-def _at_least(tensor: Tensor, num_rows: int) -> Tensor:
+def _extend_to(tensor: Tensor, num_rows: int) -> Tensor:
     """Extend the last dimension of a tensor to `num_rows` by repeating the last value.
 
     Example: [5] with 2 rows gives [5, 5]. A longer tensor is returned unchanged.

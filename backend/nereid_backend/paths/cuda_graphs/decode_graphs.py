@@ -143,7 +143,7 @@ class DecodeGraphs:
         if self._is_full:
             return None
         try:
-            graph = self._make(rows, batch)
+            graph = self._capture_and_check(rows, batch)
         except GraphMemoryError as error:
             self._is_full = True
             self._report(f"No more CUDA graphs are captured: {error}.")
@@ -162,7 +162,7 @@ class DecodeGraphs:
         self.num_captures += 1
         return graph
 
-    def _make(self, rows: int, batch: StepBatch | None) -> "tuple[StaticStep, Replay]":
+    def _capture_and_check(self, rows: int, batch: StepBatch | None) -> "tuple[StaticStep, Replay]":
         """Capture a graph, and compare a replay with the same step without a graph.
 
         Raises:

@@ -119,7 +119,7 @@ class PiecewiseGraphs:
         """
         for num_tokens in reversed(token_counts):
             try:
-                self._graphs[num_tokens] = self._make(num_tokens)
+                self._graphs[num_tokens] = self._capture_and_check(num_tokens)
             except GraphMemoryError as error:
                 self._report(f"No more CUDA graphs of steps with prefills are captured: {error}.")
                 return
@@ -159,7 +159,7 @@ class PiecewiseGraphs:
         # the caller reads them.
         return self._logits[: batch.num_logits].clone()
 
-    def _make(self, num_tokens: int) -> "tuple[StaticTokens, Replay]":
+    def _capture_and_check(self, num_tokens: int) -> "tuple[StaticTokens, Replay]":
         """Capture the graphs for one number of tokens, and check the logits of a replay.
 
         The logits must equal the logits of the same step without graphs. The step consists of
@@ -173,14 +173,14 @@ class PiecewiseGraphs:
         # The step contains no sequence, so `attend` returns immediately during the capture.
         self._attention = static.attention()
         # This run is not captured. The replay must compute the same logits as this run.
-        expected = self._run(static.batch(), self._split(static, _without_cut))
+        expected = self._run(static.batch(), self._split_attention(static, _without_cut))
         # All graphs write their logits into the same tensor. The largest graph is captured first.
         if self._logits is None:
             self._logits = expected.new_empty(static.num_logits, expected.shape[1])
         logits = self._logits[: static.num_logits]
 
         def work(cut: Cut) -> None:
-            logits.copy_(self._run(static.batch(), self._split(static, cut)))
+            logits.copy_(self._run(static.batch(), self._split_attention(static, cut)))
 
         replay = self._capture(work)
         logits.zero_()
@@ -188,7 +188,7 @@ class PiecewiseGraphs:
         check_replay(logits, expected)
         return static, replay
 
-    def _split(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
+    def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
         """Return an attention function that calls `cut` to end a graph before each attention."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 

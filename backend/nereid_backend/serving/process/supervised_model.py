@@ -17,7 +17,7 @@ import queue
 import select
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -30,6 +30,7 @@ from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.tensors import Tensors
 
 RequestT = TypeVar("RequestT")
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +244,14 @@ class SupervisedModel(ABC, Generic[RequestT]):
         wait_s = 0.0
         while not self._stopping.is_set():
             try:
-                self._notice_restarts()
+                self._use_restarted_processes()
                 results = self._receive(wait_s)
                 self._take_arrivals()
                 for result in results:
-                    for kind, *values in result.messages:
-                        if kind == "progress":
-                            tensors.progress(*values)
-                        else:
-                            self.handle(result.process, kind, values)
+                    self._handle_messages(result)
                 for result in results:
                     if result.death is not None:
-                        self._lose(result.process, result.death)
+                        self._handle_death(result.process, result.death)
                 wait_s = self.serve()
                 self.publish_metrics()
             except Exception as error:  # noqa: BLE001 - the thread that sends responses would end
@@ -296,23 +293,28 @@ class SupervisedModel(ABC, Generic[RequestT]):
             return _Received(process, messages=[], death=error)
         return _Received(process, messages)
 
+    def _handle_messages(self, result: _Received) -> None:
+        """Log the progress messages of a child process, and let the subclass handle the others."""
+        for kind, *values in result.messages:
+            if kind == "progress":
+                tensors.progress(*values)
+            else:
+                self.handle(result.process, kind, values)
+
     def _take_arrivals(self) -> None:
         """Take the requests and the results that the server's thread has queued.
 
         End the requests that were sent to a child process that has died.
         """
-        with contextlib.suppress(queue.Empty):
-            while True:
-                request_id, request, process, child = self._arrivals.get_nowait()
-                self.requests[request_id] = request
-                self._owners[request_id] = process
-                process.num_requests += 1
-                if not process.is_running or process.child is not child:
-                    assert process.error is not None, "the process has died"
-                    self.end(request, process.error)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.respond(*self._results.get_nowait())
+        for request_id, request, process, child in _drain(self._arrivals):
+            self.requests[request_id] = request
+            self._owners[request_id] = process
+            process.num_requests += 1
+            if not process.is_running or process.child is not child:
+                assert process.error is not None, "the process has died"
+                self.end(request, process.error)
+        for sender, result in _drain(self._results):
+            self.respond(sender, result)
 
     def _recover(self, problem: str) -> None:
         """End all requests after an unexpected error, so that the loop can continue.
@@ -334,7 +336,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         for request in list(self.requests.values()):
             self.end(request, error)
 
-    def _lose(self, process: SupervisedProcess, error: EngineDiedError) -> None:
+    def _handle_death(self, process: SupervisedProcess, error: EngineDiedError) -> None:
         """End the requests of a process that has died, and restart the process."""
         process.restart(error)
         for request_id, request in list(self.requests.items()):
@@ -342,7 +344,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self.end(request, error)
         self.on_death(process, error)
 
-    def _notice_restarts(self) -> None:
+    def _use_restarted_processes(self) -> None:
         """Record which processes have been restarted, and which restarts have failed."""
         for process in self.processes:
             had_given_up = process.has_given_up
@@ -364,3 +366,11 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 f"the {process.title} is not restarted again. The server continues with fewer "
                 f"processes, until it is restarted. The last reason was: {process.error}"
             )
+
+
+def _drain(items: "queue.SimpleQueue[ItemT]") -> Iterator[ItemT]:
+    """Remove and yield the items of a queue until it is empty. Do not wait for further items."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            item = items.get_nowait()
+            yield item

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the prompt token ids of a request from text or from chat messages."""
 
-import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from nereid_parsers import TemplateError
 
 from nereid_backend.errors import ConfigError, ModelError, RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.chat_messages import read_messages
+from nereid_backend.serving.tokenizer.chat_template_renderer import ChatTemplateRenderer
+from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tokenizer.thinking_effort import read_template_kwargs
 from nereid_backend.text.prompt_encoder import PromptEncoder
 
 if TYPE_CHECKING:
-    from nereid_parsers.template import RequestTemplate
     from transformers import PreTrainedTokenizerBase
 
 _BOOLEAN_TEXTS = {"true": True, "false": False}
@@ -97,8 +94,8 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._template_defaults = dict(template_defaults or {})
         self._encoder = PromptEncoder(tokenizer, max_model_len)
-        self._reserved_variables = _reserved_variables(tokenizer)
-        if reserved := sorted(self._reserved_variables & self._template_defaults.keys()):
+        self._renderer = ChatTemplateRenderer(tokenizer)
+        if reserved := sorted(self._renderer.reserved_variables & self._template_defaults.keys()):
             raise ConfigError(
                 f"chat_template_kwargs: the name {reserved[0]} is reserved, because the server "
                 "sets this variable itself."
@@ -182,7 +179,7 @@ class PromptBuilder:
                 "input_ids: a chat request must not have input_ids, because the prompt is rendered "
                 "from messages. Send either messages or input_ids."
             )
-        return self._render(
+        return self._renderer.render(
             messages,
             tools=read_tools(body),
             add_generation_prompt=read_flag(body, "add_generation_prompt", default=not continues),
@@ -196,9 +193,9 @@ class PromptBuilder:
         Raises:
             RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
         """
-        template_kwargs = read_template_kwargs(body, self._template_source())
+        template_kwargs = read_template_kwargs(body, self._renderer.source())
         for name in template_kwargs:
-            if name in self._reserved_variables:
+            if name in self._renderer.reserved_variables:
                 raise RequestError(
                     f"chat_template_kwargs: the name {name} is reserved, because the server sets "
                     f"this variable itself. Remove {name}, or send the field of the request that "
@@ -211,100 +208,16 @@ class PromptBuilder:
 
         Return 1 if there is no chat template, or if the template refuses such messages.
         """
-        turn = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+        two_messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+        six_messages = two_messages * 3
         try:
-            num_tokens_of_2 = len(self.encode(self._render(turn)))
-            num_tokens_of_6 = len(self.encode(self._render(turn * 3)))
+            tokens_of_two = self.encode(self._renderer.render(two_messages))
+            tokens_of_six = self.encode(self._renderer.render(six_messages))
         except RequestError:
             return 1
-        # `turn * 3` has 6 messages, which are 4 messages more than `turn` has.
-        return max((num_tokens_of_6 - num_tokens_of_2) // 4, 1)
-
-    def _template_source(self) -> str:
-        """Return the Jinja source of the chat template; named templates are joined.
-
-        Raises:
-            RequestError: the checkpoint has no chat template.
-        """
-        template = self._tokenizer.chat_template
-        if not template:
-            raise RequestError(
-                "messages: this checkpoint has no chat template, so messages cannot be rendered. "
-                "Send the prompt as text_input."
-            )
-        sources = template.values() if isinstance(template, dict) else [template]
-        return "\n".join(sources)
-
-    @cached_property
-    def _templates(self) -> "dict[str, RequestTemplate]":
-        """The compiled chat templates by name. A checkpoint with one template has only "default".
-
-        Raises:
-            TemplateError: a template cannot be compiled, or exceeds a limit.
-        """
-        # Imported here, because only chat requests need jinja2.
-        from nereid_parsers.template import RequestTemplate
-
-        source = self._tokenizer.chat_template or ""
-        sources = source if isinstance(source, dict) else {"default": source}
-        return {name: RequestTemplate(source) for name, source in sources.items()}
-
-    def _template_for(self, tools: list[dict[str, Any]] | None) -> "RequestTemplate":
-        """Return the template "tool_use" if it exists and the request has tools, else "default".
-
-        Raises:
-            RequestError: no template can be used.
-        """
-        try:
-            templates = self._templates
-        except TemplateError as error:
-            raise RequestError(f"messages: the chat template cannot be used: {error}") from error
-        names = ("default",) if tools is None else ("tool_use", "default")
-        for name in names:
-            if name in templates:
-                return templates[name]
-        raise RequestError(
-            "messages: this checkpoint has several chat templates, but none has the name default. "
-            "Send the prompt as text_input."
-        )
-
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        **variables: Any,  # noqa: ANN401  # a template accepts any JSON value
-    ) -> str:
-        """Return the text of chat messages, rendered with the chat template within limits.
-
-        Args:
-            messages: the messages.
-            tools: the tools that the model may call, or None.
-            continue_final_message: whether the text ends with the content of the last message.
-            variables: the other variables of the template.
-
-        Raises:
-            RequestError: the template cannot render the messages, or exceeds a limit.
-        """
-        from jinja2.exceptions import TemplateError as RaisedByTemplate
-        from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
-
-        template = self._template_for(tools)
-        tokens = self._tokenizer.special_tokens_map
-        defaults = {"documents": None, "add_generation_prompt": False}
-        given = {**defaults, **tokens, **variables, "messages": messages, "tools": tools}
-        try:
-            return template.render(given, continue_final_message=continue_final_message)
-        except ContinuationRefused as error:
-            raise RequestError(f"continue_final_message: {error}.") from error
-        except LimitError as error:
-            raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
-        except RenderRefused as error:
-            problem = f"the chat template cannot render this chat: {error}"
-            if isinstance(error.__cause__, RaisedByTemplate):
-                problem = f"the chat template refuses this chat: {error.__cause__}"
-            raise RequestError(f"messages: {problem}") from error
+        # The difference does not contain the text that the template writes once for each chat.
+        tokens_per_message = (len(tokens_of_six) - len(tokens_of_two)) // 4
+        return max(tokens_per_message, 1)
 
 
 def _continues_final_message(body: Mapping[str, Any]) -> bool:
@@ -320,85 +233,6 @@ def _continues_final_message(body: Mapping[str, Any]) -> bool:
             "add_generation_prompt=false, but the request has true for both fields."
         )
     return continues
-
-
-def _reserved_variables(tokenizer: "PreTrainedTokenizerBase") -> frozenset[str]:
-    """Return the names that chat_template_kwargs must not contain.
-
-    The names are the parameters of transformers' apply_chat_template, such as `chat_template`, and
-    the variable `messages`. The server itself sets the variables with these names.
-    """
-    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    return frozenset({*parameters, "self", "messages"}) - {"documents", "kwargs"}
-
-
-def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat request that the model may call.
-
-    Return None if there are no tools or if tool_choice is "none". If tool_choice has the type
-    allowed_tools, only the tools in its list are returned.
-
-    Raises:
-        RequestError: tools or tool_choice is malformed.
-    """
-    tools = body.get("tools")
-    if not tools or body.get("tool_choice") == "none":
-        return None
-    if not isinstance(tools, list):
-        raise RequestError(
-            f"tools: the value must be a list of tools, but the request has {shown(tools)}."
-        )
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
-            )
-    return _allowed_tools(tools, body.get("tool_choice"))
-
-
-def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Return the tools that `tool_choice` allows, or all tools if it does not restrict the tools.
-
-    Only a tool_choice of the type allowed_tools restricts the tools. The other tools are not in the
-    prompt, so the model cannot call them. Clients send the list in two forms, and the functions in
-    three forms:
-
-        {"type": "allowed_tools", "allowed_tools": {"tools": [...]}}    chat completions API
-        {"type": "allowed_tools", "tools": [...]}                       Responses API
-
-        {"type": "function", "function": {"name": "add"}}
-        {"type": "function", "function": "add"}
-        {"type": "function", "name": "add"}
-
-    Args:
-        tools: the checked tools of the request.
-        choice: the field tool_choice.
-
-    Raises:
-        RequestError: the list is malformed, or contains a function that `tools` does not contain.
-    """
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return tools
-    holder = choice.get("allowed_tools", choice)
-    listed = holder.get("tools") if isinstance(holder, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-        raise RequestError(
-            "tool_choice: allowed_tools.tools must be a list of functions, but the request has "
-            f"{shown(listed)}."
-        )
-    functions = [tool.get("function") or tool for tool in listed]
-    allowed_names = [
-        function.get("name") if isinstance(function, dict) else function for function in functions
-    ]
-    known_names = [tool["function"]["name"] for tool in tools]
-    for name in allowed_names:
-        if name not in known_names:
-            raise RequestError(
-                f"tool_choice: allowed_tools has the function {shown(name)}, but tools has only "
-                f"{', '.join(known_names)}."
-            )
-    return [tool for tool in tools if tool["function"]["name"] in allowed_names]
 
 
 def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:

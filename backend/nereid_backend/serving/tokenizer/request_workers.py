@@ -103,14 +103,14 @@ class RequestWorkers:
                 self._drop_abandoned()
             return True
         while entry is not None:
-            self._sort(entry)
+            self._sort_entry(entry)
             if self._entries.empty():
                 return True
             entry = self._entries.get()  # only this thread takes entries
         self._entries.put(None)  # The next call must see the end, too.
         return False
 
-    def _sort(self, job: _Job) -> None:
+    def _sort_entry(self, job: _Job) -> None:
         """Handle a new request, or a long request whose response is complete.
 
         A new request is added to the short requests or to the long requests. If the client has too
@@ -122,26 +122,28 @@ class RequestWorkers:
         elif not self._is_long(job.request):
             self._short.add(job.client, job)
         elif not self._limit.allows(job.client, 1):
-            job.reply = tensors.error_response(
-                CapacityError(
-                    f"the tokenizer has {self._limit.used} long prompts, "
-                    f"{self._limit.used_by(job.client)} of them from this client. The limit for "
-                    f"all clients is {self._limit.limit}. Try again later."
-                )
-            )
+            job.reply = tensors.error_response(self._capacity_error(job.client))
             _send(job)
         else:
             self._limit.add(job.client, 1)
             self._long.add(job.client, job)
             self._start_long()
 
+    def _capacity_error(self, client: str) -> CapacityError:
+        """Return the error for a long request of a client that has too many long requests."""
+        return CapacityError(
+            f"the tokenizer has {self._limit.used} long prompts, {self._limit.used_by(client)} of "
+            f"them from this client. The limit for all clients is {self._limit.limit}. Try again "
+            "later."
+        )
+
     def _start_long(self) -> None:
         """Give waiting long requests to the threads that are free."""
         while self._long and self._num_running < _NUM_THREADS:
             self._num_running += 1
-            self._pool.submit(self._work, self._long.take())
+            self._pool.submit(self._process_long, self._long.take())
 
-    def _work(self, job: _Job) -> None:
+    def _process_long(self, job: _Job) -> None:
         """Process a long request in a thread of the pool."""
         job.reply = self._respond(job.request)
         self._entries.put(job)

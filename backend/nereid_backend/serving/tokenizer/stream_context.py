@@ -61,7 +61,9 @@ def stream_context(
         num_prompt_tokens=len(prompt.token_ids),
         n=checked.params.n,
         seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
-        prepend=_prepend(prompt, stream=stream, is_chat=body is not None, excluded=excluded),
+        prepend=_text_to_prepend(
+            prompt, stream=stream, is_chat=body is not None, excluded=excluded
+        ),
         stop=options.stop,
         min_tokens=checked.params.min_tokens,
         include_stop_str_in_output=options.include_stop_str_in_output,
@@ -83,7 +85,7 @@ def prompt_tail(prompt: Prompt) -> str:
     return (prompt.text or "")[-_PROMPT_TAIL_CHARS:]
 
 
-def _prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
+def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
     """Return the prompt's text if the output must begin with the prompt; else "".
 
     As in the vLLM backend, a completion without streaming repeats its prompt by default.

@@ -15,6 +15,7 @@ from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
 from nereid_backend.serving.chat_template import read_chat_template, read_template_defaults
 from nereid_backend.serving.serving_settings import ServingSettings, read_settings
+from nereid_backend.serving.tokenizer.chat_tools import read_tools
 from nereid_backend.serving.tokenizer.image_prompts import (
     MAX_IMAGE_BYTES,
     ImagePrompts,
@@ -24,7 +25,6 @@ from nereid_backend.serving.tokenizer.prompt_builder import (
     Prompt,
     PromptBuilder,
     load_tokenizer,
-    read_tools,
 )
 from nereid_backend.serving.tokenizer.read_request import json_object, sampling_fields
 from nereid_backend.serving.tokenizer.read_sampling import read_generation_defaults, read_sampling
@@ -194,15 +194,9 @@ class TokenizerModel:
         ids = read_input_ids(request, self._prompts.limits)
         if ids is None:
             raise RequestError("input_ids: the tensor is required with the parameter return_text.")
-        vocabulary_size = len(self._tokenizer)
-        for token_id in ids:
-            if not 0 <= token_id < vocabulary_size:
-                raise RequestError(
-                    f"input_ids: the vocabulary has {vocabulary_size} tokens, but the request has "
-                    f"the token id {token_id}."
-                )
-        skips = bool(parameters.get("skip_special_tokens"))
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skips))
+        _check_vocabulary(ids, len(self._tokenizer))
+        skip_special_tokens = bool(parameters.get("skip_special_tokens"))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _grammar(
         self,
@@ -215,6 +209,16 @@ class TokenizerModel:
         if body is None:
             return build_text_grammar(fields)
         return build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
+
+
+def _check_vocabulary(token_ids: list[int], vocabulary_size: int) -> None:
+    """Raise a RequestError if a token id is not in the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocabulary_size:
+            raise RequestError(
+                f"input_ids: the vocabulary has {vocabulary_size} tokens, but the request has "
+                f"the token id {token_id}."
+            )
 
 
 def _asks_for_limits(request: Any) -> bool:  # noqa: ANN401 - the server's own type
@@ -250,10 +254,12 @@ def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
     if tensors.has_input(request, tensor_names.IMAGE):
         return True
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
-        values = tensors.optional_array(request, name)
-        if values is not None and sum(map(len, values)) > _LONG_PROMPT_BYTES:
+        texts = tensors.optional_array(request, name)
+        if texts is None:
+            continue
+        if sum(map(len, texts)) > _LONG_PROMPT_BYTES:
             return True
-        if values is not None and any(mark in value for value in values for mark in _IMAGE_MARKS):
+        if any(mark in text for text in texts for mark in _IMAGE_MARKS):
             return True
     return False
 

@@ -160,10 +160,10 @@ class ForkServer:
             log.warning("the fork server cannot create a process: %s", error)
             return None
         if pid == 0:
-            self._become(request)
+            self._run_as_child(request)
         return pid
 
-    def _become(self, request: Request) -> NoReturn:
+    def _run_as_child(self, request: Request) -> NoReturn:
         """Run the module of a request in the forked process, then exit."""
         try:
             signal.set_wakeup_fd(-1)
@@ -248,7 +248,7 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
     Both processes must have the same Python and the same environment variables. Log a warning if
     they differ.
     """
-    own, other = _variables(environment), _variables(request.environment)
+    own, other = _relevant_variables(environment), _relevant_variables(request.environment)
     differences = sorted(name for name, _ in own.items() ^ other.items())
     if request.python != python_identity() or differences:
         log.warning(
@@ -261,7 +261,7 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
     return True
 
 
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+def _relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that may have an effect on the import of libraries."""
     return {
         name: value
@@ -279,13 +279,13 @@ def _run_module(request: Request) -> None:
         os.dup2(file, number)
         os.close(file)
     arguments = [one.format(fd=channel) for one in request.arguments]
-    _rename([sys.executable, "-m", request.module, *arguments])
+    _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]
     gc.enable()
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
-def _rename(command: list[str]) -> None:
+def _set_command_line(command: list[str]) -> None:
     """Change the command line of this process. Programs such as ps show the command line.
 
     The new command line must have the length of the old command line. A longer command line is cut

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block tables of running sequences as arrays, from which the inputs of attention are computed."""
+
+import numpy as np
+
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import StepPlan
+from nereid_backend.device_transfer import Integers
+
+
+class BlockTableRows:
+    """The block tables of running sequences, one row for each sequence.
+
+    Each group of layers has an array of its own.
+    Blocks that were added to a sequence's own lists since the last step are copied into the row of
+    the sequence, so that a step does not copy all block tables.
+
+    Attributes:
+        num_groups: the number of groups of layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        null_block: int,
+        num_groups: int,
+    ) -> None:
+        """Create empty block tables. See `BatchBuilder` for the arguments."""
+        self.num_groups = num_groups
+        self._block_size = block_size
+        self._null_block = null_block
+        width = -(-max_model_len // block_size)
+        self._arrays: list[Integers] = [
+            np.full((max_num_seqs, width), null_block, dtype=np.int64) for _ in range(num_groups)
+        ]
+        # For each group and row, the number of blocks that were copied into the row.
+        self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
+        # For each group and row, the number of blocks that were freed after they were copied. The
+        # null block replaces these blocks.
+        self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
+        # For each row, the version of the block tables that were copied into the row.
+        self._versions = [0] * max_num_seqs
+
+    def update(self, plan: StepPlan) -> Integers:
+        """Copy the new blocks of a plan's sequences into their rows.
+
+        Returns:
+            [num_chunks] int64, the row of each chunk.
+        """
+        versions = self._versions
+        rows: list[int] = []
+        # This loop runs for every chunk of every step, so it must be fast. In most steps, a
+        # sequence gets no new block, and its row stays unchanged. Unpacking a chunk is faster than
+        # reading its fields by name.
+        for sequence, _start, _num_tokens, _samples, is_first, _num_logits in plan.chunks:
+            row = sequence.row
+            assert row is not None
+            rows.append(row)
+            if is_first or sequence.table_version != versions[row]:
+                versions[row] = sequence.table_version
+                for group in range(self.num_groups):
+                    self._fill_row(group, row, sequence, is_first=is_first)
+        return np.array(rows)
+
+    def slots(self, positions: Integers, rows: Integers, group: int = 0) -> Integers:
+        """Return the slot (the index in the KV cache) of each token, [num_tokens] int64.
+
+        Example: block_size is 16, and the block table of a sequence is [7, 2]. The token at
+        position 20 is token 4 of block 2, so its slot is 2 * 16 + 4 = 36.
+
+        Args:
+            positions: [num_tokens] int64, the position of each token in its sequence.
+            rows: [num_tokens] int64, the row of the sequence of each token.
+            group: the index of the group of layers.
+        """
+        blocks = self._arrays[group][rows, positions // self._block_size]
+        slots: Integers = blocks * self._block_size + positions % self._block_size
+        return slots
+
+    def blocks(self, rows: Integers, num_tokens: int, group: int = 0) -> Integers:
+        """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens.
+
+        `group` is the index of the group of layers. Example: with 16 tokens in a block,
+        num_tokens=35 gives the first 3 blocks of each table.
+        """
+        return self._arrays[group][rows, : -(-int(num_tokens) // self._block_size)]
+
+    def _fill_row(self, group: int, row: int, sequence: Sequence, *, is_first: bool) -> None:
+        """Copy a sequence's new blocks into its row, and replace freed blocks by the null block.
+
+        Args:
+            group: the index of the group of layers.
+            row: the row of the sequence.
+            sequence: the sequence.
+            is_first: whether the sequence starts now. The row then still contains the blocks of an
+                earlier sequence.
+        """
+        block_table = sequence.block_tables[group]
+        end_dropped = sequence.num_dropped_blocks[group]
+        array = self._arrays[group][row]
+        num_filled = self._num_filled[group][row]
+        num_dropped = self._num_dropped[group][row]
+        if is_first:
+            array[:num_filled] = self._null_block
+            num_filled = 0
+            self._num_filled[group][row] = 0
+            self._num_dropped[group][row] = 0
+        elif end_dropped > num_dropped:
+            # The freed blocks may already belong to another sequence.
+            array[num_dropped:end_dropped] = self._null_block
+            self._num_dropped[group][row] = end_dropped
+        if len(block_table) > num_filled:
+            array[num_filled : len(block_table)] = block_table[num_filled:]
+            self._num_filled[group][row] = len(block_table)

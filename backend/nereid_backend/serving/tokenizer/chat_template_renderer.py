@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renders chat messages with the chat template of a checkpoint."""
+
+import inspect
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from nereid_parsers import TemplateError
+
+from nereid_backend.errors import RequestError
+
+if TYPE_CHECKING:
+    from nereid_parsers.template import RequestTemplate
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatTemplateRenderer:
+    """Renders chats with the chat template of a tokenizer. Templates are compiled on first use."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Create a renderer. The tokenizer may have no chat template."""
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def reserved_variables(self) -> frozenset[str]:
+        """The names of variables that chat_template_kwargs must not contain.
+
+        The names are the parameters of transformers' apply_chat_template, such as `chat_template`,
+        and the variable `messages`. The server itself sets the variables with these names.
+        """
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({*parameters, "self", "messages"}) - {"documents", "kwargs"}
+
+    def source(self) -> str:
+        """Return the Jinja source of the chat template. The sources of named templates are joined.
+
+        Raises:
+            RequestError: the checkpoint has no chat template.
+        """
+        template = self._tokenizer.chat_template
+        if not template:
+            raise RequestError(
+                "messages: this checkpoint has no chat template, so messages cannot be rendered. "
+                "Send the prompt as text_input."
+            )
+        sources = template.values() if isinstance(template, dict) else [template]
+        return "\n".join(sources)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,  # noqa: ANN401  # a template accepts any JSON value
+    ) -> str:
+        """Return the text of chat messages. The time and the size of rendering are limited.
+
+        Example: the template `{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}`
+        and the messages `[{"role": "user", "content": "Hi"}]` give "user: Hi;".
+
+        Args:
+            messages: the messages.
+            tools: the tools that the model may call, or None.
+            continue_final_message: whether the text ends with the content of the last message.
+            variables: the other variables of the template.
+
+        Raises:
+            RequestError: the template cannot render the messages, or exceeds a limit.
+        """
+        from jinja2.exceptions import TemplateError as RaisedByTemplate
+        from nereid_parsers.template import ContinuationRefused, LimitError, RenderRefused
+
+        template = self._template_for(tools)
+        template_variables = {
+            "documents": None,
+            "add_generation_prompt": False,
+            **self._tokenizer.special_tokens_map,
+            **variables,
+            "messages": messages,
+            "tools": tools,
+        }
+        try:
+            return template.render(
+                template_variables, continue_final_message=continue_final_message
+            )
+        except ContinuationRefused as error:
+            raise RequestError(f"continue_final_message: {error}.") from error
+        except LimitError as error:
+            raise RequestError(f"messages: the chat template exceeds a limit: {error}.") from error
+        except RenderRefused as error:
+            problem = f"the chat template cannot render this chat: {error}"
+            if isinstance(error.__cause__, RaisedByTemplate):
+                problem = f"the chat template refuses this chat: {error.__cause__}"
+            raise RequestError(f"messages: {problem}") from error
+
+    def _template_for(self, tools: list[dict[str, Any]] | None) -> "RequestTemplate":
+        """Return the template "tool_use" if it exists and the request has tools, else "default".
+
+        Raises:
+            RequestError: no template can be used.
+        """
+        try:
+            templates = self._templates
+        except TemplateError as error:
+            raise RequestError(f"messages: the chat template cannot be used: {error}") from error
+        names = ("default",) if tools is None else ("tool_use", "default")
+        for name in names:
+            if name in templates:
+                return templates[name]
+        raise RequestError(
+            "messages: this checkpoint has several chat templates, but none has the name default. "
+            "Send the prompt as text_input."
+        )
+
+    @cached_property
+    def _templates(self) -> "dict[str, RequestTemplate]":
+        """The compiled chat templates by name. A checkpoint with one template has only "default".
+
+        Raises:
+            TemplateError: a template cannot be compiled, or exceeds a limit.
+        """
+        # The module is imported here, because only chat requests need jinja2.
+        from nereid_parsers.template import RequestTemplate
+
+        source = self._tokenizer.chat_template or ""
+        sources = source if isinstance(source, dict) else {"default": source}
+        return {name: RequestTemplate(source) for name, source in sources.items()}

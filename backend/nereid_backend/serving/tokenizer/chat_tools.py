@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the tools that the model may call from the fields `tools` and `tool_choice` of a chat."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nereid_backend.errors import RequestError
+from nereid_backend.field_checks import shown
+
+
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools of a chat request that the model may call.
+
+    Return None if there are no tools or if tool_choice is "none". If tool_choice has the type
+    allowed_tools, only the tools in its list are returned.
+
+    Raises:
+        RequestError: tools or tool_choice is malformed.
+    """
+    tools = body.get("tools")
+    if not tools or body.get("tool_choice") == "none":
+        return None
+    if not isinstance(tools, list):
+        raise RequestError(
+            f"tools: the value must be a list of tools, but the request has {shown(tools)}."
+        )
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
+            )
+    return _allowed_tools(tools, body.get("tool_choice"))
+
+
+def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """Return the tools that `tool_choice` allows, or all tools if it does not restrict the tools.
+
+    Only a tool_choice of the type allowed_tools restricts the tools. The other tools are not in the
+    prompt, so the model cannot call them. Clients send the list in two forms, and the functions in
+    three forms:
+
+        {"type": "allowed_tools", "allowed_tools": {"tools": [...]}}    chat completions API
+        {"type": "allowed_tools", "tools": [...]}                       Responses API
+
+        {"type": "function", "function": {"name": "add"}}
+        {"type": "function", "function": "add"}
+        {"type": "function", "name": "add"}
+
+    Args:
+        tools: the checked tools of the request.
+        choice: the field tool_choice.
+
+    Raises:
+        RequestError: the list is malformed, or contains a function that `tools` does not contain.
+    """
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools
+    allowed_names = [_function_name(tool) for tool in _allowed_list(choice)]
+    known_names = [tool["function"]["name"] for tool in tools]
+    for name in allowed_names:
+        if name not in known_names:
+            raise RequestError(
+                f"tool_choice: allowed_tools has the function {shown(name)}, but tools has only "
+                f"{', '.join(known_names)}."
+            )
+    return [tool for tool in tools if tool["function"]["name"] in allowed_names]
+
+
+def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the list of tools in a tool_choice of the type allowed_tools.
+
+    Raises:
+        RequestError: the value is not a list of objects.
+    """
+    parent = choice.get("allowed_tools", choice)
+    allowed = parent.get("tools") if isinstance(parent, dict) else None
+    if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
+        raise RequestError(
+            "tool_choice: allowed_tools.tools must be a list of functions, but the request has "
+            f"{shown(allowed)}."
+        )
+    return allowed
+
+
+def _function_name(tool: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the name in a tool of an allowed_tools list, which can have any of three forms."""
+    function = tool.get("function") or tool
+    return function.get("name") if isinstance(function, dict) else function

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the format that a request requires for its output, such as a JSON schema or a regex."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nereid_backend.errors import RequestError
+from nereid_backend.field_checks import shown
+
+_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")
+_FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The format that a request requires for the generated content.
+
+    Several fields can require a format. All of them are converted to an object in the form of
+    response_format. Example: the field `regex: "a+"` becomes
+    `{"type": "regex", "pattern": "a+"}`.
+
+    Attributes:
+        field: the name of the request's field. Error messages begin with this name.
+        form: the object. Its type is json_object, json_schema, structural_tag, regex, grammar or
+            choice.
+    """
+
+    field: str
+    form: Mapping[str, Any]
+
+    @property
+    def schema(self) -> object:
+        """The JSON schema of the format; `{}` if the format has no schema."""
+        if self.form["type"] == "json_object":
+            return {"type": "object"}
+        inner = self.form.get("json_schema")
+        return inner.get("schema", {}) if isinstance(inner, Mapping) else {}
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether every keyword of the schema must be enforced."""
+        inner = self.form.get("json_schema")
+        return isinstance(inner, Mapping) and bool(inner.get("strict"))
+
+
+def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
+    """Return the format that a request requires for its output; None for unconstrained text.
+
+    These fields are read: response_format (OpenAI), structured_outputs (vLLM), regex, ebnf and
+    json_schema (SGLang), json_schema and grammar (llama.cpp).
+
+    Raises:
+        RequestError: a field has a wrong value, or the request has more than one of these fields.
+    """
+    formats = [
+        output for name in _FIELDS if (output := _read_field(name, fields.get(name))) is not None
+    ]
+    if len(formats) > 1:
+        raise RequestError(
+            f"{formats[1].field}: the request constrains its output with both {formats[0].field} "
+            f"and {formats[1].field}. Send only one of the two."
+        )
+    return formats[0] if formats else None
+
+
+def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
+    """Return the format that the field `name` requires; None if its value requires no format."""
+    if value is None or value in ({}, ""):
+        return None
+    if name == "response_format":
+        return _read_response_format(value)
+    if name == "structured_outputs":
+        return _read_structured_outputs(value)
+    if name == "json_schema":
+        return OutputFormat(name, _schema_form(name, value))
+    if not isinstance(value, str):
+        raise RequestError(
+            f"{name}: the value must be a string, but the request has {shown(value)}."
+        )
+    if name == "regex":
+        return OutputFormat(name, {"type": "regex", "pattern": value})
+    assert name in ("ebnf", "grammar")
+    return OutputFormat(name, {"type": "grammar", "grammar": value})
+
+
+def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
+    """Return the format that the field response_format requires; None for the type text."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind not in _FORMAT_TYPES:
+        raise RequestError(
+            f"response_format: type must be one of {', '.join(_FORMAT_TYPES)}, but the request has "
+            f"{shown(kind if isinstance(value, Mapping) else value)}."
+        )
+    if kind == "json_object":
+        return OutputFormat("response_format", _json_object_form(value))
+    if kind == "json_schema":
+        return OutputFormat("response_format", _json_schema_form(value))
+    return OutputFormat("response_format", value)
+
+
+def _json_object_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a response_format of the type json_object.
+
+    llama.cpp and TGI accept a schema inside json_object, with the name `schema` or `value`. Such an
+    object becomes a json_schema. Example: `{"type": "json_object", "schema": {}}` becomes
+    `{"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}`.
+    """
+    name = next((name for name in ("schema", "value") if value.get(name) is not None), None)
+    if name is None:
+        return value
+    schema = value[name]
+    if not isinstance(schema, Mapping | bool):
+        raise RequestError(
+            f"response_format: {name} must be a JSON schema (an object, true or false), but the "
+            f"request has {shown(schema)}."
+        )
+    inner = {"schema": schema, "strict": value.get("strict")}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a response_format of the type json_schema.
+
+    OpenAI's API has the schema in the object `json_schema`. Other clients send the schema without
+    that object: `{"type": "json_schema", "schema": {}}`.
+    """
+    inner = value.get("json_schema", value)
+    schema = inner.get("schema") if isinstance(inner, Mapping) else inner
+    if not isinstance(inner, Mapping) or not isinstance(schema, Mapping | bool):
+        raise RequestError(
+            "response_format: json_schema.schema must be a JSON schema (an object, true or false), "
+            f"but the request has {shown(schema)}."
+        )
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
+    """Return the format that the field structured_outputs requires; None for an empty object.
+
+    Keys with the value null or false count as missing, because clients of vLLM send all keys.
+    Example: `{"regex": "a+", "json_object": false}` returns an OutputFormat with the form
+    `{"type": "regex", "pattern": "a+"}`.
+    """
+    name = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f"{name}: the value must be an object, but the request has {shown(value)}."
+        )
+    given = {
+        key: content
+        for key, content in value.items()
+        if content is not None and content is not False
+    }
+    if not given:
+        return None
+    readers: dict[str, Callable[[Any], Mapping[str, Any]]] = {
+        "json": lambda schema: _schema_form(f"{name}.json", schema),
+        "json_object": lambda _: {"type": "json_object"},
+        "regex": lambda pattern: {"type": "regex", "pattern": pattern},
+        "grammar": lambda grammar: {"type": "grammar", "grammar": grammar},
+        "choice": lambda choices: {"type": "choice", "choice": choices},
+        "structural_tag": lambda tag: _tag_form(f"{name}.structural_tag", tag),
+    }
+    unknown = [key for key in given if key not in readers]
+    if unknown:
+        raise RequestError(
+            f"{name}: this server does not support the key {unknown[0]}. Use one of "
+            f"{', '.join(readers)}."
+        )
+    if len(given) > 1:
+        raise RequestError(
+            f"{name}: the object must have only one of the keys {', '.join(readers)}, but the "
+            f"request has {', '.join(given)}."
+        )
+    ((key, content),) = given.items()
+    return OutputFormat(name, readers[key](content))
+
+
+def _schema_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value
+    """Convert a JSON schema to a response_format object. The schema may be JSON text."""
+    schema = _parse_json(name, value)
+    if not isinstance(schema, Mapping | bool):
+        raise RequestError(
+            f"{name}: the value must be a JSON schema (an object, true or false), but the request "
+            f"has {shown(schema)}."
+        )
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def _tag_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value
+    """Convert a structural tag to a response_format object. The tag may be JSON text."""
+    tag = _parse_json(name, value)
+    if not isinstance(tag, Mapping):
+        raise RequestError(
+            f"{name}: the value must be a structural tag (an object), but the request has "
+            f"{shown(tag)}."
+        )
+    return {**tag, "type": "structural_tag"}
+
+
+def _parse_json(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse `value` if it is text. Return any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name}: the text is not valid JSON: {error}") from None

@@ -33,16 +33,31 @@ def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthL
     own_limit = _limit_in_config(config)
     if not is_batched:
         return own_limit
-    limits = [own_limit, *_rope_limits(config, own_limit)]
+    limits = [
+        own_limit,
+        *_rope_limits(config, own_limit),
+        *_attention_scaling_limits(config, own_limit),
+    ]
+    return min(limits, key=lambda limit: limit.num_tokens)
+
+
+def _attention_scaling_limits(
+    config: PretrainedConfig, own_limit: LengthLimit
+) -> list[LengthLimit]:
+    """Return the length limits of models that scale the attention of tokens at high positions.
+
+    The code of these models counts the positions in the batch instead of the sequence. The scale
+    depends on the position only above a threshold, which is therefore a limit.
+    """
+    reason = "because the model counts longer positions in the batch"
+    limits = []
     if getattr(config, "attn_temperature_tuning", None):
         num_tokens = int(getattr(config, "floor_scale", None) or own_limit.num_tokens)
-        reason = "floor_scale, because the model counts longer positions in the batch"
-        limits.append(LengthLimit(num_tokens, reason))
+        limits.append(LengthLimit(num_tokens, f"floor_scale, {reason}"))
     floor = getattr(config, "log_scaling_n_floor", None)
     if isinstance(floor, int):
-        reason = "log_scaling_n_floor, because the model counts longer positions in the batch"
-        limits.append(LengthLimit(floor, reason))
-    return min(limits, key=lambda limit: limit.num_tokens)
+        limits.append(LengthLimit(floor, f"log_scaling_n_floor, {reason}"))
+    return limits
 
 
 def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[LengthLimit]:

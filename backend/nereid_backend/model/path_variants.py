@@ -23,8 +23,8 @@ from nereid_backend.attention.choose_backend import (
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
-from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.length_limits import sparse_limit
+from nereid_backend.checkpoint import Checkpoint
+from nereid_backend.model.length_limits import LengthLimit, sparse_limit
 from nereid_backend.model.probe_layers import plain_token_ids, probe_layers, probe_rows
 from nereid_backend.paths.gathered_cache import probe_cache
 from nereid_backend.paths.model_call import Sizes, UnfitError
@@ -140,12 +140,7 @@ def _packed(
     """
     limit = sparse_limit(checkpoint.text_config)
     if limit is not None:
-        if max_model_len is None or max_model_len > limit.num_tokens:
-            raise UnfitError(
-                f"the model uses sparse attention for more than {limit.num_tokens} tokens "
-                f"({limit.reason}), which this forward path supports only if max_model_len is at "
-                f"most {limit.num_tokens}"
-            )
+        _check_sparse_limit(limit, max_model_len)
         # Up to this length, sparse attention selects every token, so no token needs to be masked.
         # The model's code still requests a mask from transformers. transformers then calls the mask
         # function that is registered under the name of the attention implementation.
@@ -158,6 +153,16 @@ def _packed(
         return PackedPath(checkpoint, hook, layers, cache, builder)
 
     yield PathSpec("packed", build, layers, hook)
+
+
+def _check_sparse_limit(limit: LengthLimit, max_model_len: int | None) -> None:
+    """Raise an UnfitError if sequences can be longer than the limit of sparse attention."""
+    if max_model_len is None or max_model_len > limit.num_tokens:
+        raise UnfitError(
+            f"the model uses sparse attention for more than {limit.num_tokens} tokens "
+            f"({limit.reason}), which this forward path supports only if max_model_len is at "
+            f"most {limit.num_tokens}"
+        )
 
 
 def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001

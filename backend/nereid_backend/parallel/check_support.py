@@ -32,27 +32,32 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
             few GPUs.
     """
     size = config.tensor_parallel_size
-    is_set = {
+    is_set_by_name = {
         "weight_dtype": config.weight_dtype != "auto",
         "compile_forward": config.compile_forward is True,
         "measure_attention": config.measure_attention,
         "async_scheduling": config.async_scheduling,
         "lora_adapters": bool(config.lora_adapters),
     }
-    for name, is_combined in is_set.items():
-        if is_combined:
+    for name, is_set in is_set_by_name.items():
+        if is_set:
             raise ConfigError(
                 f"{name}: this setting cannot be combined with tensor_parallel_size={size}. Remove "
                 f"{name}, or set tensor_parallel_size=1."
             )
-    if device.type == "cpu":
-        if torch.cuda.is_available():
-            raise ConfigError(
-                f"device: the value cpu cannot be combined with tensor_parallel_size={size} on a "
-                "machine with GPUs. To use the CPU, hide the GPUs with an empty environment "
-                "variable CUDA_VISIBLE_DEVICES."
-            )
-        return
+    if device.type != "cpu":
+        _check_gpus(config)
+    elif torch.cuda.is_available():
+        raise ConfigError(
+            f"device: the value cpu cannot be combined with tensor_parallel_size={size} on a "
+            "machine with GPUs. To use the CPU, hide the GPUs with an empty environment "
+            "variable CUDA_VISIBLE_DEVICES."
+        )
+
+
+def _check_gpus(config: EngineConfig) -> None:
+    """Raise a ConfigError if the setting `device` selects one GPU, or if there are too few GPUs."""
+    size = config.tensor_parallel_size
     if config.device not in ("auto", "cuda"):
         raise ConfigError(
             f"device: the value must be auto or cuda if tensor_parallel_size is {size}, but it is "

@@ -198,13 +198,7 @@ class Ranks:
             # moment later. Their errors say only that a connection was lost. Wait for these errors
             # here, and report the death instead.
             time.sleep(_FOLLOWING_ERRORS_S)
-            reasons = [
-                f"rank {number} of the model {self._describe_end(number, connection)}"
-                for number, connection in enumerate(self._connections, 1)
-                if connection.poll()
-            ]
-            deaths = [reason for reason in reasons if "failed" not in reason]
-            self._failure = "; ".join(deaths or reasons)
+            self._failure = self._describe_failures()
             # After the event is set, this process may end at any time. The folder of the store is
             # therefore removed first.
             self.rank.remove_store()
@@ -212,6 +206,19 @@ class Ranks:
             if self.rank.device_type == "cuda":
                 # gloo notices that a rank has ended. NCCL would wait, so its group is aborted.
                 distributed_c10d._abort_process_group()
+
+    def _describe_failures(self) -> str:
+        """Return how ranks have died, or the errors of the failed ranks if no rank has died.
+
+        Example: "rank 2 of the model ended (signal 9)".
+        """
+        reasons = [
+            f"rank {number} of the model {self._describe_end(number, connection)}"
+            for number, connection in enumerate(self._connections, 1)
+            if connection.poll()
+        ]
+        deaths = [reason for reason in reasons if "failed" not in reason]
+        return "; ".join(deaths or reasons)
 
     def _describe_end(self, number: int, connection: Connection) -> str:
         """Return the last message of a rank, or a description of how its process ended.

@@ -123,16 +123,16 @@ class RowsPath:
                 decodes.append(index)
             else:
                 prefills.append(index)
-        # The logits of each chunk, in the order of the plan.
-        parts: list[Tensor | None] = [None] * len(plan.chunks)
+        # One item for each chunk, in the order of the plan.
+        logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)
         if decodes:
             logits = self._decode([plan.chunks[index] for index in decodes])
-            for index, row in zip(decodes, logits, strict=True):
+            for index, chunk_logits in zip(decodes, logits, strict=True):
                 # A chunk for which no logits are needed gets an empty tensor.
-                parts[index] = row[: plan.chunks[index].num_logits]
+                logits_of_chunks[index] = chunk_logits[: plan.chunks[index].num_logits]
         for index in prefills:
-            parts[index] = self._prefill(plan.chunks[index])
-        return join_logits(parts, self._vocab_size)
+            logits_of_chunks[index] = self._prefill(plan.chunks[index])
+        return join_logits(logits_of_chunks, self._vocab_size)
 
     @property
     def kv_cache(self) -> KVCache | None:

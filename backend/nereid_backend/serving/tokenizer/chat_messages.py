@@ -33,14 +33,13 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
         )
     if not messages:
         raise RequestError("messages: the list is empty. Send at least one message.")
-    has_images = any(_has_image(message) for message in messages)
-    read = [_read_message(message, index, limits) for index, message in enumerate(messages)]
-    if has_images:
+    converted = [_read_message(message, index, limits) for index, message in enumerate(messages)]
+    if any(_has_image(message) for message in messages):
         # Chat templates for images expect every content as a list of parts.
-        for message in read:
+        for message in converted:
             if isinstance(message["content"], str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
-    return read
+    return converted
 
 
 def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
@@ -51,8 +50,6 @@ def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
 
 def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
     """Convert a message for the chat template: join the text parts and parse the call arguments.
-
-    If the message has images, its parts are not joined, because their order matters.
 
     Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
     `{"role": "user", "content": "Hi"}`.
@@ -65,32 +62,41 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
             f"messages: the role of item {index} must be one of {', '.join(_ROLES)}, but the "
             f"request has {shown(role)}."
         )
-    rendered = dict(message)
-    content = message.get("content")
-    if isinstance(content, list) and _has_image(message):
-        rendered["content"] = [
-            part
-            if part == IMAGE_PLACEHOLDER
-            else {"type": "text", "text": _read_text_part(part, index)}
-            for part in content
-        ]
-    elif isinstance(content, list):
-        rendered["content"] = "".join(_read_text_part(part, index) for part in content)
-    elif content is not None and not isinstance(content, str):
-        raise RequestError(
-            f"messages: the content of item {index} must be a string or a list of text parts, but "
-            f"the request has {shown(content)}."
-        )
-    elif content is None:
-        rendered["content"] = ""
+    converted = {**message, "content": _read_content(message.get("content"), index)}
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(
                 f"messages: the tool_calls of item {index} must be a list, but the request has "
                 f"{shown(calls)}."
             )
-        rendered["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
-    return rendered
+        converted["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
+    return converted
+
+
+def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """Return the content of message `index` for the chat template.
+
+    Text parts are joined to one text. If the content has images, its parts are not joined, because
+    their order matters. Examples: None becomes "", and
+    `[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]` becomes "ab".
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            f"messages: the content of item {index} must be a string or a list of text parts, but "
+            f"the request has {shown(content)}."
+        )
+    if IMAGE_PLACEHOLDER not in content:
+        return "".join(_read_text_part(part, index) for part in content)
+    return [
+        part
+        if part == IMAGE_PLACEHOLDER
+        else {"type": "text", "text": _read_text_part(part, index)}
+        for part in content
+    ]
 
 
 def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value

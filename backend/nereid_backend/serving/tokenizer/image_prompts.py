@@ -63,13 +63,13 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
     messages = body.get("messages")
     if not isinstance(messages, list):
         return images
-    changed = []
+    messages_without_images = []
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list):
             message = {**message, "content": [_take_image(part, images) for part in content]}
-        changed.append(message)
-    body["messages"] = changed
+        messages_without_images.append(message)
+    body["messages"] = messages_without_images
     return images
 
 

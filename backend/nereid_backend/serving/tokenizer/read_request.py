@@ -75,15 +75,15 @@ def sampling_fields(
         limit = body.get("max_completion_tokens")
         return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
     fields = json_object(request, tensor_names.SAMPLING_PARAMETERS, limits)
-    if fields is None:
-        fields = json.loads(request.parameters() or "{}")
-        # The server and its clients add other parameters, whose names begin with "triton_".
-        return {
-            name: value
-            for name, value in fields.items()
-            if not name.startswith(_SERVER_PARAMETER_PREFIX) and name != TRACEPARENT
-        }
-    # Unknown fields are an error only in the input sampling_parameters. The body of a chat and the
-    # parameters of a Triton request may contain other fields, too.
-    refuse_unknown(fields)
-    return fields
+    if fields is not None:
+        # Unknown fields are an error only in the input sampling_parameters. The body of a chat and
+        # the parameters of a Triton request may contain other fields, too.
+        refuse_unknown(fields)
+        return fields
+    parameters = json.loads(request.parameters() or "{}")
+    # The server and its clients add other parameters, whose names begin with "triton_".
+    return {
+        name: value
+        for name, value in parameters.items()
+        if not name.startswith(_SERVER_PARAMETER_PREFIX) and name != TRACEPARENT
+    }

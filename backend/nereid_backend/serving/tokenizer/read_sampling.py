@@ -105,24 +105,37 @@ def read_sampling(
         # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty
         # list.
         del values["allowed_token_ids"]
-    # The salt "me" and the extra key "tenant" give the salt "me\0tenant" of the prefix cache.
-    salt = f"{checked.cache_salt}\0{checked.extra_key}" if checked.extra_key else checked.cache_salt
     params = CheckedSamplingParams(
         **values,
-        cache_salt=salt,
+        cache_salt=_cache_salt(checked),
         prompt_cache_ttl=CACHE_RETENTIONS[checked.prompt_cache_retention or "in_memory"],
         logprobs=_read_logprobs(checked, is_chat=is_chat),
         logit_bias=_read_logit_bias(checked.logit_bias),
         bad_words_token_ids=_read_bad_words(checked.bad_words, encode),
         **parts,
     )
-    if checked.best_of not in (None, params.n):
-        raise RequestError(
-            f"best_of: the value must equal n ({params.n}), but the request has {checked.best_of}. "
-            f"This server returns every choice that it generates. Send n={checked.best_of} and "
-            "select the choices with the highest cumulative_logprob."
-        )
+    _check_best_of(checked.best_of, params.n)
     return params, _options(checked)
+
+
+def _cache_salt(fields: RequestFields) -> str:
+    r"""Return the salt of the prefix cache. Only requests with the same salt share cached blocks.
+
+    Example: the cache_salt "me" and the extra_key "tenant" give the salt "me\0tenant".
+    """
+    if not fields.extra_key:
+        return fields.cache_salt
+    return f"{fields.cache_salt}\0{fields.extra_key}"
+
+
+def _check_best_of(best_of: int | None, n: int) -> None:
+    """Raise a RequestError if `best_of` is set and differs from the number of choices `n`."""
+    if best_of not in (None, n):
+        raise RequestError(
+            f"best_of: the value must equal n ({n}), but the request has {best_of}. This server "
+            f"returns every choice that it generates. Send n={best_of} and select the choices with "
+            "the highest cumulative_logprob."
+        )
 
 
 def _options(fields: RequestFields) -> RequestOptions:

@@ -106,8 +106,10 @@ class RequestPrompts:
             return self._prompts.from_chat(body, num_kept)
         self._prompts.limits.check_members(fields)
         if text is not None:
-            adds = read_flag(fields, "add_special_tokens", default=True)
-            return self._prompts.from_text(text, add_special_tokens=adds, num_kept=num_kept)
+            add_special_tokens = read_flag(fields, "add_special_tokens", default=True)
+            return self._prompts.from_text(
+                text, add_special_tokens=add_special_tokens, num_kept=num_kept
+            )
         if not ids:
             raise RequestError("input_ids: the list is empty. Send at least one token id.")
         return Prompt(ids, None)

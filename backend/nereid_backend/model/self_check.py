@@ -229,8 +229,8 @@ def check_in_steps(
     errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
         # Rounding can make a mixture-of-experts model choose other experts for a few tokens, whose
-        # logits then differ much. The median ignores such tokens. It detects a wrong forward path,
-        # because a wrong path changes the logits of most tokens.
+        # logits then differ much. The median of each sequence ignores such tokens. A wrong forward
+        # path changes the logits of most tokens, so the median still detects a wrong path.
         errors = errors.view(len(trial.sequences), -1).median(dim=1).values
     difference = errors.max().item()
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)

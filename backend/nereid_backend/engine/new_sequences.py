@@ -66,8 +66,18 @@ class NewSequences:
                 f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
                 "another id."
             )
+        if images is None and self._images.needs_images:
+            raise RequestError(
+                f"messages: the request has no image, but {self._info.architecture} computes only "
+                "prompts with images. Send a chat with an image part."
+            )
         token_ids = self._check_prompt(prompt_token_ids)
         check_token_ids(params, self._info.vocab_size)
+        if params.prompt_logprobs is not None and self._images.config.is_encoder_decoder:
+            raise RequestError(
+                "prompt_logprobs: the model is an encoder-decoder model, which computes no "
+                "log-probabilities of the prompt. Remove prompt_logprobs from the request."
+            )
         if self._scheduler.num_waiting >= self._max_num_waiting:
             raise CapacityError(
                 f"{self._scheduler.num_waiting} requests are waiting, and the limit is "

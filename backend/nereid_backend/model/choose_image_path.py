@@ -57,6 +57,9 @@ class ImageSupport:
         reason: a sentence that says why images are refused; empty if they are accepted.
         config: the config of the model.
         add: adds the support for images to the forward path of texts, and returns the new path.
+        needs_images: whether the model computes only prompts with images.
+        difference: the largest difference between the logits and those of transformers' generate,
+            relative to the standard deviation of the logits.
         features: the cache of image features; None if images are refused.
         check: raises a RequestError if the model cannot process a prompt with its images.
     """
@@ -65,6 +68,8 @@ class ImageSupport:
     reason: str
     config: PretrainedConfig
     add: Callable[[ForwardPath], ForwardPath]
+    needs_images: bool = False
+    difference: float = 0.0
     features: FeatureCache | None = None
     check: Callable[[list[int], ImageInputs], None] = lambda token_ids, images: None  # noqa: ARG005
 
@@ -110,21 +115,22 @@ def choose_image_path(
     # One text for each candidate that cannot be used: the candidate's name and its problem.
     problems: list[str] = []
     for name, add in _candidates(checkpoint, spec, features, attention):
-        problem = _find_problem(add, spec, trial, checkpoint.model.dtype)
-        if problem is not None:
-            problems.append(f"{name}: {problem}")
+        try:
+            difference = check_path(add(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+            problems.append(f"{name}: {_describe(error)}")
             continue
         detail = f" ({'; '.join(problems)})" if problems else ""
         progress(f"images: {name}{detail}")
         # The number of encoded images is reported as a metric, which must not include the test
         # images.
         features.num_encoded = 0
-        check = PromptCheck(checkpoint.model, features, attention)
-        if name == "generated":
-            # PromptCheck does not apply here, because transformers' generate prepares the images
-            # itself.
-            return ImageSupport(name, "", config, add, features)
-        return ImageSupport(name, "", config, add, features, check)
+        support = ImageSupport(name, "", config, add, difference=difference, features=features)
+        if name == "generated" or config.is_encoder_decoder:
+            # transformers' generate and the encoder of an encoder-decoder model prepare the images
+            # in another way than a decoder, which is not checked.
+            return support
+        return replace(support, check=PromptCheck(checkpoint.model, features, attention))
     reason = (
         "no way to compute images gives the same logits as transformers' generate: "
         f"{'; '.join(problems)}"
@@ -143,24 +149,6 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
         reason: a sentence that says why images are refused.
     """
     return ImageSupport(name="", reason=reason, config=config, add=lambda path: path)
-
-
-def _find_problem(
-    add: Callable[[ForwardPath], ForwardPath], spec: PathSpec, trial: Trial, dtype: torch.dtype
-) -> str | None:
-    """Return the reason why a candidate cannot compute images; None if its logits are correct.
-
-    Args:
-        add: builds the candidate from the forward path of texts.
-        spec: the forward path of texts.
-        trial: the test prompts with images and their expected logits.
-        dtype: the data type of the model.
-    """
-    try:
-        check_path(add(spec.build(trial.sizes)), trial, dtype)
-    except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-        return _describe(error)
-    return None
 
 
 def _candidates(

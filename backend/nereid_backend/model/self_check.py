@@ -140,7 +140,9 @@ def _generate_sequences(
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        sequences.append((output.sequences[0, :-1].tolist(), prompt_len))
+        # The output of an encoder-decoder model does not contain the prompt.
+        generated = output.sequences[0, -len(output.logits) : -1].tolist()
+        sequences.append((tokens[:prompt_len] + generated, prompt_len))
         parts.append(torch.cat(output.logits).float())
     return Trial(sequences, torch.cat(parts), block_size)
 

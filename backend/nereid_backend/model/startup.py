@@ -23,6 +23,7 @@ from nereid_backend.core.adapter import Adapter
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import EngineInfo
 from nereid_backend.draft_model import DraftModel
+from nereid_backend.errors import UnsupportedModelError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.lora.peft_files import LayerSizes
@@ -36,6 +37,7 @@ from nereid_backend.model.adaptable_layers import find_adaptable_layers
 from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.forward_swap import ForwardSwap, use_fast_forward
+from nereid_backend.model.images_only import choose_images_only
 from nereid_backend.model.layer_groups import choose_layer_groups, describe_windows
 from nereid_backend.model.limits import (
     BlockShape,
@@ -143,10 +145,13 @@ def open_model(
     adaptable_layers = find_adaptable_layers(checkpoint) if config.lora_memory else {}
     clock.end("weights")
     progress("comparing the logits of the engine with those of the unmodified model")
-    chosen = choose_path(checkpoint, hook, config, progress)
-    images = choose_image_path(
-        checkpoint, Path(checkpoint_folder(config.model)), chosen.spec, config.block_size, progress
-    )
+    folder = Path(checkpoint_folder(config.model))
+    try:
+        chosen = choose_path(checkpoint, hook, config, progress)
+    except UnsupportedModelError as error:
+        chosen, images = choose_images_only(checkpoint, folder, config.block_size, progress, error)
+    else:
+        images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
     clock.end("self-check")
     cache_budget = partial(kv_cache_budget, config, device)
     return OpenedModel(checkpoint, chosen, adaptable_layers, images, cache_budget)
@@ -295,7 +300,12 @@ def _tokens_per_step(config: EngineConfig, device: torch.device) -> int:
 
 
 def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) -> int | None:
-    """Return the memory in bytes of a step with `num_tokens` tokens; None if it is unknown."""
+    """Return the memory in bytes of a step with `num_tokens` tokens; None if it is unknown.
+
+    The measured step computes a text, so the memory of a model that needs images is unknown.
+    """
+    if opened.images.needs_images:
+        return None
     return measure_activations(
         opened.checkpoint,
         opened.chosen.spec,

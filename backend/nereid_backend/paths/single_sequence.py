@@ -6,6 +6,9 @@ It is used for models that cannot use any other path.
 The path prepares inputs as transformers' `generate` does. The arguments that a model needs for the
 next token, such as its cache, are stored for each sequence. If a model has no cache, every step
 computes the whole sequence.
+
+In an encoder-decoder model, the prompt is the input of the encoder. The input of the decoder begins
+with the start token of the decoder, and the output tokens follow.
 """
 
 import inspect
@@ -15,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.generation import GenerationMode
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.paths.model_call import join_logits, num_bytes
+from nereid_backend.paths.model_call import UnfitError, join_logits, num_bytes
 
 
 @dataclass(slots=True)
@@ -52,9 +56,14 @@ class SinglePath:
         self._vocab_size = checkpoint.vocab_size
         self._adapters = checkpoint.adapters
         self._uses_cache = uses_cache
+        self._has_encoder = bool(self._model.config.is_encoder_decoder)
+        self._generation = self._model.generation_config
+        starts = (self._generation.decoder_start_token_id, self._generation.bos_token_id)
+        # transformers' generate makes the same choice.
+        self._start_token: int | None = next((one for one in starts if one is not None), None)
         self._states: dict[int, _SequenceState] = {}
         names = inspect.signature(self._model.forward).parameters
-        self._takes_positions = "position_ids" in names
+        self._takes_positions = "position_ids" in names and not self._has_encoder
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -109,12 +118,14 @@ class SinglePath:
         all these tokens except the last, only the last token is computed. Otherwise, the model
         computes all of them.
         """
-        token_ids = sequence.token_ids[:num_tokens]
         state = self._states.pop(row, None)
-        ids = torch.tensor([token_ids], device=self._device)
-        if state is None or state.num_tokens != len(token_ids) - 1:
-            state = _SequenceState(self._first_arguments(ids, sequence.images), 0)
+        if state is None or state.num_tokens != num_tokens - 1:
+            num_prompt = sequence.num_prompt_tokens if self._has_encoder else num_tokens
+            prompt = torch.tensor([sequence.token_ids[:num_prompt]], device=self._device)
+            state = _SequenceState(self._first_arguments(prompt, sequence.images), 0)
         is_first = state.num_tokens == 0
+        token_ids = self._decoder_tokens(sequence, num_tokens)
+        ids = torch.tensor([token_ids], device=self._device)
         has_cache = state.arguments.get(self._cache_name) is not None
         # The number of tokens that this call adds to the cache. If no cache exists before the first
         # call, the number is None. The model then creates a cache itself, or uses no cache.
@@ -126,13 +137,30 @@ class SinglePath:
         )
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
-            arguments = self._model._update_model_kwargs_for_generation(output, state.arguments)
-            self._states[row] = _SequenceState(arguments, len(token_ids))
+            arguments = self._model._update_model_kwargs_for_generation(
+                output, state.arguments, is_encoder_decoder=self._has_encoder
+            )
+            self._states[row] = _SequenceState(arguments, num_tokens)
         logits: Tensor = output.logits[0, -1]
         return logits
 
+    def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Return the tokens that the decoder computes for the first `num_tokens` of a sequence.
+
+        Example: in an encoder-decoder model whose start token is 2, a prompt of 5 tokens and the
+        output tokens 8 and 9 give [2, 8, 9].
+        """
+        if not self._has_encoder:
+            return sequence.token_ids[:num_tokens]
+        if self._start_token is None:
+            raise UnfitError("its generation config has no decoder_start_token_id")
+        return [self._start_token, *sequence.token_ids[sequence.num_prompt_tokens : num_tokens]]
+
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
-        """Return the arguments for the model's first call for a sequence."""
+        """Return the arguments for the model's first call for a sequence.
+
+        In an encoder-decoder model, the encoder computes the prompt `ids`, [1, num_tokens].
+        """
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(ids),
             "use_cache": self._uses_cache,
@@ -141,7 +169,17 @@ class SinglePath:
         if self._takes_positions:
             positions = self._model._prepare_position_ids_for_generation(ids, arguments)
             arguments["position_ids"] = positions
-        if self._uses_cache and self._model._supports_default_dynamic_cache():
+        if self._has_encoder:
+            arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
+                ids, arguments, "input_ids", self._generation
+            )
+            if self._uses_cache:
+                # The model creates its cache itself: the cross-attention may have no window.
+                # The length is only used for caches of a fixed size.
+                self._model._prepare_cache_for_generation(
+                    self._generation, arguments, GenerationMode.GREEDY_SEARCH, 1, ids.shape[1]
+                )
+        elif self._uses_cache and self._model._supports_default_dynamic_cache():
             config = self._model.config.get_text_config(decoder=True)
             arguments[self._cache_name] = DynamicCache(config=config)
         return arguments

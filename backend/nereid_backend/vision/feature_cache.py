@@ -4,6 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,8 @@ class FeatureCache:
     def _cached(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that returns stored features, and calls `method` if there are none."""
 
+        # transformers' generate reads the signature to choose the arguments.
+        @wraps(method)
         def get_image_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             # The method of an outer module may call the method of an inner module. The inner call
             # then runs without the cache, so that only the result of the outer call is stored.

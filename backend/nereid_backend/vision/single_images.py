@@ -126,7 +126,9 @@ class SplitPath:
                 one = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.serving(images.digest):
                     logits.append(self._images.forward(one))
-        return torch.cat(logits)
+        # A chunk without logits returns an empty tensor, which can have more columns: some models
+        # have more embeddings than logits.
+        return torch.cat([rows for rows in logits if len(rows)] or logits[:1])
 
     def clear(self, sequence: Sequence) -> None:
         """Overwrite the state of a sequence; see `ForwardPath.clear`."""

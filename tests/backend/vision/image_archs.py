@@ -159,14 +159,15 @@ def _alone(engine: Engine, chats: list[Chat]) -> Answers:
 
 
 def _mixed(engine: Engine, chats: list[Chat]) -> Answers:
-    """Answer all chats at the same time, together with texts."""
+    """Answer all chats at the same time, together with texts if the model accepts texts."""
     answers: dict[str, list[int]] = {}
     prompts = [engine.image_prompt(each) for each in chats]
     rng = random.Random(5)
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt.token_ids, PARAMS, prompt.images)
-        text = [rng.randrange(60, 150) for _ in range(20)]
-        engine.add_request(f"text-{number}", text, PARAMS)
+        if not engine._parts.images.needs_images:
+            text = [rng.randrange(60, 150) for _ in range(20)]
+            engine.add_request(f"text-{number}", text, PARAMS)
     while engine.has_work():
         for update in engine.step():
             answers.setdefault(update.request_id, []).extend(update.new_token_ids)

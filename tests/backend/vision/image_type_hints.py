@@ -328,3 +328,23 @@ HINTS |= {
         "_template": _template("<image_start_token><image_token><image_end_token>"),
     },
 }
+HINTS |= {
+    "mllama": {**HINTS["mllama"], "text_config": {"cross_attention_layers": [1]}},
+    "idefics": {"_values": {"alpha_initializer": "ones"}},
+    "fuyu": {**HINTS["fuyu"], "_prepend": "\u2581"},
+    "florence2": {
+        "vision_config": {
+            "depths": [1, 1, 1, 1],
+            "embed_dim": [16, 32, 64, 64],
+            "num_heads": [1, 2, 4, 4],
+            "num_groups": [1, 2, 4, 4],
+            "projection_dim": 64,
+        },
+        # A grid of 7 x 7 patches, and the mean of all patches.
+        "_image": {"image_seq_length": 50},
+    },
+    "t5gemma2": {
+        "_sizes": "defaults",
+        "encoder": {"vision_config": {"image_size": 224, "patch_size": 14}},
+    },
+}

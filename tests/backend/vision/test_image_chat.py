@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from backend.vision import image_archs
 from backend.vision.image_archs import MAX_TOKENS, PARAMS, chat, open_engine, picture
-from nereid_backend import RequestError
+from nereid_backend import RequestError, UnsupportedModelError
 from nereid_backend.vision.messages import split_messages
 from nereid_backend.vision.read_image import ImageLimits
 
@@ -124,3 +124,30 @@ def test_a_model_without_images_answers_texts_and_refuses_images():
             engine.chat(chat([picture(1, 8, 8)], "hello"), PARAMS)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("model_type", ["idefics", "t5gemma2"])
+def test_models_that_need_images_and_encoder_decoder_models_give_the_tokens_of_generate(
+    model_type, tmp_path
+):
+    folder, chats, answers, _ = image_archs.build(model_type, tmp_path)
+    engine = open_engine(folder, block_size=4, max_num_batched_tokens=32)
+    try:
+        assert engine._parts.images.name == "single"
+        assert image_archs._mixed(engine, chats) == answers
+        engine.check()
+        if model_type == "idefics":
+            with pytest.raises(RequestError, match="has no image, .* computes only prompts with"):
+                engine.generate([[60, 61]], PARAMS)
+        else:
+            params = image_archs.SamplingParams(max_tokens=1, prompt_logprobs=1)
+            with pytest.raises(RequestError, match="prompt_logprobs: .* encoder-decoder model"):
+                engine.generate([[60, 61]], params)
+    finally:
+        engine.close()
+
+
+def test_a_model_that_neither_texts_nor_images_fit_is_refused_with_both_reasons(tmp_path):
+    folder = image_archs.image_types.save("blip", tmp_path, "small")
+    with pytest.raises(UnsupportedModelError, match="BlipFor.* packed: .* Images are refused, bec"):
+        open_engine(folder)

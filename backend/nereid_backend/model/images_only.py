@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves models whose code computes only prompts with images.
+
+The code of some models, such as captioning models, raises an error for a prompt without an image.
+None of the forward paths for texts can then be checked. The engine still serves the model if it can
+compute prompts with images, and refuses all other prompts.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nereid_backend.checkpoint import Checkpoint, Progress
+from nereid_backend.core.sequence import Sequence
+from nereid_backend.core.step import StepPlan
+from nereid_backend.errors import EngineError, UnsupportedModelError
+from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
+from nereid_backend.model.choose_path import ChosenPath
+from nereid_backend.model.length_limits import model_limit
+from nereid_backend.model.path_variants import PathSpec, set_attention
+from nereid_backend.model.self_check import Trial
+from nereid_backend.paths.model_call import Sizes
+
+_SPEC = PathSpec(
+    "single",
+    lambda sizes: NoTextPath(sizes),
+    [],
+    detail="only prompts with images",
+    shares_blocks=False,
+    whole_prefill=True,
+    is_batched=False,
+    is_generated=True,
+)
+
+
+class NoTextPath:
+    """The forward path for texts of a model that computes only prompts with images."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        """Create a path without state. `sizes` is ignored."""
+
+    def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """Raise an EngineError, because the engine refuses prompts without images."""
+        raise EngineError("A prompt without images has reached a model that needs images.")
+
+    def clear(self, sequence: Sequence) -> None:
+        """Do nothing, because this forward path has no state."""
+
+
+def choose_images_only(
+    checkpoint: Checkpoint,
+    folder: Path,
+    block_size: int,
+    progress: Progress,
+    error: UnsupportedModelError,
+) -> tuple[ChosenPath, ImageSupport]:
+    """Choose the paths of a model for which no forward path for texts can be used.
+
+    Args:
+        checkpoint: the model.
+        folder: the folder of the checkpoint, with the processor.
+        block_size: the number of tokens in one block.
+        progress: called with one line about the choice.
+        error: the reasons why no forward path for texts can be used.
+
+    Raises:
+        UnsupportedModelError: the model cannot compute prompts with images, either.
+    """
+    set_attention(checkpoint, None)
+    images = choose_image_path(checkpoint, folder, _SPEC, block_size, progress)
+    if images.reason:
+        raise UnsupportedModelError(f"{error} Images are refused, because {images.reason}")
+    progress("texts: refused, because the model computes only prompts with images")
+    limit = model_limit(checkpoint.text_config, is_batched=False)
+    trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
+    chosen = ChosenPath(_SPEC, images.difference, limit, trial)
+    return chosen, replace(images, needs_images=True)

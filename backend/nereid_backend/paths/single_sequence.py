@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sequence import Sequence

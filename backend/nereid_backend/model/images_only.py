@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoint import Checkpoint, Progress
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import StepPlan
 from nereid_backend.errors import EngineError, UnsupportedModelError
+from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.choose_image_path import ImageSupport, choose_image_path
 from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.length_limits import model_limit

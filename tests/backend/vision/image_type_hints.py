@@ -331,7 +331,6 @@ HINTS |= {
 HINTS |= {
     "mllama": {**HINTS["mllama"], "text_config": {"cross_attention_layers": [1]}},
     "idefics": {"_values": {"alpha_initializer": "ones"}},
-    "fuyu": {**HINTS["fuyu"], "_prepend": "\u2581"},
     "florence2": {
         "vision_config": {
             "depths": [1, 1, 1, 1],

@@ -13,7 +13,7 @@ import torch
 import transformers
 from backend.vision.image_type_hints import HINTS
 from nereid_backend.vision.load_processor import _NoVideo
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
@@ -281,15 +281,10 @@ def make_tokenizer(processor_class: Any, hints: dict[str, Any]) -> PreTrainedTok
         *hints.get("_special", []),
     ]
     special += [text for text in dict.fromkeys(texts) if text not in special]
-    texts = [*special, *_CHARACTERS, *hints.get("_prepend", "")]
-    vocabulary = {text: number for number, text in enumerate(texts)}
+    vocabulary = {text: number for number, text in enumerate([*special, *_CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
-    prefix = hints.get("_prepend")
-    if prefix:
-        tokenizer.normalizer = normalizers.Prepend(prefix)
-    # Only special tokens that are normalised get the prefix, too.
-    tokenizer.add_special_tokens([AddedToken(text, normalized=bool(prefix)) for text in special])
+    tokenizer.add_special_tokens(special)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<s>",

@@ -1,8 +1,11 @@
 """`nereid chat`: chat with a served model in the terminal."""
 
 import argparse
+import base64
+import mimetypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from nereid_client.cli.api_client import (
     DEFAULT_URL,
@@ -39,6 +42,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="The name of the model. The default is the first served model.",
     )
     parser.add_argument("--system", metavar="TEXT", help="A system message.")
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="An image file to send with the first message of each conversation. The flag can be "
+        "repeated.",
+    )
     parser.add_argument("--temperature", type=float, metavar="X", help="The sampling temperature.")
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="The maximum number of tokens in a response."
@@ -70,19 +82,45 @@ def run(args: argparse.Namespace) -> int:
     if args.no_thinking:
         fields["chat_template_kwargs"] = {"enable_thinking": False}
     opening = [{"role": "system", "content": args.system}] if args.system else []
+    images = [_image_part(file) for file in args.image]
     if args.json:
-        question = {"role": "user", "content": read_stdin()}
+        question = _user_message(read_stdin(), images)
         body = {**fields, "messages": [*opening, question]}
         print_json(fetch_json(f"{url}/v1/chat/completions", body))
         return 0
     if not sys.stdin.isatty():
-        return 0 if _send_message(url, fields, [*opening], sys.stdin.read().strip()) else 1
+        question = _user_message(sys.stdin.read().strip(), images)
+        return 0 if _send_message(url, fields, [*opening], question) else 1
     say(f"Chatting with {model} at {url}. /new starts a new conversation, /quit ends the program.")
-    return _converse(url, fields, opening)
+    return _converse(url, fields, opening, images)
 
 
-def _converse(url: str, fields: Json, opening: list[Json]) -> int:
-    """Read messages from the terminal and print the responses. Return the exit code."""
+def _image_part(file: Path) -> Json:
+    """Return the content part of an image file, which contains the file as a data URL.
+
+    Raises: CliError if the file cannot be read, or if its name does not end like an image's.
+    """
+    media_type = mimetypes.guess_type(file)[0] or ""
+    if not media_type.startswith("image/"):
+        raise CliError(f"--image: {file} does not end with .png, .jpg, .webp, .gif or .bmp")
+    try:
+        content = base64.b64encode(file.read_bytes()).decode()
+    except OSError as error:
+        raise CliError(f"--image: {file} cannot be read ({error.strerror})") from None
+    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{content}"}}
+
+
+def _user_message(text: str, images: Sequence[Json]) -> Json:
+    """Return a user message with the content parts of images and a text."""
+    content = [*images, {"type": "text", "text": text}] if images else text
+    return {"role": "user", "content": content}
+
+
+def _converse(url: str, fields: Json, opening: list[Json], images: Sequence[Json]) -> int:
+    """Read messages from the terminal and print the responses. Return the exit code.
+
+    The first message of each conversation contains the images.
+    """
     messages = [*opening]
     while True:
         try:
@@ -95,17 +133,17 @@ def _converse(url: str, fields: Json, opening: list[Json]) -> int:
         if text == "/new":
             messages = [*opening]
         elif text:
-            _send_message(url, fields, messages, text)
+            is_first = len(messages) == len(opening)
+            _send_message(url, fields, messages, _user_message(text, images if is_first else ()))
 
 
-def _send_message(url: str, fields: Json, messages: list[Json], text: str) -> bool:
-    """Send a message and print the response. The user can stop the response with Ctrl-C.
+def _send_message(url: str, fields: Json, messages: list[Json], question: Json) -> bool:
+    """Send a user message and print the response. The user can stop the response with Ctrl-C.
 
     Mutates: messages. The message and the response are appended, unless the request failed.
 
     Returns: whether the request succeeded.
     """
-    question = {"role": "user", "content": text}
     body = {**fields, "messages": [*messages, question]}
     answer: list[str] = []
     try:

@@ -13,6 +13,7 @@ from nereid_client.cli.bench_command import percentiles
 from nereid_client.cli.doctor_command import config_rows
 from nereid_client.cli.main import main
 from nereid_client.console import CliError
+from PIL import Image
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,29 @@ def test_a_piped_message_is_answered_as_text_or_as_json(run, monkeypatch):
     code, out = run("chat", "--json")
     assert code == 0
     assert json.loads(out)["choices"][0]["message"]["content"] == "hello\nthere"
+
+
+def test_images_are_sent_with_the_first_message(run, backend, monkeypatch, tmp_path):
+    file = tmp_path / "drawing.png"
+    Image.new("RGB", (2, 2)).save(file)
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is this?"))
+    code, _ = run("chat", "--image", str(file))
+    assert code == 0
+    (message,) = json.loads(backend.generations[-1].chat_request)["messages"]
+    image, text = message["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,iVBOR")
+    assert text == {"type": "text", "text": "What is this?"}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("notes.txt", "does not end with .png"), ("absent.png", "No such file or directory")],
+)
+def test_a_file_that_is_no_image_is_named(run, capsys, tmp_path, name, problem):
+    assert main(["chat", "--image", str(tmp_path / name), "--model", "m"]) == 2
+    error = capsys.readouterr().err
+    assert name in error
+    assert problem in error
 
 
 def test_texts_are_embedded_and_compared(run):

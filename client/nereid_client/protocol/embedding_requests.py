@@ -14,6 +14,15 @@ from nereid_client.errors import FieldError, shown
 from nereid_client.protocol.request_body import RequestBody, check_token_ids
 
 _CONTENT_PARTS = ("text", "image", "image_url")
+_REFUSED_PARTS = {
+    **dict.fromkeys(
+        ("video", "video_url", "input_video"), "Nereid reads no videos; send frames as images"
+    ),
+    **dict.fromkeys(
+        ("audio", "audio_url", "input_audio"), "Nereid reads no audio; send a transcript as text"
+    ),
+}
+"""Maps the key of a refused content part to the reason, and to what clients can send instead."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +360,16 @@ def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:
     return {"input_ids": token_ids, "input_lengths": [len(ids) for ids in lists]}
 
 
+def refuse_videos_and_audio(part: dict[str, Any], field: str, place: str) -> None:
+    """Check that a content part has no video and no audio.
+
+    Raises: FieldError that names the key of the part, and what to send instead.
+    """
+    for name, remedy in _REFUSED_PARTS.items():
+        if part.get(name) is not None:
+            raise FieldError(field, f"{place} has {name}, but {remedy}")
+
+
 def content_part(value: object, field: str, place: str) -> dict[str, str]:
     """Validate a content part, and return it as `{"text": ...}` or `{"image": ...}`.
 
@@ -366,6 +385,7 @@ def content_part(value: object, field: str, place: str) -> dict[str, str]:
             field,
             f"{place} must be a string or a content part, but the request has {shown(value)}",
         )
+    refuse_videos_and_audio(value, field, place)
     names = [name for name in _CONTENT_PARTS if value.get(name) is not None]
     if not names or {"image", "image_url"} <= set(names):
         raise FieldError(

@@ -11,7 +11,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
-from nereid_client.protocol.embedding_requests import ModelInputs, PoolingRequest, content_part
+from nereid_client.protocol.embedding_requests import (
+    ModelInputs,
+    PoolingRequest,
+    content_part,
+    refuse_videos_and_audio,
+)
 from nereid_client.protocol.request_body import RequestBody
 
 Document = str | dict[str, str]
@@ -329,6 +334,8 @@ def _document_of(value: object, field: str, place: str) -> Document:
     part = value[0] if isinstance(value, list) and len(value) == 1 else value
     if isinstance(part, dict) and isinstance(part.get("content"), list):
         return _document_of(part["content"], field, place)
+    if isinstance(part, dict):
+        refuse_videos_and_audio(part, field, place)
     if isinstance(part, dict) and ("image" in part or "image_url" in part):
         image = content_part(part, field, place)
         if "text" in image:

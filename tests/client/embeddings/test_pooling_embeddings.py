@@ -121,6 +121,14 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
             {"input": [{"image": "a", "image_url": "b"}]},
             "input[0] must have text, or one of image and image_url, or both a text and an image",
         ),
+        (
+            {"input": [{"text": "a", "video_url": {"url": "data:video/mp4;base64,AAAA"}}]},
+            "input[0] has video_url, but Nereid reads no videos; send frames as images",
+        ),
+        (
+            {"input": {"input_audio": {"data": "AAAA", "format": "wav"}}},
+            "input[0] has input_audio, but Nereid reads no audio; send a transcript as text",
+        ),
         ({"input": "a", "dimensions": 0}, "dimensions must be at least 1, but the request has 0"),
         ({"input": "a", "dimensions": 9}, "dimensions must be from 1 to 4, got 9"),
         (

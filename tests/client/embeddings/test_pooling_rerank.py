@@ -137,6 +137,11 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
             "documents",
         ),
         (
+            {"query": "x", "documents": [{"text": "a", "video": "a.mp4"}]},
+            "documents[0] has video, but Nereid reads no videos; send frames as images",
+            "documents",
+        ),
+        (
             {"query": 5, "documents": ["a"]},
             'query must be a string or {"text": ...}, but the request has 5',
             "query",

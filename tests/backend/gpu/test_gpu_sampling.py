@@ -244,7 +244,7 @@ def test_the_setting_takes_the_kernel_on_a_gpu_where_the_comparison_passes(reaso
 
     def has_kernel(device, *, wanted):
         config = EngineConfig("/model", sampling_kernel=wanted)
-        runner = startup._runner(config, torch.device(device), None, said.append)
+        runner = startup._make_runner(config, torch.device(device), None, said.append)
         return runner._sampler.has_kernel
 
     assert has_kernel("cuda:0", wanted=True) == (reason is None)

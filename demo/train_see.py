@@ -47,6 +47,7 @@ FOLDER = Path(__file__).with_name("see")
 WORK = Path(__file__).with_name("unfinished_see")
 TOKENIZER = Path(__file__).with_name("chat")
 TEMPLATE_FILE = Path(__file__).with_name("see_template.jinja")
+RECORD = "training.json"
 IMAGE_TOKEN = "<image>"
 _USER = f"{TURN_START}user\n"
 # The share of the rows with an earlier turn about another drawing, and of those without a drawing.
@@ -67,17 +68,17 @@ class Recipe:
     """
 
     seed: int = 1
-    steps: int = 2500
-    image_steps: int = 800
+    steps: int = 5000
+    image_steps: int = 3000
     drawings_per_step: int = 32
     questions: int = 4
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
     weight_decay: float = 0.05
     warmup_steps: int = 60
-    decay_steps: int = 700
-    image_size: int = 96
-    patch_size: int = 16
+    decay_steps: int = 900
+    image_size: int = 100
+    patch_size: int = 20
     hidden_size: int = 128
     intermediate_size: int = 256
     num_layers: int = 3
@@ -231,9 +232,15 @@ class Trainer:
 
     The work folder contains `state.pt` with the weights and the state of the optimizers, which is
     written after each 100 steps.
+
+    Args:
+        recipe: the parameters of the training.
+        work: the work folder.
+        start_from: the folder of a checkpoint that this training improves. The weights of the image
+            encoder stay as they are in this checkpoint. None starts with random weights.
     """
 
-    def __init__(self, recipe: Recipe, work: Path) -> None:
+    def __init__(self, recipe: Recipe, work: Path, start_from: Path | None = None) -> None:
         self.tokenizer = make_tokenizer()
         self.processor = make_processor(recipe, self.tokenizer)
         self.model = make_model(recipe, self.tokenizer)
@@ -241,6 +248,12 @@ class Trainer:
         # the patch shows. The image encoder learns much faster from it than from the answers.
         self._classify = torch.nn.Linear(recipe.hidden_size, sum(_LABEL_SIZES))
         self._recipe = recipe
+        self._previous: dict[str, Any] | None = None
+        if start_from is not None:
+            self._previous = json.loads((start_from / RECORD).read_text())
+            trained = LlavaForConditionalGeneration.from_pretrained(start_from)
+            self.model.load_state_dict(trained.state_dict())
+        self._trains_image_encoder = start_from is None
         self._rows = RowMaker(recipe, self.tokenizer)
         self._image_token = self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         self._modules = torch.nn.ModuleList([self.model, self._classify])
@@ -314,7 +327,7 @@ class Trainer:
         faster than matrix products of several threads.
         """
         recipe = self._recipe
-        has_text = step >= recipe.image_steps
+        has_text = not self._trains_image_encoder or step >= recipe.image_steps
 
         def compute(part: int) -> tuple[float, tuple[Tensor | None, ...]]:
             rng = Random(f"drawings {step}, part {part}, of {recipe.seed}")
@@ -333,12 +346,19 @@ class Trainer:
     def _loss(self, rows: list[Row], *, has_text: bool) -> Tensor:
         """Return the cross entropy of the contents of the patches and of the target tokens.
 
-        If `has_text` is False, the target tokens are left out.
+        If `has_text` is False, the target tokens are left out. If the image encoder is not trained,
+        the contents of the patches are left out.
         """
         images = [image for row in rows for image in row.images]
         pixels = self.processor.image_processor(images, return_tensors="pt")["pixel_values"]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            torch.set_grad_enabled(self._trains_image_encoder),
+        ):
             features = self.model.model.vision_tower(pixels).last_hidden_state
+        if not self._trains_image_encoder:
+            return self._text_loss(rows, features)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
             patch_logits = self._classify(features).float().flatten(0, 1)
         labels = torch.tensor([astuple(label) for row in rows for label in row.patches])
         parts = zip(patch_logits.split(_LABEL_SIZES, dim=-1), labels.unbind(dim=-1), strict=True)
@@ -382,7 +402,9 @@ class Trainer:
         self.model.eval().save_pretrained(folder)
         self.processor.save_pretrained(folder)
         record = {"recipe": asdict(self._recipe), **figures, "torch": torch.__version__}
-        (folder / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        if self._previous is not None:
+            record["previous"] = self._previous
+        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main() -> None:
@@ -395,14 +417,21 @@ def main() -> None:
         default=WORK,
         help="folder of an unfinished training, which is continued (default: %(default)s)",
     )
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkpoint to improve, of which only the language model is trained",
+    )
     for name, value in asdict(Recipe()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help="default: %(default)s")
     arguments = vars(parser.parse_args())
     output, work = arguments.pop("output"), arguments.pop("work")
+    start_from = arguments.pop("start_from")
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    trainer = Trainer(Recipe(**arguments), work)
+    trainer = Trainer(Recipe(**arguments), work, start_from)
     print(f"{trainer.model.num_parameters() / 1e6:.2f} M parameters", flush=True)
     trainer.save(output, trainer.train())
 

@@ -15,7 +15,7 @@ from .base import draw, listing
 Point = tuple[float, float]
 Question = tuple[str, str, str]
 
-MAX_SHAPES = 6
+MAX_SHAPES = 4
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 160, 60),

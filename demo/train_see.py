@@ -51,7 +51,7 @@ RECORD = "training.json"
 IMAGE_TOKEN = "<image>"
 _USER = f"{TURN_START}user\n"
 # The share of the rows with an earlier turn about another drawing, and of those without a drawing.
-_EARLIER, _NO_DRAWING = 0.12, 0.02
+_EARLIER, _NO_DRAWING = 0.12, 0.08
 # The number of classes of each attribute of a PatchLabel.
 _LABEL_SIZES = [len(NAMES), len(COLOURS), 2]
 
@@ -191,6 +191,7 @@ class RowMaker:
         """Return a random row."""
         row = Row([], [], Sample([], [], []))
         if rng.random() < _NO_DRAWING:
+            self._add_text(row, _USER, branch=0)
             self._add_turn(row, *no_picture(rng), branch=0)
             return row
         if rng.random() < _EARLIER:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 from evaluate_see import FLOOR, measure
 from train_see import FOLDER, Recipe
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 MAX_BYTES = 20_000_000
 FILES = {
@@ -23,16 +24,29 @@ def test_the_folder_has_every_file_and_is_small():
 
 def test_the_checkpoint_was_trained_with_the_commands_of_the_readme():
     record = json.loads((FOLDER / "training.json").read_text())
-    assert record["previous"]["recipe"] == asdict(Recipe())
     defaults = asdict(Recipe())
-    flags = [
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in record["recipe"].items()
-        if value != defaults[name]
-    ]
     readme = (FOLDER.parent / "README.md").read_text()
-    (command,) = re.findall(r"train_see.py --start-from \S+ (.*)", readme)
-    assert set(re.findall(r"--\S+ \S+", command)) == set(flags)
+    commands = re.findall(r"train_see\.py --start-from \S+ (.*)", readme)
+    for command in reversed(commands):
+        changed = {k: str(v) for k, v in record["recipe"].items() if v != defaults[k]}
+        flags = dict(re.findall(r"--(\S+) (\S+)", command))
+        flags.pop("output", None)
+        assert {name.replace("-", "_"): value for name, value in flags.items()} == changed
+        record = record["previous"]
+    assert record["recipe"] == defaults
+
+
+def test_a_message_without_an_image_is_answered_with_a_request_for_a_picture():
+    processor = AutoProcessor.from_pretrained(FOLDER)
+    model = LlavaForConditionalGeneration.from_pretrained(FOLDER).eval()
+    for text in ("Hello!", "What do you see?"):
+        prompt = processor.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True
+        )
+        token_ids = processor.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        output = model.generate(token_ids, max_new_tokens=30)[0, token_ids.shape[1] :]
+        answer = processor.decode(output, skip_special_tokens=True)
+        assert answer == "Please send me a picture. I can only talk about drawings."
 
 
 def test_most_questions_about_unseen_drawings_are_answered_correctly():

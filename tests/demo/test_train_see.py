@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 from lessons.drawings import NAMES, Drawing, Item, make_drawing, patch_labels
-from train_see import Recipe, Trainer
+from train_see import Recipe, RowMaker, Trainer, make_tokenizer
 
 SMALL = Recipe(
     steps=4, image_steps=2, drawings_per_step=4, decay_steps=2, hidden_size=32, num_heads=2
@@ -38,6 +38,15 @@ def test_each_item_has_one_patch_with_its_centre():
         assert sorted(NAMES[label.name] for label in centres) == sorted(
             item.name for item in drawing.items
         )
+
+
+def test_each_row_of_the_training_begins_like_a_prompt(monkeypatch):
+    tokenizer = make_tokenizer()
+    for share in (0.0, 1.0):
+        monkeypatch.setattr("train_see._NO_DRAWING", share)
+        row = RowMaker(Recipe(), tokenizer).make(Random("row"))
+        text = tokenizer.decode(row.sample.token_ids)
+        assert text.startswith("<|im_start|>user\n")
 
 
 def test_a_training_that_was_stopped_continues_with_the_same_result(tmp_path):

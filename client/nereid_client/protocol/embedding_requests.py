@@ -11,16 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from nereid_client.errors import FieldError, shown
+from nereid_client.protocol.refused import AUDIO_PARTS, VIDEO_PARTS
 from nereid_client.protocol.request_body import RequestBody, check_token_ids
 
 _CONTENT_PARTS = ("text", "image", "image_url")
 _REFUSED_PARTS = {
-    **dict.fromkeys(
-        ("video", "video_url", "input_video"), "Nereid reads no videos; send frames as images"
-    ),
-    **dict.fromkeys(
-        ("audio", "audio_url", "input_audio"), "Nereid reads no audio; send a transcript as text"
-    ),
+    **dict.fromkeys(VIDEO_PARTS, "Nereid reads no videos; send frames as images"),
+    **dict.fromkeys(AUDIO_PARTS, "Nereid reads no audio; send a transcript as text"),
 }
 """Maps the key of a refused content part to the reason, and to what clients can send instead."""
 

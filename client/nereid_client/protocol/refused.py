@@ -27,6 +27,11 @@ class Refusal:
     code: str | None = None
 
 
+VIDEO_PARTS = ("video", "video_url", "input_video")
+"""The types of content parts that contain a video, by the names of several APIs."""
+AUDIO_PARTS = ("audio", "audio_url", "input_audio")
+"""The types of content parts that contain audio, by the names of several APIs."""
+
 _FALSE = (False,)
 _ONE_SERVER = "Nereid runs on one server and does not distribute a request among several"
 _TEXT_ONLY = "the served model reads and writes text only"

@@ -332,16 +332,16 @@ def _document_of(value: object, field: str, place: str) -> Document:
     Example: [{"type": "image_url", "image_url": {"url": "data:"}}] returns {"image": "data:"}.
     """
     part = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if isinstance(part, dict) and isinstance(part.get("content"), list):
+    if not isinstance(part, dict):
+        return text_of(value, field, place)
+    if isinstance(part.get("content"), list):
         return _document_of(part["content"], field, place)
-    if isinstance(part, dict):
-        refuse_videos_and_audio(part, field, place)
-    if isinstance(part, dict) and ("image" in part or "image_url" in part):
-        image = content_part(part, field, place)
-        if "text" in image:
-            raise FieldError(
-                field,
-                f"{place} has both a text and an image, but a document must be one of them",
-            )
-        return image
-    return text_of(value, field, place)
+    refuse_videos_and_audio(part, field, place)
+    if "image" not in part and "image_url" not in part:
+        return text_of(value, field, place)
+    image = content_part(part, field, place)
+    if "text" in image:
+        raise FieldError(
+            field, f"{place} has both a text and an image, but a document must be one of them"
+        )
+    return image

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nereid_client.errors import ApiError, shown
+from nereid_client.protocol.refused import AUDIO_PARTS, VIDEO_PARTS
 
 Json = dict[str, Any]
 FindItem = Callable[[str], Json | None]
@@ -18,13 +19,9 @@ FindItem = Callable[[str], Json | None]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _REMEDIES = {
+    **dict.fromkeys(AUDIO_PARTS, "Nereid reads no audio. Send a transcript as input_text."),
     **dict.fromkeys(
-        ("input_audio", "audio", "audio_url"),
-        "Nereid reads no audio. Send a transcript as input_text.",
-    ),
-    **dict.fromkeys(
-        ("input_video", "video", "video_url"),
-        "Nereid reads no videos. Send some frames of the video as input_image.",
+        VIDEO_PARTS, "Nereid reads no videos. Send some frames of the video as input_image."
     ),
     "input_file": "Nereid reads no files. Send the text of the file as input_text.",
 }

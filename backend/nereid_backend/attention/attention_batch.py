@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of one step for attention: where its tokens are stored, and what they attend to.
+"""The attention metadata of one step: the slots, the block tables and the lengths of its sequences.
 
 A packed step is one row of tokens. Decodes (sequences that add one token) come first, because
 attention computes them together. Prefills (chunks of several tokens) follow, one after the other:
@@ -24,8 +24,8 @@ class Prefill:
     Attributes:
         start: the index of the first new token in the packed row.
         end: the index after the last new token.
-        num_cached: the number of the sequence's tokens before the new tokens.
-        blocks: [1, n] int64, the blocks of all tokens up to the last new one.
+        num_cached: the number of tokens of the sequence that precede the new tokens.
+        blocks: [1, n] int64, the blocks of the sequence, up to the block of the last new token.
     """
 
     start: int
@@ -44,9 +44,10 @@ class VisibleBlocks:
     """The KV cache blocks that a group of decodes reads for one attention window.
 
     Attributes:
-        blocks: [num_decodes, n] int64. A row may contain any block after the sequence's last block.
-        bias: [num_decodes, 1, 1, n * block_size] float32, 0 for the tokens that are attended to and
-            -inf for all others.
+        blocks: [num_decodes, n] int64. The elements after the last block of a sequence may be the
+            number of any block.
+        bias: [num_decodes, 1, 1, n * block_size] float32, 0 for each token to which the decode
+            attends, and -inf for every other token.
     """
 
     blocks: Tensor
@@ -57,7 +58,8 @@ class VisibleBlocks:
 class DecodeGroup:
     """Sequences of similar lengths that each add one token in a step.
 
-    Results that are equal for all layers with the same window are computed once and cached.
+    Layers with the same window have some results in common. These results are computed once and
+    cached.
 
     Attributes:
         tokens: [num_decodes] int64, the indices of the tokens in the packed row; None if they are
@@ -75,14 +77,14 @@ class DecodeGroup:
     _rows: dict[tuple[LayerWindow, int], Tensor] = field(default_factory=dict)
 
     def visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes attend to."""
+        """Return the blocks that the decodes read for an attention window."""
         visible = self._visible.get(window)
         if visible is None:
             visible = self._visible[window] = self._compute_visible(window)
         return visible
 
     def rows(self, window: LayerWindow, num_heads: int) -> Tensor:
-        """Return the cache rows of the blocks that a layer with `num_heads` key heads reads."""
+        """Return the cache rows that a layer with `num_heads` key heads reads."""
         rows = self._rows.get((window, num_heads))
         if rows is None:
             rows = self._rows[window, num_heads] = gather_rows(
@@ -91,12 +93,12 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes read, and a bias that hides other positions.
+        """Return the blocks that the decodes read, and the bias that hides all other positions.
 
         Example: with blocks of 4 tokens and a window of 4 tokens, a decode with 11 tokens attends
-        to the positions 7 to 10. The window covers at most 2 blocks, so of the block table
-        [8, 3, 6], the blocks [3, 6] are read. They contain the positions 4 to 11. The bias is -inf
-        for the positions 4, 5, 6 and 11.
+        to the positions 7 to 10. This window covers at most 2 blocks, so of the block table
+        [8, 3, 6], the blocks [3, 6] are read. These two blocks contain the positions 4 to 11. The
+        bias is -inf for the positions 4, 5, 6 and 11.
         """
         size = self.block_size
         lens = self.lens[:, None]
@@ -108,13 +110,14 @@ class DecodeGroup:
             first_positions = _first_visible(lens - 1, window)
         # The index of the first block that is read for each decode, [num_decodes, 1].
         first_blocks = torch.zeros_like(lens)
-        # At most this number of blocks can overlap with a window of `limit` tokens.
+        # A window of `limit` tokens overlaps with at most this number of blocks.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
             first_blocks = torch.div(first_positions, size, rounding_mode="floor")
             columns = first_blocks + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
-        # The position in its sequence of each token that is read, [num_decodes, n * block_size].
+        # The position of each read token in the sequence of the token,
+        # [num_decodes, n * block_size].
         positions = first_blocks * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
         if not window.is_full:
@@ -126,18 +129,19 @@ class DecodeGroup:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """The metadata of one step for attention, which all layers read.
+    """The attention metadata of one step. All layers read this metadata.
 
     Attributes:
-        slots: [num_tokens] int64, the slots in which the keys and values of each token are stored.
+        slots: [num_tokens] int64, the cache slot of each token. The keys and values of the token
+            are stored in this slot.
         num_decodes: the number of decodes, which are the first tokens of the row.
         decodes: the decodes in groups of similar length. A group is padded to its longest sequence.
         prefills: the prefills, in the order of the row.
         block_size: tokens in one block.
-        device_rows: the metadata in the form that the kernels of a device read. The code that calls
-            these kernels computes the metadata at the first layer and stores it here.
-        other_groups: the metadata of the other groups of layers (`LayerGroups`), which differ only
-            in their slots and blocks; empty if all layers form one group.
+        device_rows: the same metadata in the form that the kernels of a device read. This form is
+            computed when the first layer is computed, and then stored here.
+        other_groups: the metadata of the other groups of layers (`LayerGroups`). The groups differ
+            only in their slots and blocks. Empty if all layers form one group.
     """
 
     slots: Tensor
@@ -161,7 +165,7 @@ class AttentionBatch:
         return rows
 
     def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:
-        """Return which tokens each new token of `prefills[index]` attends to.
+        """Return a mask of the tokens to which each new token of `prefills[index]` attends.
 
         The mask is [num_tokens, seq_len] bool.
         """

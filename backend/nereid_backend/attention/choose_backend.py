@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the class of the KV cache for a device, and thereby the implementation of attention.
+"""Chooses the class of the KV cache for a device. The class determines the attention code.
 
 Outside the folder attention/gpu, only this module refers to the GPU kernels for attention.
 The GPU kernels are used only if `cache_type` returns `GpuKVCache`.
@@ -54,7 +54,8 @@ _MIN_CAPABILITY = (8, 0)
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
     """Return the fastest class of KV cache that this device supports.
 
-    If the device's kernels cannot be used, log a warning and return the class of the reference.
+    If the device's kernels cannot be used, log a warning and return the class that the reference
+    implementation reads.
 
     Args:
         block_size: tokens in one block.
@@ -71,7 +72,7 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
-    """Return the class of the KV cache for the setting kv_cache_dtype.
+    """Return the class of the KV cache that the setting kv_cache_dtype selects.
 
     Args:
         kind: the class for unrounded keys and values.
@@ -97,9 +98,10 @@ def proven_type(
 ) -> type[KVCache]:
     """Test the GPU kernels, and return the KV cache class that can be used.
 
-    For GPU kernels, run each kind of layer once in this process and compare the result with the
-    reference. If the results of a layer differ, log a warning and return the class that the
-    reference reads. A class that the GPU kernels do not read is returned unchanged.
+    If GPU kernels read the class, one layer of each combination of properties is computed in this
+    process, and the result is compared with the reference. If the results of a layer differ, log a
+    warning and return the class that the reference reads. A class that the GPU kernels do not read
+    is returned unchanged.
 
     Args:
         kind: the class of the KV cache.
@@ -128,13 +130,13 @@ def attend(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Store the keys and values of a step in one layer's cache, and compute its attention.
+    """Store the keys and values of one layer in the cache, and compute the attention of the layer.
 
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
             value [num_kv_heads, num_tokens, value_dim].
-        layer: the index of the layer in the cache, and its properties.
-        cache: the KV cache, whose class selects the code. Mutated.
+        layer: the index of the layer in the cache, and the properties of the layer.
+        cache: the KV cache. The class of the cache selects the implementation. Mutated.
         batch: the metadata of the step.
         scale: the factor of the scores.
         sinks: the attention sinks, [num_heads]; None if the layer has none.
@@ -154,7 +156,7 @@ def attend(
 def store_layer(
     key: Tensor, value: Tensor, layer: tuple[int, LayerSpec], cache: KVCache, batch: AttentionBatch
 ) -> None:
-    """Store the keys and values of a step in one layer's cache; see `attend`."""
+    """Store the keys and values of one layer in the cache; see `attend`."""
     if isinstance(cache, gpu_attention.GpuKVCache):
         gpu_attention.store_layer(key, value, layer, cache, batch)
         return
@@ -175,12 +177,12 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
 ) -> None:
     """Compute the attention of a step whose keys and values are in the cache already.
 
-    The CPU kernels do not support this, because they store the keys and values in the same call
-    that computes the attention. Apart from `out`, the arguments are those of `attend`.
+    The CPU kernels do not support this, because a single call of these kernels stores the keys and
+    values and computes the attention. Apart from `out`, the arguments are those of `attend`.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        layer: the index of the layer in the cache, and its properties.
+        layer: the index of the layer in the cache, and the properties of the layer.
         cache: the KV cache, which contains the keys and values of the step.
         batch: the metadata of the step, with at least one sequence.
         scale: the factor of the scores.
@@ -221,7 +223,7 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
         layers: the attention layers of the model.
 
     Returns:
-        The number of pairs of a layer kind and a `Situation` for which a library is used.
+        The number of pairs (properties of a layer, `Situation`) for which a library is used.
     """
     if not isinstance(cache, gpu_attention.GpuKVCache):
         return 0
@@ -243,12 +245,12 @@ def _fastest_backends(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ChosenBackends:
-    """Return the result of `fastest_backends`, which is measured once in a process."""
+    """Return the result of `fastest_backends`. A process measures each result only once."""
     return fastest_backends(kind, layers, block_size, dtype, device)
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """Return the name of the attention implementation for reports."""
+    """Return the name of the attention implementation, as reports show it."""
     return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 

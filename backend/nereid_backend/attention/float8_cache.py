@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A KV cache that stores 8-bit floating point numbers in the format e4m3.
 
-A number has 1 sign bit, 4 exponent bits and 3 mantissa bits. The rounding error is at most 1/16 of
-the number itself, even if other numbers of its vector are much larger. This holds because each
-vector is scaled by a factor. Without the factor, numbers below 1/64 would lose bits, and numbers
-above 448 could not be stored. docs/history/gpu-kernels.md lists the errors with and without the
-factor.
+Each stored number has 1 sign bit, 4 exponent bits and 3 mantissa bits. The rounding error is at
+most 1/16 of the number itself, even if other numbers of its vector are much larger. The error is
+this small because each vector is scaled by a factor. Without the factor, numbers below 1/64 would
+lose bits, and numbers above 448 could not be stored. docs/history/gpu-kernels.md lists the errors
+with and without the factor.
 """
 
 import torch

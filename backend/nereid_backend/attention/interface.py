@@ -3,8 +3,8 @@
 
 Transformers finds an attention function by its name at every call. Each engine therefore registers
 a function under its own name, so that two engines in one process are independent. The metadata of a
-step is set before each forward pass and not passed through the model, because some architectures
-drop extra arguments.
+step is set before each forward pass. The metadata is not passed through the model, because some
+architectures drop extra arguments.
 """
 
 import itertools
@@ -56,7 +56,7 @@ class AttentionHook:
 
     @contextmanager
     def serving(self, forward: AttentionForward) -> Iterator[None]:
-        """Let `forward` compute all attention calls of the model while the context is open."""
+        """Return a context in which `forward` computes all attention calls of the model."""
         self._forward = forward
         try:
             yield
@@ -66,7 +66,7 @@ class AttentionHook:
     def remove(self) -> None:
         """Unregister the attention function from transformers.
 
-        The registered function would keep the engine in memory.
+        Without this call, the registered function would keep the engine in memory.
         """
         AttentionInterface._global_mapping.pop(self.name, None)
 
@@ -88,7 +88,8 @@ class AttentionHook:
 class PagedForward:
     """Computes the attention of one packed step over the paged KV cache.
 
-    An instance is used for one forward pass. Its n-th call belongs to the n-th attention layer.
+    An instance is used for one forward pass. The n-th call of the instance belongs to the n-th
+    attention layer.
     """
 
     def __init__(self, layers: list[LayerSpec], cache: KVCache, batch: AttentionBatch) -> None:

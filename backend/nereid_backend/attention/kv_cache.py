@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged KV cache, which has one tensor of keys and one of values for each attention layer."""
+"""The paged KV cache. Each attention layer has one tensor of keys and one tensor of values."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec, single_group
 class KVCache:
     """The keys and values of all blocks, as tensors.
 
-    A block belongs to one group of layers (`LayerGroups`). Layers of different groups that have the
-    same place in their groups share one tensor, because they never share a block.
+    A block belongs to one group of layers (`LayerGroups`). Layers with the same place in different
+    groups share one tensor, because layers of different groups never share a block.
 
     Token `t` of a sequence is in the block `block_table[t // block_size]`, at the place `t %
     block_size` within the block. The slot of the token is `block * block_size + t % block_size`.
@@ -26,8 +26,8 @@ class KVCache:
     Attributes:
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
         values: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, value_dim].
-        null_block: the index of the last block, which always contains zeros. Block tables are
-            padded with it.
+        null_block: the index of the last block, which always contains zeros. The padding of block
+            tables is this index.
         dtype: the data type in which keys and values are read.
         group_of: for each layer, the index of its group.
     """
@@ -85,7 +85,7 @@ class KVCache:
         return [tensors[place] for place in self._places]
 
     def _for_places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensor of each place in the groups. `tensors` has one for each layer."""
+        """Return the tensor of each place in the groups. `tensors` has one item for each layer."""
         return [tensors[index] for index in self._first_layers()]
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
@@ -117,7 +117,7 @@ class KVCache:
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the cache. Their first dimension is the block."""
+        """Return all tensors of the cache. The first dimension of each tensor is the block."""
         return [*self._for_places(self.keys), *self._for_places(self.values)]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -143,7 +143,7 @@ class KVCache:
         return torch.cat(parts).cpu().numpy().tobytes()
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Write bytes that `read_block` returned into blocks. Mutates: this cache."""
+        """Restore blocks from the bytes that `read_block` returned. Mutates: this cache."""
         joined = bytearray().join(contents)
         rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1).to(self.device)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
@@ -202,7 +202,7 @@ def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU, its memory has huge pages if possible."""
+    """Return a tensor of zeros. On a CPU, the memory of the tensor has huge pages if possible."""
     # The memory must not be uninitialised, because it may contain NaN. Masked values are multiplied
     # by 0, and 0 * NaN is NaN.
     if device.type != "cpu":

@@ -51,8 +51,8 @@ class LayerSpec:
         value_dim: the size of one value head.
         window: the attention window.
         softcap: a score s becomes softcap * tanh(s / softcap). None leaves scores unchanged.
-        has_sinks: whether each head has an attention sink: a further score in the softmax that
-            belongs to no token.
+        has_sinks: whether each head has an attention sink. A sink is an additional score in the
+            softmax. This score belongs to no token.
     """
 
     num_heads: int
@@ -87,7 +87,8 @@ class LayerGroups:
 
     Attributes:
         windows: the attention window of each group; None for a group with full attention.
-        places: for each layer, the index of its group and its place in the blocks of the group.
+        places: for each layer, two numbers: the index of the layer's group, and the layer's place
+            in the blocks of the group.
     """
 
     windows: tuple[AttentionWindow | None, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference implementation of paged attention in plain torch, with which kernels are compared.
+"""The reference implementation of paged attention in plain torch. Kernels are compared with it.
 
 Decodes of similar length are computed by one gather and two batched matrix products. A prefill is
 one call of torch's fused attention. If the layer has a softcap or sinks, which the fused attention
@@ -91,7 +91,7 @@ def _attend_prefills(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a step's prefills, of which there is at least one."""
+    """Return the attention of a step's prefills. The step must have at least one prefill."""
     query = inputs[0]
     spec = layer[1]
     parts: list[Tensor] = []
@@ -114,7 +114,8 @@ def _prefill_keys(
     """Return the keys and the values of all tokens of a prefill's sequence.
 
     Returns:
-        The keys, [1, num_kv_heads, seq_len, key_dim], and the values with value_dim.
+        The keys, [1, num_kv_heads, seq_len, key_dim], and the values, [1, num_kv_heads, seq_len,
+        value_dim].
     """
     query, key, value = inputs
     number, spec = layer
@@ -141,8 +142,8 @@ def _prefill(
     The result is [1, num_heads, q, value_dim].
 
     Shapes: query [1, num_heads, q, key_dim], key and value [1, num_kv_heads, k, dim], mask [q, k]
-    bool. Without a mask, no earlier tokens are cached, and each token attends to all tokens before
-    it and to itself.
+    bool. If there is no mask, the sequence has no cached tokens. Each token then attends to itself
+    and to all tokens before itself.
     """
     query, key, value = inputs
     # On a CPU, torch's fused attention computes bfloat16 no faster than float32. Batched matrix
@@ -205,7 +206,7 @@ def _stepwise(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of some sequences directly from its definition.
+    """Compute the attention of some sequences as the definition of attention says.
 
     The softmax is computed in float32.
 

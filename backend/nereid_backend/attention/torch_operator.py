@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention as a torch operator, so that models can be traced and compiled with it.
+"""Paged attention as a torch operator, so that torch can trace and compile a model.
 
 The metadata of a step cannot pass through a traced graph. The operator therefore reads the metadata
 from a thread-local variable that `serving` sets. If the cache is a CpuKVCache, compiled models call
@@ -23,7 +23,7 @@ _current = threading.local()
 
 @contextmanager
 def serving(forward: PagedForward) -> Iterator[None]:
-    """Let `forward` compute all calls of the operator in this thread while the context is open."""
+    """Return a context in which `forward` computes all calls of the operator in this thread."""
     _current.forward = forward
     try:
         with forward.native():

@@ -25,8 +25,8 @@ SOURCES = (
 HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
 COMPILERS = ("g++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
-# The time limit of the compiler in seconds. It needs about 10 seconds, but several minutes on a
-# busy machine.
+# The time limit of the compiler in seconds. The compiler needs about 10 seconds, but several
+# minutes on a busy machine.
 _TIMEOUT_S = 900
 # The largest number of characters of the compiler's output that an error message contains.
 _MAX_OUTPUT = 500
@@ -61,8 +61,9 @@ def compile_library(
     Args:
         compiler: the path of the compiler.
         flags: the flags for an instruction set and for OpenMP, in addition to FLAGS.
-        libraries: the libraries that the loader loads with the kernels. Functions that they do not
-            contain must be global symbols when the kernels are loaded.
+        libraries: the libraries that the loader loads with the kernels. If the kernels call a
+            function that is in none of these libraries, the function must be a global symbol when
+            the kernels are loaded.
         path: the file of the library.
 
     Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention in C++ kernels for CPUs, which read the blocks of the KV cache directly.
+"""Paged attention for CPUs. The C++ kernels read the blocks of the KV cache directly.
 
-The speed of a decode is limited by memory and the speed of a prefill by arithmetic, so each has a
-kernel of its own.
+The speed of a decode is limited by memory and the speed of a prefill by arithmetic, so decodes and
+prefills have different kernels.
 """
 
 import ctypes
@@ -34,7 +34,8 @@ from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-# The kernels process this number of tokens at once, so the block size must be a multiple of it.
+# The kernels process this number of tokens at once, so the block size must be a multiple of this
+# number.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -84,15 +85,15 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 
 
 class CpuKVCache(KVCache):
-    """A KV cache whose keys are transposed within each block, as the CPU kernels need them.
+    """A KV cache for the CPU kernels. The keys are transposed within each block.
 
     Attributes:
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, key_dim, block_size].
         key_scales: the factors of the keys, if the cache stores integers (int8_cache.py); otherwise
             empty.
         value_scales: the factors of the values, if the cache stores integers; otherwise empty.
-        kernel_times: the time that compiled models have spent in the kernels, which the kernels add
-            up; None if the time is not measured.
+        kernel_times: the total time that compiled models have spent in the kernels. The kernels
+            update this time. None if the time is not measured.
     """
 
     kernel_times: KernelTimes | None
@@ -116,10 +117,10 @@ class CpuKVCache(KVCache):
     def native(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Return the C struct that describes one layer to the kernels, from a cache if possible.
+        """Return the C struct that describes one layer to the kernels. The last struct is cached.
 
         Args:
-            layer: the index of the layer, and its properties.
+            layer: the index of the layer, and the properties of the layer.
             scale: the factor of the scores.
             dtype: the data type of the query, float32 or bfloat16.
             block_size: tokens in one block.
@@ -207,7 +208,7 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the keys and values of a step in one layer's cache, and compute its attention.
+    """Store the keys and values of one layer in the cache, and compute the attention of the layer.
 
     The arguments and the result are those of `reference.attend`. Mutates: cache.
     """
@@ -234,7 +235,7 @@ def attend(
             native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
         # The first call stores the keys and values of all tokens, so the calls for the other groups
-        # of decodes store nothing, which num_tokens = 0 means.
+        # of decodes must not store them again. A call with num_tokens = 0 stores nothing.
         layer_step.num_tokens = 0
     if step.prefills:
         kernels().nereid_attend_prefills(
@@ -251,7 +252,7 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Let compiled models use this step's cache and metadata while the context is open.
+    """Return a context in which compiled models use this step's cache and metadata.
 
     Only the models that run in this thread use the step.
 
@@ -294,7 +295,7 @@ def serving(
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, because the kernels need it."""
+    """Return a tensor whose last dimension is contiguous, as the kernels require."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
@@ -318,8 +319,8 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
     """Build the C struct with the metadata of a step.
 
-    The structs contain pointers to the tensors of `batch`, so they must not be used after `batch`
-    has been freed.
+    The structs contain pointers to the tensors of `batch`, so the structs must not be used after
+    `batch` has been freed.
     """
     groups = [
         NativeDecodeGroup(

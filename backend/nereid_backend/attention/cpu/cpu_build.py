@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the CPU kernels for the best instruction set that the processor supports.
 
-A wheel contains libraries for the usual instruction sets (see hatch_build.py). Without a suitable
-one, the kernels are built, which takes some seconds. The build needs a C++ compiler but no torch
-headers, because the kernels and torch exchange plain C types. A built library is stored in a cache
-folder; its name contains the instruction set and a hash of everything that it was built from. The
-functions of a library are loaded as global symbols, so that models that AOTInductor has compiled
-can call them.
+A wheel contains libraries for the usual instruction sets (see hatch_build.py). If none of these
+libraries is suitable, the kernels are built. The build takes some seconds. It needs a C++ compiler
+but no torch headers, because the kernels and torch exchange plain C types. A built library is
+stored in a cache folder; its name contains the instruction set and a hash of everything that it was
+built from. The functions of a library are loaded as global symbols, so that models that AOTInductor
+has compiled can call them.
 """
 
 import contextlib
@@ -42,13 +42,13 @@ _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the kernels for the best instruction set, and build them if necessary.
+    """Return the kernels for the best instruction set. Build the kernels if necessary.
 
-    Build the library if neither this package nor the cache contains it. If the compiler is too old
-    for an instruction set, use the next lower one.
+    The library is built if neither this package nor the cache folder contains the library. If the
+    compiler is too old for an instruction set, use the next lower one.
 
     Raises:
-        KernelBuildError: if there is no library, and no compiler, or if the compiler fails.
+        KernelBuildError: if there is neither a library nor a compiler, or if the compiler fails.
     """
     try:
         instruction_sets = usable_instruction_sets()
@@ -65,14 +65,14 @@ def load_library() -> ctypes.CDLL:
 
 
 def _load(instruction_set: InstructionSet) -> ctypes.CDLL:
-    """Return the kernels for one instruction set, and build them if necessary."""
+    """Return the kernels for one instruction set. Build the kernels if necessary."""
     library = _load_precompiled(instruction_set) or _load_built(instruction_set)
     logger.info("The CPU kernels use the instruction set %s.", instruction_set.name)
     return library
 
 
 def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
-    """Return the kernels from the cache folder, and build them if the folder does not have them.
+    """Return the kernels from the cache folder. Build the kernels if they are not in the folder.
 
     Raises:
         KernelBuildError: if there is no compiler, or if the library cannot be built or loaded.
@@ -94,9 +94,10 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
-    """Return the library for an instruction set that this package contains, or None.
+    """Return the library of this package for an instruction set, or None.
 
-    Return None if the package contains no such library, or if it does not fit to torch.
+    Return None if the package contains no library for the instruction set, or if the library does
+    not work with the installed version of torch.
     """
     path = _PRECOMPILED / f"{instruction_set.name}.so"
     openmp = _openmp()
@@ -104,8 +105,8 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
         return None
     try:
         # The library of kernels does not name the files of torch and OpenMP, because the names
-        # depend on torch's version. It finds their functions as global symbols, so both libraries
-        # are loaded globally first.
+        # depend on torch's version. The kernels find the functions of torch and OpenMP as global
+        # symbols, so both libraries are loaded globally first.
         for needed in (str(_TORCH), openmp):
             ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -116,7 +117,7 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
 
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[None]:
-    """Hold a file lock, so that no other process builds the same library meanwhile.
+    """Return a context with a file lock, so that no other process builds the same library.
 
     The operating system releases the lock when the process ends. If the folder does not support
     locks, each process builds the library.
@@ -151,8 +152,9 @@ def _openmp() -> str | None:
     except OSError:
         return None
     loaded = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
-    # Other Python packages may also have loaded a libgomp. torch uses the one in its own folders
-    # (torch/ and torch.libs/), or that of the system if its folders contain none.
+    # Other Python packages may also have loaded a libgomp. torch uses the libgomp in its own
+    # folders (torch/ and torch.libs/). If these folders contain no libgomp, torch uses the libgomp
+    # of the system.
     packages = Path(torch.__file__).parent.parent
     of_torch = [
         path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch."))

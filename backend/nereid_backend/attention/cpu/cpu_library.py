@@ -130,7 +130,7 @@ class NativeAdapterStep(ctypes.Structure):
 
 
 class KernelTimes(ctypes.Structure):
-    """How long compiled models have spent in the kernels, in nanoseconds."""
+    """The time that compiled models have spent in the kernels, in nanoseconds."""
 
     _fields_ = (("linear_ns", c_int64), ("attention_ns", c_int64))
 
@@ -154,7 +154,7 @@ _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """Return the library of kernels, which the first call builds and loads.
+    """Return the library of kernels. The first call builds or loads the library.
 
     Raises:
         KernelBuildError: if the kernels cannot be built on this machine.
@@ -169,7 +169,7 @@ def kernels() -> ctypes.CDLL:
 
 @contextmanager
 def forced_instruction_set(name: str) -> Iterator[None]:
-    """Use the kernels for another instruction set while the context is open.
+    """Return a context in which the kernels for another instruction set are used.
 
     This is meant for tests and measurements. Models that were compiled outside the context must not
     be called inside the context.

@@ -39,9 +39,9 @@ class InstructionSet:
         return tuple(f"-m{feature.replace('_', '')}" for feature in self.features)
 
 
-# The instruction sets, from the fastest to the slowest. The last one runs on every processor: it is
-# portable C++ that the compiler optimises for the present processor, without kernels for linear
-# layers.
+# The instruction sets, from the fastest to the slowest. The last instruction set works on every
+# processor: its library is portable C++ that the compiler optimises for the present processor. This
+# library has no kernels for linear layers.
 INSTRUCTION_SETS = (
     InstructionSet("avx512_bf16", (*_AVX512, "avx512_vnni", "avx512_bf16")),
     InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni")),

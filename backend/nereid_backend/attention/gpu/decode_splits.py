@@ -19,8 +19,8 @@ MAX_SPLITS = 128
 # The smallest number of key tiles in a part. Every part also reads the query and writes a result
 # that must be combined with others, so small parts are not worth their cost.
 _MIN_TILES = 2
-# The number of programs for each multiprocessor that a decode launch should have. With several
-# programs each, all multiprocessors finish at about the same time. A step with few tokens has fewer
+# A decode launch should have this number of programs for each multiprocessor. With several programs
+# each, all multiprocessors finish at about the same time. A step with few tokens has fewer
 # programs.
 _PROGRAMS_PER_PROCESSOR = 4
 # How many times more programs a launch in a CUDA graph may have than a launch for one step. The
@@ -44,8 +44,8 @@ def split(
     Args:
         rows: the decodes. Only the bounds of their lengths are used.
         window: the attention window of the layer.
-        num_programs: the number of programs that compute one part of one sequence, each for other
-            heads.
+        num_programs: the number of programs that compute one part of one sequence. Each of these
+            programs computes different heads.
         tile: the number of keys in a tile.
         device: the device of the step.
     """

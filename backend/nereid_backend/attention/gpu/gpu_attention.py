@@ -2,8 +2,8 @@
 """Paged attention on a GPU, computed by kernels in the Triton language.
 
 A layer needs at most four launches: the cache write, the decodes, the reduction of their parts, and
-the prefills. Nothing here waits for the GPU. The grids are computed from sizes that are on
-the CPU, and the metadata of a step is uploaded once for all layers, as a GpuBatch.
+the prefills. The code of this module never waits for the GPU. The grids are computed from sizes
+that are on the CPU, and the metadata of a step is uploaded once for all layers, as a GpuBatch.
 """
 
 import functools
@@ -41,9 +41,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GpuKVCache(KVCache):
-    """A KV cache that the GPU kernels read, with the layout of KVCache.
+    """A KV cache for the GPU kernels. The layout is that of KVCache.
 
-    One head's part of a block is contiguous, so a tile of keys consists of a few long reads.
+    The keys of one head in a block are contiguous, so a kernel reads a tile of keys with a few long
+    reads.
 
     Attributes:
         backends: the attention libraries that replace the kernels; see fastest_backend.py.
@@ -69,12 +70,12 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Store the keys and values of a step in one layer's cache, and compute its attention.
+    """Store the keys and values of one layer in the cache, and compute the attention of the layer.
 
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
             value [num_kv_heads, num_tokens, value_dim].
-        layer: the index of the layer in the cache, and its properties.
+        layer: the index of the layer in the cache, and the properties of the layer.
         cache: receives the keys and values. Mutated.
         batch: the metadata of the step.
         scale: the factor of the scores.
@@ -95,7 +96,7 @@ def store_layer(
     cache: GpuKVCache,
     batch: AttentionBatch,
 ) -> None:
-    """Store the keys and values of one step in one layer's cache.
+    """Store the keys and values of one layer in the cache.
 
     The shapes are those of the arguments of `attend`.
 
@@ -121,9 +122,9 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
 
     Args:
         query: [num_heads, num_tokens, key_dim].
-        new: the key and the value of the step, as in `attend`; None if only the cache contains
-            them.
-        layer: the index of the layer in the cache, and its properties.
+        new: the key and the value of the step, as in `attend`; None if the key and the value are
+            only in the cache.
+        layer: the index of the layer in the cache, and the properties of the layer.
         cache: the cache, which contains the keys and values of the step.
         batch: the metadata of the step.
         scale: the factor of the scores.
@@ -165,7 +166,7 @@ def _call(
 
 
 def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
-    """Compute the decodes or the prefills of a step with the own kernels. Mutates: out."""
+    """Compute the decodes or the prefills of a step with the project's kernels. Mutates: out."""
     call = inputs.call
     device = device_of(inputs.query.device)
     if situation is Situation.DECODE:
@@ -179,7 +180,7 @@ def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
 
 
 def _largest_dim(spec: LayerSpec) -> int:
-    """Return the larger of the sizes of a key and of a value."""
+    """Return the size of a key or the size of a value, whichever is larger."""
     return max(spec.key_dim, spec.value_dim)
 
 
@@ -199,7 +200,7 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
-    """Return the metadata of a step for the GPU kernels. It is built once for each step."""
+    """Return the metadata of a step for the GPU kernels. The first call builds the metadata."""
     rows = batch.device_rows
     if isinstance(rows, PackedRows):
         rows = batch.device_rows = rows.unpack(batch)
@@ -232,5 +233,5 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, because the kernels need it."""
+    """Return a tensor whose last dimension is contiguous, as the kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

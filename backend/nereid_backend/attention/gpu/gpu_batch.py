@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of a step as arrays for the GPU kernels, built once for all layers.
+"""Builds arrays with the metadata of a step for the GPU kernels, once for all layers.
 
 The block tables of all sequences are one flat list of block numbers. Another list contains the
 index at which the block table of each sequence starts. All values come from the CPU or from tensors
 that are already on the GPU, so nothing is read back from the GPU. `StepLayout` adds the values from
-the CPU to the one upload of the step.
+the CPU to the arrays that a step uploads with one copy.
 """
 
 import math
@@ -33,8 +33,9 @@ class DecodeRows:
         table_starts: [count] int64, the index in `table` of each sequence's first block.
         tokens: [count] int64, the index of each decode in the packed step.
         lens: [count] int64, the length of each sequence, including the new token.
-        longest: [1] int64, the length of the longest sequence, if the launches are captured for
-            sequences of any length up to the bounds; None if they are only for this step.
+        longest: [1] int64, the length of the longest sequence. It is set if the launches are
+            captured into a CUDA graph, which is replayed for sequences of any length up to the
+            bounds. None if the launches are only for this step.
     """
 
     count: int
@@ -109,7 +110,7 @@ class GpuBatch:
 
 
 class Tiling(NamedTuple):
-    """How the prefills of a step are divided into tiles for a layer.
+    """Describes how a layer divides the prefills of a step into tiles.
 
     Layers with the same window and the same kernel have equal tilings.
 
@@ -191,7 +192,7 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The arrays of a step after they were uploaded to the device.
+    """The arrays of a step on the device, after the upload.
 
     Attributes:
         layout: the layout that created the arrays.

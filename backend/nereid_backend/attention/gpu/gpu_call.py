@@ -67,8 +67,8 @@ class AttentionCall:
     def cache_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The keys and the values, and the factors of the keys and of the values.
 
-        A cache without factors has its keys and values in place of the factors, because the kernels
-        need pointers. The kernels do not read through these pointers.
+        If the cache has no factors, the keys and values take the place of the factors, because the
+        kernels need pointers. The kernels do not read through these pointers.
         """
         return self.keys, self.values, *(self.scales or (self.keys, self.values))
 
@@ -123,8 +123,8 @@ class AttentionCall:
 def float8_of(device: torch.device) -> Float8:
     """Return how the kernels convert 8-bit floating point numbers on a GPU.
 
-    GPUs of compute capability 8.9 have instructions for these numbers, too. But Triton 3.6 cannot
-    compile the conversion to bfloat16 for them.
+    GPUs of compute capability 8.9 also have instructions for these numbers. However, Triton 3.6
+    cannot compile the conversion to bfloat16 for GPUs of 8.9.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return Float8.DEVICE
@@ -134,7 +134,7 @@ def float8_of(device: torch.device) -> Float8:
 def padded_size(size: int) -> int:
     """Return the size to which a kernel pads a dimension.
 
-    This is a power of two, and at least 16.
+    The padded size is a power of two, and at least 16.
 
     Examples: 80 gives 128, and 10 gives 16.
     """

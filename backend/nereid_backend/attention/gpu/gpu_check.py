@@ -28,8 +28,8 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 # tokens, new tokens) for the prefills.
 _DECODES = (400, 1, 17)
 _PREFILLS = ((0, 40), (140, 20))
-# The largest difference that the check accepts, as `compare` returns it. The reference computes in
-# float32. A window that is wrong by one token causes a difference above 0.1.
+# The largest result of `compare` that the check accepts. The reference computes in float32. A
+# window that is wrong by one token causes a difference above 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
 # The largest accepted rounding errors in an e4m3 cache. A stored number may differ by a sixteenth
@@ -171,8 +171,8 @@ def compare(trial: Trial, computed: Tensor) -> float:
         computed: the result of `Trial.attend`.
 
     Returns:
-        The difference at the worst token: the root mean square of the error, divided by that of the
-        expected result.
+        The difference at the worst token: the root mean square of the error, divided by the root
+        mean square of the expected result.
 
     Raises:
         KernelError: if the cache write or the attention differs from the reference.

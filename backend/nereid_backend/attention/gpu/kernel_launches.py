@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches the kernels that are written in the Triton language.
 
-The kernels are imported in the functions, because they need the package triton. torch installs this
+The functions import the kernels, because the kernels need the package triton. torch installs this
 package on machines with a GPU.
 """
 

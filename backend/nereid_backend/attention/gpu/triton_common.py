@@ -19,18 +19,18 @@ def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
 
     The kernels read the block numbers of a tile one iteration before they read its keys and values.
     If one iteration read the block numbers, the keys and the values, the copies of the next tile
-    could not start before the products of this tile have ended, because their addresses depend on
-    block numbers that have not arrived.
+    could not start before the products of this tile have ended: the addresses for the copies depend
+    on block numbers that have not been read yet.
 
     table points at the sequence's block numbers. places [n] are positions in the sequence. If
-    is_read is false for a position, nothing is read for it and its block number is 0.
+    is_read is false for a position, nothing is read, and the block number of the position is 0.
     """
     return tl.load(table + places // BLOCK_SIZE, mask=is_read, other=0).to(tl.int32)
 
 
 @triton.jit
 def key_cells(blocks, places, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the cache rows that contain some tokens of a sequence for one key head.
+    """Return the cache rows that belong to some tokens of a sequence and to one key head.
 
     The cache is viewed as a matrix of rows, [..., dim].
 
@@ -48,7 +48,8 @@ def load_rows(
 
     The result is padded with zeros to [n, PADDED].
 
-    With IS_MASKED, rows for which is_real is false are not read and contain zeros.
+    With IS_MASKED, rows for which is_real is false are not read. In the result, these rows contain
+    zeros.
     """
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * STRIDE + (START + columns)[None, :]

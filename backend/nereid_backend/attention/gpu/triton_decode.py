@@ -41,7 +41,7 @@ def part_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of tokens in a part, for at most max_splits parts.
+    """Return the number of tokens in each part, if there may be at most max_splits parts.
 
     longest points at the length of the longest sequence of the step. A launch in a CUDA graph reads
     the length from memory, because a graph repeats the scalar arguments of the captured step.
@@ -84,8 +84,8 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
 
     Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part 0 of a sequence begins
     with the first tile that the token attends to, so keys before the window are not read. Each part
-    has split_tokens tokens, or with READS_LONGEST as many as part_tokens returns. A program whose
-    part begins after the end of the sequence returns at once.
+    has split_tokens tokens. With READS_LONGEST, `part_tokens` computes the number of tokens in each
+    part instead. A program whose part begins after the end of the sequence returns at once.
 
     Shapes: out [num_tokens, num_heads, VALUE_DIM]. With IS_SPLIT, the kernel instead writes parts
     [num_sequences, num_heads, max_splits, VALUE_DIM] float32, the attention of each part, and
@@ -165,15 +165,15 @@ def reduce_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Combine the results for the parts of one sequence to the attention of one head.
+    """Compute the attention of one head from the results for the parts of one sequence.
 
     Grid: (num_sequences, NUM_HEADS).
 
     Shapes: parts [num_sequences, NUM_HEADS, max_splits, VALUE_DIM] float32, weights_log
     [num_sequences, NUM_HEADS, max_splits] float32, out [num_tokens, NUM_HEADS, VALUE_DIM]. The
-    kernel reads only the parts that decode_kernel wrote; see there for the meaning of the numbers.
-    The first pass over the logarithms computes the largest one and the total weight. The second
-    pass adds the weighted parts, STEP parts at a time.
+    kernel reads only the parts that `decode_kernel` wrote. The docstring of `decode_kernel`
+    describes the numbers. The first pass over the logarithms computes the largest one and the total
+    weight. The second pass adds the weighted parts, STEP parts at a time.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -44,8 +44,8 @@ def add_keys(
         scale, cap: see `triton_common.tile_scores`.
         window, chunk: the limits of the attention window, in tokens.
 
-    Without IS_MASKED, every row attends to all keys in [begin, end), so that positions need not be
-    compared. The block numbers of a tile are read one iteration before its keys and values; see
+    Without IS_MASKED, every row attends to all keys in [begin, end), so positions are not compared.
+    The block numbers of a tile are read one iteration before the keys and values of the tile; see
     `triton_common.block_numbers`.
     """
     places = begin + tl.arange(0, TILE)
@@ -169,8 +169,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         total += tl.exp2(sink * LOG2E - top)
-    # The total of a row without a token may be 0. It is replaced by 1, so that the row is not
-    # divided by zero.
+    # The total of a row without a token may be 0. The total is then replaced by 1, so that the row
+    # is not divided by zero.
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS

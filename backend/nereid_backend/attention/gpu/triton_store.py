@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Adding 1.5 * 2**23 to a float32 number and subtracting it again rounds the number to the nearest
-# integer, and halves to the even integer.
+# integer. A number halfway between two integers is rounded to the even integer.
 ROUNDING = tl.constexpr(12582912.0)
 
 
@@ -41,8 +41,9 @@ def store_rows(
 
     The cache is viewed as a matrix of rows, [..., DIM].
 
-    source points at the first of the heads, and head_stride leads from one head to the next. cells
-    [n] are the rows of all n heads in the cache. Heads for which is_head is false are skipped.
+    source points at the first of the heads, and head_stride is the distance from one head to the
+    next. cells [n] are the rows of all n heads in the cache. Heads for which is_head is false are
+    skipped.
 
     With HAS_SCALES, the numbers of each head are scaled and converted to integers up to 127, or to
     8-bit floating point numbers up to 448. The factor of the head is stored, too. If a number of a
@@ -87,8 +88,9 @@ def store_kernel(
     The kernel stores HEADS heads. The grid is (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
 
     A token with a negative slot is not stored. The last dimensions of key and value are contiguous.
-    The pointers to key and value are moved to the first of the heads, as `store_rows` needs them,
-    whereas `cells` already contain the indices of the heads.
+    The pointers to key and value are moved to the first of the heads, because `store_rows` needs
+    pointers to this head. `cells` need no such change, because they contain the indices of the
+    heads.
     """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * HEADS

@@ -39,7 +39,7 @@ class LayerInputs:
     Attributes:
         query: [num_heads, num_tokens, key_dim].
         new: the key [num_kv_heads, num_tokens, key_dim] and the value [num_kv_heads, num_tokens,
-            value_dim] of the step; None if only the cache contains them.
+            value_dim] of the step; None if the key and the value are only in the cache.
         call: the properties and the cache of the layer.
         batch: the metadata of the step.
         rows: the metadata of the step in the form that GPU kernels read.
@@ -105,7 +105,8 @@ ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 def first_refusal(spec: LayerSpec, *, supports_window: bool, supports_softcap: bool) -> str | None:
     """Return the first reason why a library does not support a layer, or None.
 
-    No library supports attention sinks or attention chunks through the functions that are used.
+    No library supports attention sinks or attention chunks through the functions that this package
+    calls.
 
     Args:
         spec: the properties of the layer.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill attention of the library FlashInfer, if the package flashinfer is installed.
 
-FlashInfer plans each step on the CPU, which cannot be captured into a CUDA graph. It therefore
-computes only prefills. FlashInfer's layout "HND" is the layout of KVCache. This code has not run on
+FlashInfer plans each step on the CPU. A CUDA graph cannot contain this planning, so FlashInfer is
+used only for prefills. FlashInfer's layout "HND" is the layout of KVCache. This code has not run on
 a GPU yet.
 """
 
@@ -61,14 +61,14 @@ class FlashInferPrefill:
         out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
 
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
-        """Return the wrapper for a layer, after passing the metadata of the step to it."""
+        """Pass the metadata of the step to the wrapper for a layer, and return the wrapper."""
         call = inputs.call
         spec = call.spec
         block_size = inputs.batch.block_size
         prefills = inputs.batch.prefills
 
         def starts(counts: list[int]) -> Tensor:
-            """Return the start of each sequence, then the total. Example: [2, 3] -> [0, 2, 5]."""
+            """Return the cumulative sums of the counts. Example: [2, 3] gives [0, 2, 5]."""
             return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
         query_starts = starts([prefill.end - prefill.start for prefill in prefills])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variable-length attention function of torch, which reads keys and values from blocks.
 
-torch 2.13 is the first version whose function takes a block table. Which block sizes are supported
-depends on the version of flash attention that torch was built with, so the check at load decides.
-The speed has not been measured on a GPU.
+torch 2.13 is the first version whose function takes a block table. The supported block sizes depend
+on the version of flash attention that is built into torch. The function is therefore tested when a
+model is loaded. The speed has not been measured on a GPU.
 """
 
 import inspect
@@ -34,8 +34,8 @@ class _Sequences(NamedTuple):
     Attributes:
         blocks: [n, width] int32, the block tables.
         lens: [n] int32, the lengths, including the new tokens.
-        first_tokens: [n + 1] int32, the index of each sequence's first query in the call, and the
-            number of queries.
+        first_tokens: [n + 1] int32, the index of each sequence's first query in the call. The last
+            number is the number of all queries.
         max_new: the largest number of new tokens of a sequence.
         max_keys: the largest number of keys of a sequence.
     """

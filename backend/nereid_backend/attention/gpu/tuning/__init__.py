@@ -2,11 +2,11 @@
 """The tile sizes of the GPU kernels: measured values for some devices, and default values.
 
 A table is a file `<device name>.json` in this folder. The call `attention` of the GPU benchmark
-(loadtest/gpu) writes such files into the folder of its results, from where they are copied here. A
-table maps the name of a kernel to a list of entries with the keys "max_dim", "itemsize", "rows",
-"tile", "num_warps" and "num_stages". A kernel uses the first entry whose itemsize is that of the
-cache and whose max_dim is at least the larger of key and value size. If there is no such entry, the
-kernel uses the default values.
+(loadtest/gpu) writes such files into the folder of its results. The files must then be copied to
+this folder. A table maps the name of a kernel to a list of entries with the keys "max_dim",
+"itemsize", "rows", "tile", "num_warps" and "num_stages". A kernel uses the first entry whose
+itemsize is that of the cache and whose max_dim is at least the key size and at least the value
+size. If there is no such entry, the kernel uses the default values.
 """
 
 import functools
@@ -270,7 +270,7 @@ def _class_of(capability: Capability) -> str:
 
     GPUs of 9.0 and 10.0 have matrix products that read tiles from shared memory. On other GPUs,
     these products read registers. Most of the other GPUs are made for consumers and have as much
-    shared memory as 8.9. Example: (12, 0) gives "8.9".
+    shared memory as GPUs of 8.9. Example: (12, 0) gives "8.9".
     """
     if capability[0] == 9:
         return "9.0"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for GPUs that store their weights as 8-bit floating point numbers (e4m3).
+"""Linear layers for GPUs. The weights are stored as 8-bit floating point numbers (e4m3).
 
 The weights take half of the memory of bfloat16. Each call also rounds its input to e4m3, because
 the GPU multiplies two matrices of e4m3. If the device supports it, each output of the weight and
@@ -18,7 +18,7 @@ from nereid_backend.linear.prepack import change_class, shared_weights
 _DTYPE = torch.float8_e4m3fn
 # The largest number that the format e4m3 can represent.
 _LARGEST = 448.0
-# The smallest scale. A row of zeros has this scale, so that its numbers are not divided by zero.
+# The smallest scale. A row of zeros has this scale, so that no number is divided by zero.
 _MIN_SCALE = 1e-12
 # The numbers of rows and columns of the matrices must be multiples of this number.
 _MULTIPLE = 16
@@ -29,16 +29,17 @@ _TOLERANCE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Float8Product:
-    """A method of multiplying two matrices of the data type e4m3.
+    """A method that multiplies two matrices of the data type e4m3.
 
     Attributes:
-        has_row_scales: whether each row has its own scale. If False, each matrix has one scale.
+        has_row_scales: whether each row of a matrix has its own scale. If False, each matrix has
+            one scale.
     """
 
     has_row_scales: bool
 
     def rounded(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a matrix rounded to e4m3, and its scales in float32.
+        """Round a matrix to e4m3, and return the rounded matrix and its scales in float32.
 
         The scales have the shape [rows, 1], or [] if the matrix has one scale.
 
@@ -78,7 +79,7 @@ class Float8Linear(nn.Linear):
     Attributes:
         stored: [out_features, in_features] e4m3.
         scales: the scales of the weight; see `Float8Product.rounded`.
-        product: the method with which the device multiplies.
+        product: the method by which the device multiplies matrices.
     """
 
     stored: Tensor
@@ -94,7 +95,7 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate method of multiplying e4m3 matrices that a device supports.
+    """Return the most accurate method by which a device can multiply e4m3 matrices.
 
     Return None if no method works on the device.
 
@@ -124,12 +125,13 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
 def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
     """Replace the weights of a model's linear layers by weights in the format e4m3.
 
-    The output layer keeps its weight, because its rounding would change all logits directly. Layers
-    that share their weight, and layers whose sizes are not multiples of 16, also keep their weight.
+    The output layer keeps its weight, because rounding this weight would change all logits
+    directly. A layer also keeps its weight if another layer uses the same weight, or if the sizes
+    of the layer are not multiples of 16.
 
     Args:
         model: the model. Mutated; it can then neither be trained nor saved.
-        product: the method with which the device multiplies; see `find_product`.
+        product: the method by which the device multiplies matrices; see `find_product`.
 
     Returns:
         The number of converted layers.

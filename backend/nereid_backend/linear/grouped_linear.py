@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers for CPUs whose weights are 4-bit or 8-bit integers, with one scale for each group.
+"""Linear layers for CPUs. The weights are 4-bit or 8-bit integers, with one scale for each group.
 
-A group is `group_size` consecutive weights of one output. Its weights are
+A group consists of `group_size` consecutive weights of one output. The weights of a group are
 
     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]        with g = i // group_size
 
@@ -27,16 +27,17 @@ LANES = 16
 # number.
 UNIT = 8
 # The largest size of the groups in which weights and activations are quantised. A large activation
-# makes the other activations of its group less accurate, so larger groups are divided.
+# makes the other activations in its group less accurate. Groups above this size are therefore
+# divided.
 _MAX_GROUP_SIZE = 128
 # The number of outputs that are packed at a time. It is a multiple of LANES.
 _SLICE_ROWS = 256
 
 
 class GroupedLinear(nn.Linear):
-    """A linear layer for inference on a CPU whose weights are 4-bit or 8-bit integers.
+    """A linear layer for inference on a CPU. The weights are 4-bit or 8-bit integers.
 
-    `weight` has the original shape, but its numbers are NaN unless other layers share them; see
+    `weight` has the original shape, but contains NaN unless other layers share the weight; see
     `PackedLinear`.
 
     Attributes:
@@ -111,7 +112,7 @@ class GroupedLinear(nn.Linear):
     ) -> None:
         """Pack and store integers, scales and zeros; see `from_quantised`."""
         self.allocate_panels(values.shape[1], group_size, bits=bits, has_zeros=zeros is not None)
-        # Process the outputs in slices, so that the temporary copies need little memory.
+        # The outputs are processed in slices, so that the temporary copies need little memory.
         for start in range(0, len(values), _SLICE_ROWS):
             rows = slice(start, start + _SLICE_ROWS)
             self.store_rows(
@@ -128,8 +129,7 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # The layer stores each group as this number of smaller groups, all of which have the same
-        # scale.
+        # The layer divides each group into this number of smaller groups with the same scale.
         self._repeats = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)
         num_groups = _divide_up(in_features, self.group_size)
@@ -148,8 +148,8 @@ class GroupedLinear(nn.Linear):
         Mutates: the layer.
 
         Args:
-            start: the index of the first output, a multiple of 16. Unless the outputs are the last
-                outputs of the layer, their number is a multiple of 16, too.
+            start: the index of the first output, a multiple of 16. The number of outputs must also
+                be a multiple of 16, unless the call stores the last outputs of the layer.
             values: see `from_quantised`.
             scales: see `from_quantised`.
             zeros: see `from_quantised`.
@@ -197,7 +197,7 @@ class GroupedLinear(nn.Linear):
         return linear(input, *arguments, *sizes)
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
-        """Return the scale or zero of every single weight, [panels * 16, groups * group_size]."""
+        """Return the scale or the zero of each weight, [panels * 16, groups * group_size]."""
         rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
         return rows.repeat_interleave(self.group_size, dim=1)
 
@@ -309,11 +309,11 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 
 
 def _used_group_size(group_size: int, in_features: int) -> int:
-    """Return the size of the smaller groups into which the layer divides each group.
+    """Return the size of the groups that the layer stores for groups of `group_size` inputs.
 
-    Groups of more than 128 inputs are divided into equal parts whose size is a multiple of 8. Each
-    part gets a copy of the scale. A group that covers the whole row may be divided into parts of
-    128 inputs, of which the last part is incomplete.
+    A group of more than 128 inputs is divided into smaller groups of equal size. This size is a
+    multiple of 8. Each smaller group gets a copy of the scale. A group that covers the whole row
+    may be divided into groups of 128 inputs. The last of these groups is then incomplete.
 
     Examples: groups of 192 inputs are stored as groups of 96. One group of 300 inputs is stored as
     groups of 128, and one group of 20 inputs as a group of 24.

@@ -10,15 +10,16 @@ forward hook of each layer adds them with torch, as follows.
 
 One step computes requests with different adapters. The matrices of all adapters of the step are
 joined along their ranks, so that a layer needs two products for any number of adapters. Between the
-two products, a mask sets the numbers to zero that belong to the adapters of other requests:
+two products, a mask sets numbers to zero. In each row, only the numbers of the adapter of the row's
+request remain:
 
     rows x          times all down     masked                 times all up
     request with a  [1 2 | 3 4 5]      [1 2 | 0 0 0]          the product of adapter a
     request with b  [1 2 | 3 4 5]      [0 0 | 3 4 5]          the product of adapter b
     other request   [1 2 | 3 4 5]      [0 0 | 0 0 0]          zero
 
-Merged layers have the same input (merged_linear.py), so their first matrices are also joined. The
-first layer of a group then computes the masked numbers for all layers of the group.
+Merged layers have the same input (merged_linear.py), so the first matrices of these layers are also
+joined. The first layer of a group then computes the masked numbers for all layers of the group.
 
 The layer itself stays unchanged, so an adapter works with every class of linear layer: packed,
 merged and quantised layers.
@@ -48,16 +49,17 @@ from nereid_backend.linear.native_adapters import (
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
 
-# How many copies of its matrices a layer has in memory if it does not belong to `NativeAdapters`.
+# The number of copies of an adapter's matrices in memory, for a layer outside of `NativeAdapters`.
 _COPIES = 2
 # The joined matrices of an earlier step are reused even if they contain more adapters than this
-# step needs. Their total rank may be at most this number times the rank that the step needs.
+# step needs. The total rank of these matrices may be at most this number times the rank that the
+# step needs.
 _MAX_UNUSED = 2
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Linear layers with the same input, and the first matrices of all adapters for these layers.
+    """Linear layers with the same input, and the adapters' first matrices for these layers.
 
     Attributes:
         down: the layer with the first matrices of all linear layers and adapters.
@@ -73,7 +75,7 @@ class _Group:
     hidden: Tensor | None = None
 
     def clear(self) -> None:
-        """Forget the last input and the last product, so that their memory is freed."""
+        """Delete the last input and the last product, so that the memory of both is freed."""
         self.input = self.hidden = None
 
 
@@ -110,7 +112,7 @@ def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
     all_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     all_up = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
     layers = nn.ModuleList([_linear(all_down), *map(_linear, all_up)])
-    # For such narrow matrices on a CPU, torch is several times slower than the packed layers.
+    # On a CPU, packed layers compute such narrow matrices several times faster than torch.
     prepack_linears(layers)
     down, *ups = cast("list[nn.Linear]", list(layers))
     ranks = tuple(
@@ -166,10 +168,10 @@ class LoraLayers:
         return adapter in self._weights
 
     def num_bytes(self, weights: AdapterWeights) -> int:
-        """Return how much memory the matrices of an adapter need in a step, in bytes.
+        """Return the memory in bytes that the matrices of an adapter need during a step.
 
-        On a GPU, a layer needs its matrices twice, because a step also needs a copy that is joined
-        with the matrices of other adapters.
+        On a GPU, the matrices are in memory twice: a step also needs a copy that is joined with the
+        matrices of other adapters.
         """
         return sum(
             adapter_bytes(pair)
@@ -198,7 +200,7 @@ class LoraLayers:
             self._hooks[name] = layer.register_forward_hook(partial(add_product, name))
 
     def remove(self, adapter: Adapter) -> None:
-        """Free the matrices of an adapter, and remove hooks that no other adapter needs."""
+        """Free the matrices of an adapter. Remove each hook that no other adapter needs."""
         self._native.remove(adapter)
         del self._weights[adapter], self._total_ranks[adapter], self._hooked[adapter]
         self._join(())
@@ -208,14 +210,14 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Apply an adapter to each chunk of a forward pass while the context is open.
+        """Return a context in which a forward pass applies an adapter to each chunk.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows.
 
         Yields:
-            Whether layers need their hooks. If not, the model can be computed without calling its
-            modules, because the CPU kernels add the products of the adapters.
+            Whether the layers need hooks. If False, the CPU kernels add the products of the
+            adapters, so the modules of the model need not be called.
         """
         chunks = list(chunks)
         owners = [chunk.sequence.adapter for chunk in chunks]
@@ -239,7 +241,7 @@ class LoraLayers:
 
     @contextmanager
     def serving_all(self, adapter: Adapter | None) -> Iterator[None]:
-        """Apply one adapter to all rows of every forward pass while the context is open."""
+        """Return a context in which every forward pass applies one adapter to all rows."""
         if adapter is None:
             yield
             return
@@ -255,7 +257,7 @@ class LoraLayers:
             self._end_step()
 
     def _use(self, adapters: tuple[Adapter, ...]) -> None:
-        """Join the matrices of these adapters, unless the present joined matrices can be reused."""
+        """Join the matrices of these adapters, unless they are joined already."""
         if set(adapters) <= set(self._adapters):
             needed = sum(map(self._total_ranks.__getitem__, adapters))
             present = sum(map(self._total_ranks.__getitem__, self._adapters))
@@ -283,7 +285,7 @@ class LoraLayers:
         return groups.values()
 
     def _end_step(self) -> None:
-        """Discard what belongs to the step that has ended, such as the adapter of each row."""
+        """Delete the data of the step that has just ended, such as the adapter of each row."""
         self._owners = None
         self._masks.clear()
         for joined in self._joined.values():
@@ -302,7 +304,7 @@ class LoraLayers:
         output.view(-1, up.out_features).add_(_product(up, hidden))
 
     def _hidden(self, group: _Group, layer_input: Tensor) -> Tensor:
-        """Return the product of an input and the first matrices, masked for each row."""
+        """Compute the product of an input and the first matrices, and return the masked product."""
         if group.input is layer_input and group.hidden is not None:
             return group.hidden
         down = group.down
@@ -314,7 +316,7 @@ class LoraLayers:
         return hidden
 
     def _mask(self, ranks: tuple[tuple[int, ...], ...], num_rows: int) -> Tensor:
-        """Return a mask that is True where a row does not use the adapter of a column.
+        """Return a mask. An element is True if its row does not use the adapter of its column.
 
         A layer usually computes one row for each token of the step. Some models store compressed
         keys and values, and one of their layers expands the keys and values of the whole context in

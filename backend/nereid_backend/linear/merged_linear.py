@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges linear layers that have the same input, so that one matrix product computes all of them.
+"""Merges linear layers with the same input. One matrix product then computes all these layers.
 
 Examples are the layers that compute queries, keys and values.
 
-The groups are found by running the model once, not by the names of layers. In a forward pass, the
-first layer of a group computes the outputs of all layers of the group:
+The model is run once to find the groups. The names of the layers are not used. In a forward pass,
+the first layer of a group computes the outputs of all layers of the group:
 
     x -> q_proj   computes x * [q | k | v], returns the q part, and stores the other parts
     x -> k_proj   returns the stored k part
     x -> v_proj   returns the stored v part
 
 A later layer returns its stored part only if its input is the same tensor object. Otherwise the
-layer computes its own output, so the model gives correct results even if its code calls the layers
-in another order or with other inputs.
+layer computes its own output. The results are therefore correct even if the code of the model calls
+the layers in another order or with other inputs.
 """
 
 import collections
@@ -44,8 +44,8 @@ class _Call(NamedTuple):
 class _Group:
     """Linear layers that the model calls one after the other with the same input.
 
-    The first layer has a buffer with the weights of all layers, one after the other. The weight of
-    each layer is a view of its part of the buffer.
+    The first layer has a buffer that contains the weights of all layers, one after the other. The
+    weight of each layer is a view into this buffer.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
@@ -56,7 +56,7 @@ class _Group:
         layers.
         """
         self._sizes = [layer.out_features for layer in layers]
-        # The input of the last product, and its outputs. The method `take` removes the output that
+        # The input and the outputs of the last product. The method `take` removes each output that
         # it returns.
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
@@ -146,7 +146,7 @@ class MergedNativeLinear(_Merged, NativeLinear):
 
 
 def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
-    """Merge those linear layers of a model that get the same input in a forward pass.
+    """Merge the linear layers that get the same input in a forward pass of a model.
 
     Args:
         model: the model, with layers as loaded or packed by `prepack_linears`. Mutated.
@@ -175,8 +175,8 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
     """Return the groups of layers that can be merged.
 
-    Each group has at least two layers, in the order of their calls. A group with a layer that is
-    called twice is left out, because the inputs of the two calls may differ in a later run.
+    Each group has at least two layers, in the order of their calls. If a layer is called twice, its
+    group is left out, because the inputs of the two calls may differ in a later run.
     """
     groups: list[list[_Call]] = []
     for call in calls:
@@ -221,7 +221,7 @@ def _call_recorder(
 
 
 def _can_merge(last: _Call, call: _Call) -> bool:
-    """Return whether two layers have the same input and weights that can be concatenated."""
+    """Return whether two calls have the same input, and their weights can be concatenated."""
     weight = _weight_of(last.layer)
     next_weight = _weight_of(call.layer)
     return (
@@ -236,7 +236,7 @@ def _can_merge(last: _Call, call: _Call) -> bool:
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:
-    """Return the weight of a layer, whose first dimension follows the order of the outputs."""
+    """Return the weight of a layer. The first dimension of the weight is the output."""
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
 
 

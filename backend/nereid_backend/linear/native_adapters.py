@@ -2,10 +2,10 @@
 """Applies LoRA adapters to linear layers on a CPU, mostly inside the layers' own kernels.
 
 The kernels of native_linear.py and grouped_linear.py add the products of the adapters to the
-outputs that they compute (cpu_adapters.cpp). A step only tells the kernels which adapter each row
-has. The kernels find the layer of a product by the address of its weights, so compiled models can
-also have adapters. Other linear layers, such as those that oneDNN computes, call the same code from
-a forward hook.
+outputs that they compute (cpu_adapters.cpp). A step only passes the adapter of each row to the
+kernels. The kernels identify a layer by the address of its weights, so adapters also work with
+compiled models. For other linear layers, such as the layers that oneDNN computes, a forward hook
+calls the same code.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ _RANKS = 4
 
 
 class LayerPair(NamedTuple):
-    """The matrices of one adapter for one linear layer, in the model's dtype and on its device.
+    """The matrices of one adapter for one linear layer, with the dtype and device of the model.
 
     Attributes:
         down: [rank, in_features].
@@ -47,7 +47,7 @@ class LayerPair(NamedTuple):
 
 
 AdapterWeights = Mapping[str, LayerPair]
-"""The matrices of an adapter by the name of the linear layer."""
+"""Maps the name of a linear layer to the matrices of an adapter for this layer."""
 
 
 class NativeAdapters:
@@ -56,12 +56,12 @@ class NativeAdapters:
     def __init__(self, model: nn.Module) -> None:
         """Create an object without adapters. The weights of the model must not move afterwards.
 
-        If the device is not a CPU, or if its kernels do not exist, the instance has no layers.
+        If the device is not a CPU, or if this CPU has no kernels, the object contains no layers.
         """
         # A number for each layer, by the name of the layer. Merged layers have consecutive numbers.
         self._numbers: dict[str, int] = {}
-        # The layers that need a hook, by name. Each has a key that replaces the address of its
-        # weights.
+        # The layers that need a hook, by name. Each of these layers has a key, which replaces the
+        # address of the weights.
         self._hook_keys: dict[str, int] = {}
         # The number of outputs of each layer, by the number of the layer.
         sizes: list[int] = []
@@ -103,7 +103,7 @@ class NativeAdapters:
         return name in self._numbers
 
     def needs_hook(self, name: str) -> bool:
-        """Return whether the layer with this name needs a forward hook that calls `adapt`."""
+        """Return whether the layer `name` needs a forward hook. The hook must call `adapt`."""
         return name in self._hook_keys
 
     def adapt(
@@ -163,7 +163,7 @@ class NativeAdapters:
 
     @contextmanager
     def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
-        """Apply an adapter to each chunk of the layers that this thread computes.
+        """Return a context in which the layers of this thread apply an adapter to each chunk.
 
         Args:
             owners: the adapter of each chunk; None for chunks without an adapter.
@@ -272,7 +272,7 @@ def _num_outputs(module: nn.Module) -> int:
 
 
 def _address(layer: nn.Module) -> int | None:
-    """Return the address of the weights by which the kernels find a layer, or None.
+    """Return the address of a layer's weights, by which the kernels identify the layer, or None.
 
     Return None if the kernels do not compute the layer.
     """

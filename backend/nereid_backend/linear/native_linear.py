@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that a C++ kernel (cpu_linear.cpp) computes on CPUs with vector instructions.
+"""Linear layers for CPUs with vector instructions. A C++ kernel (cpu_linear.cpp) computes them.
 
 The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
 is limited by reading the weights. The layout of the weights is the same for any number of rows. The
@@ -22,10 +22,10 @@ LANES = 16
 
 
 class NativeLinear(nn.Linear):
-    """A linear layer for inference on a CPU whose weight has the kernel's layout.
+    """A linear layer for inference on a CPU. The weight has the layout of the kernel.
 
-    `weight` has the original shape, dtype and device, but its numbers are NaN unless other layers
-    share them; see `PackedLinear`.
+    `weight` has the original shape, dtype and device, but contains NaN unless other layers share
+    the weight; see `PackedLinear`.
 
     Attributes:
         packed: the weight as float32 [panels, in_features, 16] or as bfloat16
@@ -66,8 +66,8 @@ def can_pack(weight: Tensor) -> bool:
 def pack(weight: Tensor) -> Tensor:
     """Return a weight in the kernel's layout; see `NativeLinear.packed`.
 
-    Example: a float32 weight [20, 8] becomes [2, 8, 16]: two panels of 16 outputs, of which the
-    last 12 are zero.
+    Example: a float32 weight [20, 8] becomes [2, 8, 16]: two panels of 16 outputs. The last 12
+    outputs are padding and contain zeros.
     """
     missing = -weight.shape[0] % LANES
     # Skip `pad` if no rows are missing, because it would copy the weight.
@@ -129,7 +129,8 @@ def is_available() -> bool:
 def _has_tiles() -> bool:
     """Return whether the processor has instructions for bfloat16 matrix tiles (AMX).
 
-    oneDNN uses these instructions and is then faster than this kernel, which does not use them.
+    oneDNN uses these instructions, but this kernel does not. On such a processor, oneDNN is
+    therefore faster.
     """
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the weights of linear layers into the layout that the CPU kernels read, once at load.
+"""Converts the weights of linear layers into the layout of the CPU kernels when a model is loaded.
 
 On a CPU, torch computes float32 products with a library that does not use the widest vectors of
 every processor. The library also converts the layout of the weight in every call. Packed layers
@@ -29,10 +29,10 @@ _ROWS = 256
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer for inference on a CPU whose weight has the layout of oneDNN.
+    """A linear layer for inference on a CPU. The weight has the layout of oneDNN.
 
-    `weight` has the original shape, dtype and device, but its numbers are NaN unless other layers
-    share them. Model code that reads the numbers instead of calling the layer then gives NaN, which
+    `weight` has the original shape, dtype and device, but contains NaN unless other layers share
+    the weight. Model code that reads the numbers instead of calling the layer then gives NaN, which
     the self-check detects.
     """
 
@@ -59,9 +59,9 @@ def prepack_linears(
 
     Args:
         model: the model. Mutated; it can then neither be trained, saved nor moved.
-        copy_shared: whether a layer that shares its weight, such as an output layer that is tied to
-            the embedding, gets a packed copy. The copy needs further memory. If False, such layers
-            are not converted.
+        copy_shared: whether layers with a shared weight are also converted. Example: an output
+            layer may be tied to the embedding. Such a layer gets a packed copy of the weight, which
+            needs further memory.
         progress: called with a line every few seconds.
 
     Returns:
@@ -103,7 +103,7 @@ def shared_weights(model: nn.Module) -> set[int]:
 def free_weight(layer: nn.Linear) -> None:
     """Replace a layer's weight by a placeholder, so that the memory of the weight is freed.
 
-    The placeholder has the shape of the weight. All its elements are NaN and share one number in
+    The placeholder has the shape of the weight. All elements of the placeholder are the same NaN in
     memory.
 
     Mutates: layer.
@@ -115,8 +115,8 @@ def free_weight(layer: nn.Linear) -> None:
 def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
     """Change the class of an existing layer object, and return the layer.
 
-    The object stays the same, so that the layer keeps its bias and its name in the model, and other
-    modules that refer to the layer need no change. Mutates: layer.
+    The layer remains the same object. It keeps its bias and its name in the model, and other
+    modules may continue to refer to the layer. Mutates: layer.
     """
     layer.__class__ = kind
     assert isinstance(layer, kind)  # This only informs the type checker.

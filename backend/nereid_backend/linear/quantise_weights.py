@@ -21,13 +21,13 @@ from nereid_backend.loading_progress import no_progress, report_items
 
 _DTYPES = (torch.float32, torch.bfloat16)
 GROUP_SIZES = {4: 32, 8: 64}
-"""The number of inputs with one scale, by the number of bits."""
+"""Maps the number of bits to the number of inputs that share a scale."""
 
 # The smallest scale, which is the smallest positive float16 number. A group of zeros has this
-# scale, so that its weights are not divided by zero.
+# scale, so that no weight is divided by zero.
 _MIN_SCALE = 2.0**-24
-# The largest integers of 8 and of 4 bits. The integers of 8 bits are signed, and those of 4 bits
-# are unsigned.
+# The largest integers of 8 and of 4 bits. The integers of 8 bits are signed, and the integers of 4
+# bits are unsigned.
 _MAX_INT8 = 127
 _MAX_UINT4 = 15
 # The largest size of the float32 copy of the rows that are quantised together. All temporary
@@ -62,9 +62,10 @@ def quantise_linears(
 ) -> int:
     """Convert the weights of a model's linear layers to integers.
 
-    Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. If other
-    layers share a weight, as an embedding and an output layer may, the layer gets a copy. The
-    output layer always has 8 bits, because its errors change the logits directly.
+    Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. If several
+    layers share a weight, such as an embedding and an output layer, the converted layer gets its
+    own copy. The output layer always has 8 bits, because rounding errors in this layer change the
+    logits directly.
 
     Args:
         model: the model. Mutated; it can then neither be trained, saved nor moved.
@@ -91,12 +92,12 @@ def quantise_linears(
 
 
 def _can_quantise(weight: Tensor) -> bool:
-    """Return whether a weight is a float32 or bfloat16 tensor on a CPU that is not empty."""
+    """Return whether a weight is a non-empty float32 or bfloat16 tensor on a CPU."""
     return weight.device.type == "cpu" and weight.dtype in _DTYPES and 0 not in weight.shape
 
 
 def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Round a weight to integers, and return them with a scale for each group.
+    """Round a weight to integers, and return the integers and one scale for each group.
 
     The weight is [out_features, in_features].
 
@@ -114,7 +115,7 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int) -> None:
-    """Replace a layer by a GroupedLinear, reading a few rows of the weight at a time.
+    """Replace a layer by a GroupedLinear. Only a few rows of the weight are read at a time.
 
     The weight of the layer is not read.
 
@@ -134,7 +135,7 @@ def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers, and count shared memory once.
+    """Return the size in bytes of a model's parameters and buffers. Shared memory counts once.
 
     If a weight is divided over several processes, only the part of this process counts.
     """
@@ -156,7 +157,7 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
     size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
     # The shape is [num_rows, groups, size]. The last group is padded with zeros, which do not
-    # change its scale, because the range of every group is extended to contain 0.
+    # change the scale of the group, because the range of every group contains 0.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
     zeros = None
     # `_as_float16` has replaced the scales of 0, so no number is divided by 0.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerates the forward path `packed` with a compiled forward pass and with CUDA graphs.
 
-Before an acceleration is used, its logits are compared with those of the unmodified model. If the
-logits differ, or if the acceleration fails, the path runs without this acceleration.
+Before an acceleration is used, the accelerated path computes test sequences. If its logits differ
+from the logits of the unmodified model, or if the acceleration fails, the path runs without this
+acceleration.
 """
 
 from dataclasses import replace
@@ -31,7 +32,7 @@ def use_compiled_forward(
     chosen: ChosenPath,
     progress: Progress,
 ) -> CompiledForward | None:
-    """Compile the forward pass of a model, and use it if its logits equal the expected logits.
+    """Compile the forward pass of a model. Use the compiled forward pass if its logits are correct.
 
     Args:
         path: the forward path with the sizes of the engine. Mutated.
@@ -81,7 +82,7 @@ def path_for_check(chosen: ChosenPath, compiled: CompiledForward) -> PackedPath:
 
 
 def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress) -> None:
-    """Replace a model's RMSNorm modules by torch's fused function if the logits remain correct.
+    """Replace the RMSNorm modules of a model by torch's fused function if the logits stay correct.
 
     The speed of this replacement has not been measured on a GPU.
 
@@ -112,7 +113,7 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     activation_bytes: int,
     progress: Progress,
 ) -> None:
-    """Replay decode steps from CUDA graphs if the replayed logits equal the expected logits.
+    """Capture decode steps as CUDA graphs. Replay them if the replayed logits are correct.
 
     Do nothing on a device that is not a GPU.
 
@@ -160,7 +161,7 @@ def use_piecewise_graphs(  # noqa: PLR0913 - as above
     capture: GraphCapture,
     progress: Progress,
 ) -> None:
-    """Replay steps with prefills from CUDA graphs if the logits remain correct.
+    """Capture steps with prefills as CUDA graphs. Replay them if the replayed logits are correct.
 
     Each such step is replayed from several graphs.
 
@@ -186,7 +187,7 @@ def _check_device(device: torch.device, error: Exception, setting: str, problem:
     Args:
         device: the device.
         error: the error of the attempt.
-        setting: the setting that turns the attempt off if it is false.
+        setting: the name of the setting. The value false turns the attempt off.
         problem: a clause that describes the attempt, for the message.
     """
     if is_lost(device):
@@ -224,7 +225,7 @@ def _check_piecewise_graphs(
     sizes: Sizes,
     capture: GraphCapture,
 ) -> None:
-    """Check that replayed steps with prefills give the logits of the unmodified model.
+    """Check that the logits of replayed steps with prefills equal those of the unmodified model.
 
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
@@ -250,7 +251,7 @@ def _check_graphs(
     sizes: Sizes,
     capture: Capture | None,
 ) -> None:
-    """Check that replayed decode steps give the logits of the unmodified model.
+    """Check that the logits of replayed decode steps equal those of the unmodified model.
 
     Raises:
         UnfitError: if the logits differ, or if no decode step was replayed.

@@ -14,8 +14,8 @@ from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath
 
-# The largest number of tokens in the measured step on a CPU, where a long step of a large model
-# takes seconds.
+# On a CPU, the measured step has at most this number of tokens. A longer step of a large model
+# would take seconds.
 _CPU_TOKENS = 64
 _LOGIT_BYTES = 4
 # Writing this value to /proc/self/clear_refs resets the peak memory of the process (VmHWM); see
@@ -27,7 +27,7 @@ _RESET_PEAK = "5"
 def measure_activations(
     checkpoint: Checkpoint, spec: PathSpec, *, num_tokens: int, num_seqs: int, block_size: int
 ) -> int | None:
-    """Return how many bytes of memory the largest step needs, including its logits.
+    """Return the memory in bytes that the largest step needs. The logits of the step are included.
 
     On a GPU, the largest step is computed and measured. On a CPU, a step of at most 64 tokens is
     measured, and the result is scaled. Example: if 64 tokens need 10 MB, 512 tokens need 80 MB.
@@ -40,8 +40,8 @@ def measure_activations(
         block_size: the number of tokens in one block.
 
     Returns:
-        The number of bytes. None if the memory cannot be measured, which is the case on a CPU if
-        the operating system is not Linux.
+        The number of bytes, or None if the memory cannot be measured. On a CPU, the memory can be
+        measured only if the operating system is Linux.
     """
     on_gpu = checkpoint.device.type == "cuda"
     num_measured = num_tokens if on_gpu else min(num_tokens, _CPU_TOKENS)
@@ -55,7 +55,7 @@ def measure_activations(
 
 
 def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> int:
-    """Run a step, and return how many bytes of the GPU's memory the step needed."""
+    """Run a step, and return the GPU memory in bytes that the step needed."""
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

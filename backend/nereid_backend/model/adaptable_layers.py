@@ -13,8 +13,8 @@ from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import ModelCall
 
 # The number of tokens in the test step. A layer whose input has this many rows computes all tokens
-# of the step. The number must not be 1, because the output layer computes a single row. It must not
-# be a usual number of experts either.
+# of the step. The number must not be 1, because the output layer computes a single row. The number
+# must not be a usual number of experts either.
 _NUM_TOKENS = 7
 
 
@@ -24,10 +24,10 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
 
     These layers compute every token of a step.
 
-    The layers are found by running the model once. A layer is left out if the model's code reads
-    its weight without calling it, if the layer computes only some tokens, as experts and output
-    layers do, or if the layer returns more than one tensor, as some routers do. The result is empty
-    if the model cannot be called.
+    The layers are found by running the model once. A layer is left out in three cases: the code of
+    the model reads the weight without calling the layer; the layer computes only some tokens
+    (experts and output layers); or the layer returns more than one tensor (some routers). The
+    result is empty if the model cannot be called.
 
     Mutates: the checkpoint. The model uses its own attention after the call.
     """
@@ -66,7 +66,7 @@ def _sizes_of(module: nn.Module) -> LayerSizes | None:
 def _recorder(
     calls: list[bool], sizes: LayerSizes
 ) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
-    """Return a hook that records whether each call of a layer returns one tensor for all tokens."""
+    """Return a hook that records, for each call of a layer, whether all tokens are computed."""
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         del module

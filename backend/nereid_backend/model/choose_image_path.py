@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses how a model computes prompts with images.
 
-The candidates are tried in this order. The first candidate is used whose logits equal those of
-transformers' generate for test images:
+The candidates are tried in the following order. The first candidate with correct logits is used.
+The correct logits are those of transformers' generate for test images.
 
     packed      the model's code encodes the images, and the forward path `packed` computes the
                 decoder, together with the tokens of other sequences
@@ -40,7 +40,7 @@ from nereid_backend.vision.own_attention import OwnAttention
 from nereid_backend.vision.packed_images import PackedImages
 from nereid_backend.vision.single_images import GeneratedPath, SplitPath
 
-# The number of tokens that follow each test prompt.
+# The number of tokens that are generated after each test prompt.
 _NUM_STEPS = 4
 # The sizes of the test images in pixels, width and height.
 _SIZES = ((40, 30), (30, 50))
@@ -58,8 +58,8 @@ class ImageSupport:
         config: the config of the model.
         add: adds the support for images to the forward path of texts, and returns the new path.
         needs_images: whether the model computes only prompts with images.
-        difference: the largest difference between the logits and those of transformers' generate,
-            relative to the standard deviation of the logits.
+        difference: the largest difference between the logits of the path and the logits of
+            transformers' generate, relative to the standard deviation of the logits.
         features: the cache of image features; None if images are refused.
         check: raises a RequestError if the model cannot process a prompt with its images.
     """
@@ -75,7 +75,7 @@ class ImageSupport:
 
     @property
     def shares_blocks(self) -> bool:
-        """Whether blocks of the KV cache store the keys and values of a sequence with images."""
+        """Whether the keys and values of a sequence with images are stored in blocks."""
         return self.name == "packed"
 
 
@@ -127,8 +127,8 @@ def choose_image_path(
         features.num_encoded = 0
         support = ImageSupport(name, "", config, add, difference=difference, features=features)
         if name == "generated" or config.is_encoder_decoder:
-            # transformers' generate and the encoder of an encoder-decoder model prepare the images
-            # in another way than a decoder, which is not checked.
+            # transformers' generate and encoder-decoder models prepare the images in another way
+            # than a decoder. This other way is not checked.
             return support
         return replace(support, check=PromptCheck(checkpoint.model, features, attention))
     reason = (
@@ -142,7 +142,7 @@ def choose_image_path(
 def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
     """Return the ImageSupport of a model that refuses images.
 
-    The forward path of texts is used without a change.
+    The forward path for texts is not changed.
 
     Args:
         config: the config of the model.
@@ -154,7 +154,7 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
 ) -> Iterator[tuple[str, Callable[[ForwardPath], ForwardPath]]]:
-    """Yield the possible ways to compute images, each as a pair of a name and a function.
+    """Yield each possible way to compute images as a pair (name, function).
 
     The function takes the forward path for text. It returns a forward path that also computes
     images.
@@ -179,7 +179,7 @@ def _candidates(
 
 @torch.inference_mode()
 def _make_trial(checkpoint: Checkpoint, processor: ChatProcessor, block_size: int) -> Trial:
-    """Return test prompts with images, and the logits of transformers' generate for them.
+    """Return test prompts with images, and the logits of transformers' generate for these prompts.
 
     The first prompt has one image. The second prompt has two images of different sizes; it is left
     out if the model accepts only one image. The last prompt equals the first prompt, so that stored
@@ -227,7 +227,7 @@ def _generate(checkpoint: Checkpoint, prompt: ImagePrompt) -> tuple[list[int], t
     compute all these logits.
 
     Raises:
-        UnfitError: the model generated fewer tokens than requested.
+        UnfitError: if the model generated fewer tokens than requested.
     """
     model: Any = checkpoint.model
     assert prompt.images is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the forward path of a model: the first of four paths that computes correct logits.
+"""Chooses the forward path of a model: of four paths, the first one with correct logits.
 
 A forward path is a way to run the forward passes of a model:
 
@@ -10,9 +10,8 @@ A forward path is a way to run the forward passes of a model:
 
 The correct logits are those of the unmodified model: transformers' code computes each sequence in a
 separate pass, with the model's own attention. The paths are tried in the order of the table. The
-choice never depends on the model's name. A path is not used if it fails or if its logits differ
-from the correct logits. If no path can be used, loading fails with an error that gives the reason
-for each path.
+choice never depends on the model's name. A path that fails or computes other logits is not used. If
+no path can be used, loading fails with an error that gives the reason for each path.
 """
 
 from collections.abc import Iterator
@@ -49,7 +48,7 @@ class ChosenPath:
         spec: the forward path.
         difference: the relative difference between the logits of the path and the logits of the
             unmodified model.
-        limit: the length of a sequence up to which the logits of the path are correct.
+        limit: the largest length of a sequence for which the logits of the path are correct.
         trial: the test sequences, and the logits of the unmodified model for these sequences.
     """
 
@@ -95,7 +94,7 @@ def choose_path(
 
 
 def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
-    """Return a log line that names the chosen forward path.
+    """Return a log line with the name of the chosen forward path.
 
     The line also contains the reasons why the earlier paths were not chosen.
 
@@ -108,7 +107,7 @@ def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
 
 
 class Trials:
-    """The test sequences and the logits of the unmodified model. They are computed on first use."""
+    """The test sequences and the logits of the unmodified model, computed on first use."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
@@ -124,7 +123,8 @@ class Trials:
         """Return the test sequences and the expected logits.
 
         Args:
-            layers: the attention layers of the path, whose windows the sequences must exceed.
+            layers: the attention layers of the path. The sequences must be longer than the windows
+                of these layers.
             is_generated: whether the logits come from transformers' generate. If False, the logits
                 come from one forward pass over each whole sequence.
 
@@ -164,7 +164,7 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Return the first variant of a path that computes correct logits, and the largest difference.
+    """Try the variants of a path. Return the first one with correct logits, and the difference.
 
     Example: the difference 0.02 means that the logits differ from the logits of the unmodified
     model by 2 % of the standard deviation of the logits.
@@ -194,7 +194,7 @@ def try_variants(
 def _with_measurements(
     spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> PathSpec:
-    """Return `spec` with the values that are known only after the test sequences were computed.
+    """Return a copy of `spec` with the values that were measured with the test sequences.
 
     One value is the memory that the path needs in addition to the blocks of the KV cache. Example:
     if the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100. For the path

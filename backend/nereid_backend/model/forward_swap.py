@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the model's own code by a compiled forward pass while the engine is serving requests.
+"""Replaces the model's own code by a compiled forward pass while the engine serves requests.
 
 There are three stages:
 
 1. Another process compiles the forward pass into a library, at the lowest priority.
-2. The engine checks the library: it computes test sequences with the library, and compares their
-   logits with the logits of the unmodified model. Between two steps with requests, the engine
-   computes one short step of this check.
+2. The engine checks the library: the engine computes test sequences with the library, and
+   compares the logits with the logits of the unmodified model. Between two steps with requests, the
+   engine computes one short step of this check.
 3. Between two steps, the engine replaces the model's own code by the library.
 
 The engine runs the model's own code until the third stage. If a stage fails, the engine logs a
@@ -47,18 +47,19 @@ log = logging.getLogger(__name__)
 # Smaller models are not compiled in the background. They are used in demos and tests, where the
 # server often ends before the compilation would end.
 MIN_WEIGHTS_BYTES = 64 * 2**20
-# A compilation may need this amount of memory. If less memory is free, no compilation is started.
+# A compilation may need this amount of memory in bytes. If less memory is free, no compilation is
+# started.
 _MIN_FREE_BYTES = 3 * 2**30
 
 
 class ForwardSwap:
-    """Compiles a forward pass in another process, checks the library, and makes a path use it.
+    """Compiles a forward pass in another process, checks the library, and gives it to a path.
 
     The engine calls `advance` between two steps.
 
     Attributes:
-        is_done: whether no work is left, because the compiled forward pass is in use, or because a
-            failure was logged.
+        is_done: whether no work is left: either the compiled forward pass is in use, or a failure
+            was logged.
     """
 
     def __init__(
@@ -129,7 +130,8 @@ class ForwardSwap:
         Yield after the library is loaded, and after each step of the check.
 
         Raises:
-            Exception: of any class, if there is no library, or if its logits are wrong.
+            Exception: of any class, if there is no library, or if the logits of the library are
+                wrong.
         """
         if reason := self._compilation.outcome:
             raise RuntimeError(reason)
@@ -170,7 +172,7 @@ def use_fast_forward(
     chosen: ChosenPath,
     progress: Progress,
 ) -> ForwardSwap | None:
-    """Use the compiled forward pass if it is stored on disk. Otherwise, start to compile it.
+    """Use the compiled forward pass if it is stored on disk. Otherwise, start the compilation.
 
     Do nothing for models on GPUs, for models in several processes (tensor parallelism), for small
     models, and for all forward paths except `packed`.

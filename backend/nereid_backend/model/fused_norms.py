@@ -3,7 +3,8 @@
 
 The code of transformers computes an RMSNorm in six to eight operations, each of which is a kernel
 on a GPU. `torch.nn.functional.rms_norm` is one kernel. The classes of different models differ in
-small ways, so a module is replaced only if both computations give the same numbers for its weight.
+small ways. A module is therefore replaced only if the fused function gives the same numbers for the
+weight of the module.
 
 The replacement has not been measured on a GPU.
 """
@@ -40,7 +41,7 @@ class FusedRmsNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
-    """Replace those RMSNorm modules of a model for which torch's function gives the same results.
+    """Replace each RMSNorm module of a model whose results equal those of torch's function.
 
     Args:
         model: the model. Mutated.
@@ -66,7 +67,7 @@ def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
 
 
 def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
-    """Return a fused module with the results of `module`, or None if it cannot be replaced."""
+    """Return a fused module with the same results as `module`, or None if there is none."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     is_norm = type(module).__name__.endswith("RMSNorm") and not list(module.children())

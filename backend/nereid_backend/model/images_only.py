@@ -2,8 +2,8 @@
 """Serves models whose code computes only prompts with images.
 
 The code of some models, such as captioning models, raises an error for a prompt without an image.
-None of the forward paths for texts can then be checked. The engine still serves the model if it can
-compute prompts with images, and refuses all other prompts.
+No forward path for texts can be checked with such a model. If the model can compute prompts with
+images, the engine still serves the model, and refuses prompts without an image.
 """
 
 from dataclasses import replace
@@ -36,13 +36,13 @@ _SPEC = PathSpec(
 
 
 class NoTextPath:
-    """The forward path for texts of a model that computes only prompts with images."""
+    """Replaces the forward path for texts if a model computes only prompts with images."""
 
     def __init__(self, sizes: Sizes) -> None:
         """Create a path without state. `sizes` is ignored."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """Raise an EngineError, because the engine refuses prompts without images."""
+        """Raise an EngineError, because the engine must refuse prompts without images."""
         raise EngineError("A prompt without images has reached a model that needs images.")
 
     def clear(self, sequence: Sequence) -> None:
@@ -56,7 +56,7 @@ def choose_images_only(
     progress: Progress,
     error: UnsupportedModelError,
 ) -> tuple[ChosenPath, ImageSupport]:
-    """Choose the paths of a model for which no forward path for texts can be used.
+    """Choose the forward paths of a model that computes only prompts with images.
 
     Args:
         checkpoint: the model.
@@ -66,7 +66,7 @@ def choose_images_only(
         error: the reasons why no forward path for texts can be used.
 
     Raises:
-        UnsupportedModelError: the model cannot compute prompts with images, either.
+        UnsupportedModelError: if the model cannot compute prompts with images, either.
     """
     set_attention(checkpoint, None)
     images = choose_image_path(checkpoint, folder, _SPEC, block_size, progress)

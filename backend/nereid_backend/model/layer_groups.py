@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the attention layers of a model into groups, so that blocks outside windows are freed.
+"""Divides the attention layers of a model into groups, so that blocks before a window are freed.
 
-Blocks before an attention window are freed only if every layer of the group has a window. Layers
-with full attention and layers with windows therefore belong to different groups. All blocks come
-from one pool, so every block has the same number of places for layers. Example of a model with 4
-layers with full attention (F) and 22 layers with a window (W):
+A block belongs to one group of layers. A block before an attention window is freed only if every
+layer of its group has a window. Layers with full attention and layers with windows therefore belong
+to different groups. All blocks come from one pool, so every block has the same number of places for
+layers. Example of a model with 4 layers with full attention (F) and 22 layers with a window (W):
 
     4 places in a block   F F F F | W W W W | ... | W W . .     1 group F, 6 groups W
     2 places in a block   F F | F F | W W | ... | W W           2 groups F, 11 groups W
@@ -20,7 +20,7 @@ from nereid_backend.config import EngineConfig
 from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
 from nereid_backend.model.path_variants import PathSpec
 
-# Each group adds a block table for every sequence, which costs time in every step.
+# Each group adds a block table for every sequence. Each block table costs time in every step.
 _MAX_GROUPS = 16
 # A division into fewer groups is preferred unless it needs more memory by at least this share.
 _MIN_SAVED_SHARE = 0.05
@@ -33,7 +33,7 @@ def choose_layer_groups(
     max_model_len: int,
     max_step_tokens: int,
 ) -> tuple[LayerGroups, str]:
-    """Return the groups of a model's layers, and the reason if all layers form one group.
+    """Return the groups of a model's layers, and a reason if there is only one group.
 
     The reason is a clause without a final period; it is empty if the layers form several groups.
 
@@ -98,7 +98,7 @@ def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str
 def divide_layers(
     layers: Sequence[LayerSpec], max_model_len: int, max_step_tokens: int, block_size: int
 ) -> LayerGroups:
-    """Divide layers into groups such that the longest request needs little memory.
+    """Divide the layers into groups, such that the longest request needs little memory.
 
     Example: 10 layers with full attention and 52 layers with a window of 1024 tokens, for requests
     of 131072 tokens, give 10 places in a block. There are one group with full attention and 6
@@ -112,7 +112,7 @@ def divide_layers(
     """
 
     def cost(groups: LayerGroups) -> int:
-        """Return the number of layers times blocks that the longest request occupies."""
+        """Return the number of places in all blocks of the longest request."""
         return groups.num_places * max_sequence_blocks(
             groups.windows, max_model_len, max_step_tokens, block_size
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines the length up to which a model computes correct logits."""
+"""Determines the largest length of a sequence for which a model computes correct logits."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class LengthLimit:
 
 
 def model_limit(config: PretrainedConfig, *, is_batched: bool = True) -> LengthLimit:
-    """Return the length up to which the logits of sequences are correct.
+    """Return the largest length of a sequence for which the logits are correct.
 
     The limit is usually the model's own limit, such as max_position_embeddings. Some models compute
     all tokens of a batch differently if the longest sequence exceeds a threshold. Other models
@@ -47,7 +47,7 @@ def _attention_scaling_limits(
     """Return the length limits of models that scale the attention of tokens at high positions.
 
     The code of these models counts the positions in the batch instead of the sequence. The scale
-    depends on the position only above a threshold, which is therefore a limit.
+    depends on the position only above a threshold. This threshold is therefore a limit.
     """
     reason = "because the model counts longer positions in the batch"
     limits = []
@@ -90,7 +90,7 @@ def _limit_in_config(config: PretrainedConfig) -> LengthLimit:
 
 
 def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Return the length up to which sparse attention attends to every token.
+    """Return the largest length of a sequence for which sparse attention attends to every token.
 
     Return None for a model without sparse attention. Examples: a model that selects 2048 tokens
     (index_topk 2048) attends to every token of a sequence of up to 2048 tokens. A model that

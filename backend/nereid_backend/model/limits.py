@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determines the size of the KV cache, and the limits of requests that follow from it."""
+"""Determines the size of the KV cache, and derives the limits of requests from this size."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ _MAX_EMPTY_BLOCKS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The size of the KV cache and the limits that follow from it.
+    """The size of the KV cache, and the limits that follow from this size.
 
     Attributes:
         num_blocks: the number of blocks.
@@ -52,12 +52,12 @@ class BlockShape:
     """The properties of KV cache blocks that determine how much memory a sequence needs.
 
     Attributes:
-        bytes_per_token: the memory of one token in a block. A block stores the keys and values of
-            one group of layers; see core/blocks/window.py.
+        bytes_per_token: the number of bytes that one token needs in a block. A block stores the
+            keys and values of one group of layers; see core/blocks/window.py.
         block_size: tokens in one block.
         windows: the attention window of each group; None for full attention.
-        max_step_tokens: the largest number of tokens that one step computes of one sequence; None
-            if one step may compute all tokens of a sequence.
+        max_step_tokens: the largest number of tokens of one sequence that a single step computes;
+            None if a single step may compute all tokens of a sequence.
     """
 
     bytes_per_token: int
@@ -113,8 +113,8 @@ def plan_memory(
             state.
         limit: the length limit of the model.
         num_bytes: the memory for blocks and sequences together.
-        has_snapshots: whether the prefix cache stores snapshots of recurrent states, which share
-            the memory for states with the running sequences.
+        has_snapshots: whether the prefix cache stores snapshots of recurrent states. Snapshots and
+            running sequences share the memory for states.
 
     Raises:
         ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
@@ -150,7 +150,7 @@ def plan_memory(
 def _limit_by_states(
     max_num_seqs: int, bytes_per_sequence: int, num_bytes: int, *, has_blocks: bool
 ) -> int:
-    """Return the number of sequences whose states fit into the memory, at most `max_num_seqs`.
+    """Return the number of states that fit into the memory, but at most `max_num_seqs`.
 
     The states may use half of the memory, because blocks need the other half. If the model stores
     nothing in blocks, the states may use all memory. Example: 10 MiB are enough for the states of 5
@@ -173,7 +173,7 @@ def _limit_by_states(
 def _longest_request(
     config: EngineConfig, limit: LengthLimit, num_bytes: int, block: BlockShape
 ) -> int:
-    """Return the length limit of a request: max_model_len, or the length that fits into the memory.
+    """Return the length limit of a request: max_model_len, or what fits into the memory.
 
     Args:
         config: the settings.
@@ -202,7 +202,7 @@ def _longest_request(
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
-    """Return how many blocks fit into `num_bytes` bytes, in addition to the block for padding.
+    """Return how many blocks fit into `num_bytes` bytes. The block for padding is not counted.
 
     The result is -1 if no block fits.
     """
@@ -316,7 +316,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
 
 
 def _gpu_memory(config: EngineConfig, device: torch.device, activations: int) -> tuple[int, int]:
-    """Return the free memory of a GPU, and the part that the KV cache may use, in bytes.
+    """Return the free memory of a GPU, and the memory that the KV cache may use, in bytes.
 
     Memory that torch cached during loading is released first, so that the GPU reports it as free.
     """

@@ -78,8 +78,8 @@ class OpenedDraft:
 def check_draft_folder(config: EngineConfig) -> None:
     """Raise a ConfigError if the setting draft_model does not name the folder of a checkpoint.
 
-    This function is called before the weights of the large model are loaded, because loading them
-    takes long.
+    This function is called before the weights of the large model are loaded, because loading these
+    weights takes long.
     """
     if config.draft_model is None:
         return
@@ -112,7 +112,7 @@ def _check_architecture(folder: str, architecture: str) -> None:
 def open_draft(
     config: EngineConfig, target: Checkpoint, target_spec: PathSpec, progress: Progress
 ) -> OpenedDraft | None:
-    """Load the weights of the draft model, and choose its forward path.
+    """Load the weights of the draft model, and choose the forward path of the draft model.
 
     Args:
         config: the settings of the engine.
@@ -158,7 +158,7 @@ def open_draft(
 
 
 def _check_path(checkpoint: Checkpoint, spec: PathSpec) -> None:
-    """Raise a ConfigError if a forward path cannot remove draft tokens that were rejected."""
+    """Raise a ConfigError if a forward path cannot remove rejected draft tokens."""
     if not spec.removes_tokens:
         raise ConfigError(
             f"draft_model: the forward path {spec.name} of {checkpoint.architecture} cannot remove "
@@ -189,7 +189,7 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
 
 
 def _read_vocabulary(model: str) -> dict[str, int] | None:
-    """Return the vocabulary of a tokenizer.json as ids by token, without the added tokens.
+    """Return a map from token to id, read from tokenizer.json. Added tokens are left out.
 
     Return None if the checkpoint has no file tokenizer.json.
     """

@@ -53,7 +53,7 @@ class OpenedMtp:
             path: the forward path of the large model.
 
         Returns:
-            The source of draft tokens, and the forward path that must replace `path`, because it
+            The source of draft tokens, and the forward path that must replace `path`. The new path
             records the hidden states.
         """
         limit = model_limit(self.checkpoint.text_config).num_tokens
@@ -84,7 +84,7 @@ def open_mtp(
     hook: AttentionHook,
     progress: Progress,
 ) -> OpenedMtp | None:
-    """Load the MTP layers of a checkpoint; return None if the settings do not select them.
+    """Load the MTP layers of a checkpoint. Return None if the settings select no MTP layers.
 
     Args:
         config: the settings of the engine.

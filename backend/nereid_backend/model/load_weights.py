@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the weights of a model, and stores them in the fastest layout for the device."""
+"""Loads the weights of a model, and stores the weights in the fastest layout for the device."""
 
 from dataclasses import replace
 
@@ -62,9 +62,10 @@ def load_weights(
         is_usable = _rearrange(checkpoint, progress)
         if not is_usable:
             # The packed weights do not work for this model. Packing has replaced the original
-            # weights, so they are read from the checkpoint again.
+            # weights, so the original weights are read from the checkpoint again.
             checkpoint = _load(config, device, hook, progress)
-        # A packed output layer may have a copy of the weight that it shares with the embedding.
+        # If the output layer shares its weight with the embedding, the packed output layer may have
+        # its own copy of this weight.
         checkpoint = replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
     move_weights(checkpoint.model)
     return checkpoint
@@ -137,7 +138,7 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
 
 
 def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Return the checkpoint with 4-bit or 8-bit weights in its linear layers.
+    """Round the weights of the linear layers to 4 or 8 bits, and return the checkpoint.
 
     Args:
         checkpoint: the model. Mutated.
@@ -145,7 +146,7 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
         progress: called with one line about the result.
 
     Raises:
-        ConfigError: if the model or the device does not work with such weights.
+        ConfigError: if the model or the device does not support such weights.
     """
     before = _short_logits(checkpoint)
     if weight_dtype == "fp8":

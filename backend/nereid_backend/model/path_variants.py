@@ -48,15 +48,16 @@ class PathSpec:
         hook: the attention that the model must use, or None for the model's own attention.
         detail: a clause that describes a variant of the path, for the log; empty for the normal
             variant.
-        bytes_per_sequence: the memory outside of blocks that a running sequence needs.
-        bytes_per_token: the memory outside of blocks that a token needs.
+        bytes_per_sequence: the number of bytes outside of blocks that a running sequence needs.
+        bytes_per_token: the number of bytes outside of blocks that a token needs.
         shares_blocks: whether the blocks of a sequence contain its whole state. If True, sequences
-            with the same tokens can share blocks, and tokens can be removed from the end. If False,
-            there is no speculative decoding, and a prefix cache only with `has_snapshots`.
+            with the same tokens can share blocks, and tokens can be removed from the end of a
+            sequence. If False, speculative decoding is off, and the prefix cache is on only if
+            `has_snapshots` is True.
         whole_prefill: whether a prompt must be computed in one forward pass.
         is_batched: whether several sequences share a forward pass.
-        has_snapshots: whether copies of the recurrent state of a sequence continue the sequence
-            exactly. If True, there is a prefix cache even if `shares_blocks` is False.
+        has_snapshots: whether a sequence gets the same logits if it continues from a copy of its
+            recurrent state. If True, there is a prefix cache even if `shares_blocks` is False.
         is_generated: whether the path is compared with transformers' generate instead of one pass
             over the whole sequence.
     """
@@ -83,7 +84,7 @@ class PathSpec:
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Iterator[PathSpec]]]:
-    """Return the name and the variants of each forward path, in the order in which they are tried.
+    """Return the name and the variants of each forward path. The first path is tried first.
 
     Args:
         checkpoint: a loaded model.
@@ -120,7 +121,7 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
     name = "eager" if hook is None else hook.name
     checkpoint.model.set_attn_implementation(name)
     # If the attention of a model cannot be changed, transformers only logs a warning. The model
-    # would then use its own attention, but without the masks that its attention needs.
+    # would then use its own attention without the masks that this attention needs.
     config = checkpoint.model.config
     actual = getattr(config, "text_config", config)._attn_implementation
     if actual != name:
@@ -132,8 +133,7 @@ def _packed(
 ) -> Iterator[PathSpec]:
     """Yield the forward path `packed`, which has only one variant.
 
-    The function is a generator, as the functions of the other paths, so that nothing is run before
-    the path is tried.
+    This function is a generator, so that its code runs only when the path is tried.
 
     Raises:
         UnfitError: if the path cannot compute correct logits.
@@ -166,15 +166,15 @@ def _check_sparse_limit(limit: LengthLimit, max_model_len: int | None) -> None:
 
 
 def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # noqa: ARG001
-    """Return a mask that hides no token. transformers calls this function when it needs a mask."""
+    """Return a mask that hides no token. transformers calls this function to get a mask."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
     """Yield the variants of the forward path `rows`, from the fastest to the slowest.
 
-    If the engine's attention hook cannot compute the attention of the model, the model's own
-    attention gets copies of the keys and values.
+    If the engine's attention hook cannot compute the attention of the model, the variants use the
+    model's own attention, which gets copies of the keys and values.
     """
     try:
         set_attention(checkpoint, hook)
@@ -200,7 +200,7 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
 
     Raises:
         Exception: `hook_error`, if blocks cannot contain the keys and values of the model, or if
-            the model has no state. Such a model can use the forward path `padded`.
+            the model has no state. A model without state can use the forward path `padded`.
     """
     set_attention(checkpoint, None)
     try:
@@ -224,7 +224,7 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
 def _row_path(
     checkpoint: Checkpoint, make_keys: Callable[[Sizes], RowKeys]
 ) -> Callable[..., RowsPath]:
-    """Return a function that builds the path `rows` with the key storage that `make_keys` returns.
+    """Return a function that builds the path `rows`. `make_keys` returns the storage of the keys.
 
     The function takes the sizes, and the settings of `RowsPath` as keyword arguments.
     """
@@ -278,9 +278,9 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # The first variant requires that the model's cache can be stored in blocks. Otherwise, one of
-    # these errors is raised. The other variants do not store the cache in blocks, so they are tried
-    # next.
+    # The first variant requires that the model's cache can be stored in blocks. If it cannot, one
+    # of these errors is raised. The other variants do not store the cache in blocks, so they are
+    # tried next.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)
@@ -306,7 +306,8 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
     """Return the specification of a forward path that is implemented by `PaddedPath`.
 
-    This path needs the model's own attention, so the function selects this attention.
+    `PaddedPath` needs the model's own attention, so this function selects the model's own
+    attention.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.

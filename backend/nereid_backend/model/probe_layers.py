@@ -88,7 +88,7 @@ class _Recorder:
 
 @torch.inference_mode()
 def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run the model on one token without a cache, and return the attention layers in call order.
+    """Run the model on one token without a cache. Return the attention layers in call order.
 
     Raises:
         UnfitError: if the model does not use transformers' attention interface, or needs a feature
@@ -113,7 +113,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
 def record_layers(
     config: PretrainedConfig, hook: AttentionHook, run: Callable[[], object]
 ) -> list[LayerSpec]:
-    """Call `run`, and return the attention layers in the order in which `run` calls them.
+    """Call `run`, and return the attention layers that it calls, in the order of the calls.
 
     Args:
         config: the config of the layers.
@@ -131,7 +131,7 @@ def record_layers(
 
 @torch.inference_mode()
 def probe_rows(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run the model on one token with a cache for recurrent state; return the attention layers.
+    """Run the model on one token with a cache for recurrent state. Return the attention layers.
 
     The list is empty for a model without attention.
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a forward path computes the same logits as the unmodified model.
 
-The path computes a few short prompts in small chunks, mixes these chunks with single tokens, and
-stores keys and values in scattered blocks. The unmodified model computes each whole sequence in one
-pass with its own attention. The check compares the logits. A path with wrong logits is never used.
+The check lets the path compute a few short prompts in small chunks. A step contains chunks and
+single tokens, and the blocks of a sequence are in random order. The unmodified model computes each
+whole sequence in one pass with its own attention. The check compares the logits. A path with wrong
+logits is never used.
 """
 
 import random
@@ -27,7 +28,7 @@ from nereid_backend.paths.model_call import ModelCall, Sizes, UnfitError
 from nereid_backend.paths.single_sequence import SinglePath
 from nereid_backend.runner import ForwardPath
 
-# The number of tokens of each test prompt, and the number of tokens that follow each prompt.
+# The number of tokens of each test prompt, and the number of tokens after each prompt.
 _PROMPT_LENS = (21, 5, 13)
 _NUM_STEPS = 4
 # The largest number of tokens in one step of the check. Two prompts have more tokens, so that the
@@ -46,7 +47,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 # The accepted difference is larger if the KV cache stores 8-bit numbers. In the tests, 8-bit
 # integers caused differences of 0.01 to 0.08, and 8-bit floating point numbers 0.07 to 0.2. If
 # rounding changed the experts of many tokens, the difference was 0.3. Wrong masks and positions are
-# detected earlier: the same forward path must first pass the check without 8-bit numbers.
+# still detected, because the same forward path must first pass the check without 8-bit numbers.
 _ROUNDED_TOLERANCE = 0.5
 
 
@@ -55,8 +56,7 @@ class Trial:
     """Test sequences, and the logits of the unmodified model for these sequences.
 
     Attributes:
-        sequences: one pair for each sequence: the ids of all tokens, and the number of prompt
-            tokens.
+        sequences: one pair for each sequence: (the ids of all tokens, the number of prompt tokens).
         expected: the logits at every token from the last prompt token on, one sequence after
             another, float32 [num_rows, vocab_size].
         block_size: the block size for the check. Attention kernels support only some sizes.
@@ -101,10 +101,10 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
 
     The prompts are random.
 
-    Some models compute other logits in one pass over a whole sequence than token by token, or fail
-    to compute such a pass. This trial is for these models. If generate raises an error, perhaps
-    because a prompt is longer than a window, the trial contains only short prompts. Longer prompts
-    then need no test, because they fail with an error and never give wrong logits.
+    This trial is for models that cannot compute a whole sequence in one pass, or that compute other
+    logits in one pass than token by token. If generate raises an error, perhaps because a prompt is
+    longer than a window, the trial contains only short prompts. Longer prompts then need no test,
+    because they fail with an error and never give wrong logits.
     """
     try:
         return _generate_sequences(
@@ -152,8 +152,8 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     """Compare the expected logits of the first test sequence with token-by-token generation.
 
     Raises:
-        UnfitError: if the logits differ. In normal use, the model generates token by token, so the
-            logits of one pass over the whole sequence are then not the logits to expect.
+        UnfitError: if the logits differ. In this case, the logits of one pass are not the logits of
+            normal use, because the model normally generates token by token.
     """
     path = SinglePath(checkpoint, uses_cache=True)
     tokens, prompt_len = trial.sequences[0]
@@ -218,7 +218,7 @@ def check_path(
 def check_in_steps(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> Generator[None, None, float]:
-    """Do the work of `check_path` in small parts: yield after each step of the forward path.
+    """Do the work of `check_path`, but yield after each step of the forward path.
 
     The generator returns and raises what `check_path` returns and raises.
     """
@@ -230,9 +230,10 @@ def check_in_steps(
         )
     errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
-        # Rounding can make a mixture-of-experts model choose other experts for a few tokens, whose
-        # logits then differ much. The median of each sequence ignores such tokens. A wrong forward
-        # path changes the logits of most tokens, so the median still detects a wrong path.
+        # Because of rounding, a mixture-of-experts model can choose other experts for a few tokens.
+        # The logits of these tokens then differ much. The median of each sequence ignores such
+        # tokens. A wrong forward path changes the logits of most tokens, so the median still
+        # detects a wrong path.
         errors = errors.view(len(trial.sequences), -1).median(dim=1).values
     difference = errors.max().item()
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
@@ -272,7 +273,7 @@ def _random_sequences(
 
 
 def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
-    """Return the config's values whose names indicate a size of windows, chunks or blocks.
+    """Return the values of a config whose names indicate the size of a window, chunk or block.
 
     Example: a config with sliding_window 64 and hidden_size 512 gives {64}.
     """
@@ -338,7 +339,7 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
 def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
     """Return the chunks of the next step, which together have at most `budget` tokens.
 
-    Sequences with computed tokens get their share of the budget before new sequences. In the
+    The budget is given first to sequences with computed tokens, and then to new sequences. In the
     result, single tokens come before longer chunks, as in the engine's plans. Example: with a
     budget of 8 tokens and prompts of 21, 5 and 13 tokens, the first three steps compute 8, 8 and 5
     tokens of the first prompt. The third step also computes 3 tokens of the second prompt.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether copies of a model's recurrent state continue a sequence exactly."""
+"""Checks whether a sequence gets the same logits if it continues from a copy of its state."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _ROUNDING = 1e-4
 def has_exact_snapshots(
     path: RowsPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> bool:
-    """Return whether the logits stay the same if a sequence continues from a snapshot.
+    """Return whether a sequence gets the same logits if it continues from a snapshot.
 
     The logits of single tokens must equal the logits of one pass. Otherwise, a snapshot after an
     answer would differ from the state that the next turn of the chat computes from the same tokens.
@@ -35,7 +35,7 @@ def has_exact_snapshots(
     Args:
         path: the forward path. The states of its first two rows are overwritten.
         trial: the test sequences.
-        difference: the relative difference between the logits of `path` and those of one pass.
+        difference: the relative difference between the logits of `path` and the logits of one pass.
         dtype: the data type of the model.
     """
     if dtype == torch.float32 and difference > _ROUNDING:
@@ -73,7 +73,7 @@ def _make_sequence(trial: Trial, row: int) -> Sequence:
 def _continue_from(
     path: RowsPath, sequence: Sequence, start: int, snapshots: SnapshotPlan | None
 ) -> Tensor:
-    """Compute the tokens from `start` on: one chunk without the last token, then the last token.
+    """Compute the tokens from `start` on in two steps: all tokens but the last, then the last one.
 
     Returns:
         The logits of both steps, [2, vocab_size].

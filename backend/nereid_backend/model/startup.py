@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a model and prepares it for its first step.
+"""Loads a model and prepares the first step.
 
 The stages are:
 
@@ -68,7 +68,7 @@ class Loaded:
 
     Attributes:
         runner: runs the steps.
-        info: the description of the model and of how it runs.
+        info: the description of the model and of its configuration.
         spec: the description of the forward path of the model.
         groups: the groups of the attention layers, each of which has its own block tables.
         num_states: the number of recurrent states that fit into the memory; 0 if the model has no
@@ -107,7 +107,7 @@ class StageClock:
         self._stage_start = time.monotonic()
 
     def end(self, stage: str) -> None:
-        """Record the end of `stage`. The next stage begins."""
+        """Record the duration of `stage`, and start to measure the next stage."""
         now = time.monotonic()
         self.seconds[stage] = now - self._stage_start
         self._stage_start = now
@@ -267,7 +267,7 @@ def _compile_forward(
     hook: AttentionHook,
     progress: Progress,
 ) -> tuple[CompiledForward | None, ForwardSwap | None]:
-    """Compile the forward pass now or in the background, as the setting compile_forward says.
+    """Compile the forward pass now or in the background, according to the setting compile_forward.
 
     Returns:
         The forward pass that was compiled now, and the compilation that runs in the background.
@@ -322,7 +322,7 @@ def _block_shape(
     num_tokens: int,
     draft_bytes: int,
 ) -> BlockShape:
-    """Return the values from which the blocks and the memory of a sequence are computed.
+    """Return the properties of blocks from which the memory of a sequence is computed.
 
     A step computes at most `num_tokens` tokens. The cache of the draft model is a part of the KV
     cache, and needs `draft_bytes` for each token.
@@ -333,8 +333,8 @@ def _block_shape(
         # The cache stores 8-bit numbers. Each key vector and each value vector also has one float32
         # scale.
         itemsize, scale_bytes = 1, torch.float32.itemsize
-    # The first layers of all groups share the same memory in a block, and so do the second layers,
-    # and so on. The memory is therefore counted once for each place in a group.
+    # The first layers of all groups use the same tensors, the second layers of all groups use the
+    # same tensors, and so on. The memory is therefore counted once for each place in a group.
     layer_at = {place: layer for layer, (_, place) in zip(spec.layers, groups.places, strict=True)}
     layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in layer_at.values())
     return BlockShape(
@@ -349,7 +349,7 @@ def _block_shape(
 def _make_runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
-    """Return the runner of a forward path, with the GPU sampling kernel if it is usable."""
+    """Return the runner of a forward path. The runner uses the GPU sampling kernel if it can."""
     if config.sampling_kernel and device.type == "cuda":
         reason = gpu_sampling.why_unusable(device)
         if reason is None:

@@ -23,14 +23,14 @@ _ROUNDED_BYTES = {"int8": 1 + 2 / 64, "int4": 0.5 + 4 / 32}
 def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     """Return whether the weights must be rounded while they are read, to save memory.
 
-    This is the case if weight_dtype is int8 or int4 and the unrounded weights do not fit into the
-    free memory. If the weights fit in no way, an error is raised.
+    The result is True if weight_dtype is int8 or int4 and the unrounded weights do not fit into the
+    free memory. If neither the unrounded nor the rounded weights fit, an error is raised.
 
     Example of a message: "model: the weights need 128.0 GiB with dtype=bfloat16, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."
 
     Raises:
-        ConfigError: see above.
+        ConfigError: if neither the unrounded nor the rounded weights fit.
         ModelError: if the checkpoint is damaged or not supported.
     """
     folder = Path(checkpoint_folder(config.model))

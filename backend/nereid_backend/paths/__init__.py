@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward paths packed, rows, padded and single. Each one can compute the steps of a model.
+"""The forward paths packed, rows, padded and single. A model uses one of these paths.
 
 packed.py             `packed`: all tokens of a step as one row; attention reads blocks of the cache
 recurrent.py          `rows`: models that keep a state for each sequence

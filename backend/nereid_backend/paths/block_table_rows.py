@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables of running sequences as arrays, from which the inputs of attention are computed."""
+"""The block tables of running sequences, stored as arrays. Attention reads these arrays."""
 
 import numpy as np
 
@@ -11,9 +11,8 @@ from nereid_backend.device_transfer import Integers
 class BlockTableRows:
     """The block tables of running sequences, one row for each sequence.
 
-    Each group of layers has an array of its own.
-    Blocks that were added to a sequence's own lists since the last step are copied into the row of
-    the sequence, so that a step does not copy all block tables.
+    Each group of layers has its own array. A step copies only the new blocks of a sequence into the
+    row of the sequence, because copying all block tables would take longer.
 
     Attributes:
         num_groups: the number of groups of layers.
@@ -38,8 +37,8 @@ class BlockTableRows:
         ]
         # For each group and row, the number of blocks that were copied into the row.
         self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each group and row, the number of blocks that were freed after they were copied. The
-        # null block replaces these blocks.
+        # For each group and row, the number of freed blocks. The null block replaces each freed
+        # block in the row.
         self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
         # For each row, the version of the block tables that were copied into the row.
         self._versions = [0] * max_num_seqs
@@ -81,7 +80,7 @@ class BlockTableRows:
         return slots
 
     def blocks(self, rows: Integers, num_tokens: int, group: int = 0) -> Integers:
-        """Return a copy of the block tables of `rows`, cut to the blocks of `num_tokens` tokens.
+        """Return the beginning of each block table: the blocks of the first `num_tokens` tokens.
 
         `group` is the index of the group of layers. Example: with 16 tokens in a block,
         num_tokens=35 gives the first 3 blocks of each table.
@@ -89,14 +88,14 @@ class BlockTableRows:
         return self._arrays[group][rows, : -(-int(num_tokens) // self._block_size)]
 
     def _fill_row(self, group: int, row: int, sequence: Sequence, *, is_first: bool) -> None:
-        """Copy a sequence's new blocks into its row, and replace freed blocks by the null block.
+        """Copy the new blocks of a sequence into its row. Replace freed blocks by the null block.
 
         Args:
             group: the index of the group of layers.
             row: the row of the sequence.
             sequence: the sequence.
-            is_first: whether the sequence starts now. The row then still contains the blocks of an
-                earlier sequence.
+            is_first: whether this is the first chunk since the sequence got the row. The row then
+                contains the blocks of an earlier sequence.
         """
         block_table = sequence.block_tables[group]
         end_dropped = sequence.num_dropped_blocks[group]

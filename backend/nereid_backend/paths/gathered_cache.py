@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache for transformers that stores its keys and values in the blocks of the KV cache.
+"""A transformers cache. Its keys and values are stored in the blocks of the KV cache.
 
 The model's own attention code gets a copy of all keys and values of the batch. Shorter sequences
 are padded on the left. Example of a step with three sequences, whose new tokens are to the right of
@@ -32,15 +32,16 @@ from nereid_backend.paths.model_call import BlockCacheLayer, ModelCall, UnfitErr
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Describes the tensors of a model's cache that are stored in blocks of the KV cache.
+    """Describes which tensors of a model's cache are stored in blocks of the KV cache.
 
     Attributes:
-        layers: the shapes of what is stored, one for each part.
+        layers: the shapes of the stored tensors. Keys and values of one cache layer, and the keys
+            of one indexer, are one item each.
         keys: for each layer of the cache, the index in `layers` of its keys and values; None if the
             layer stores none.
         indexers: for each layer of the cache, the index in `layers` of its sparse indexer's keys;
-            None if the layer has no indexer. One half of these keys is stored as keys, the other
-            half as values.
+            None if the layer has no indexer. The first half of such a key is stored as a key, and
+            the second half as a value.
         num_positions: for each layer of the cache, the number of positions of one token that the
             model stores for the sparse indexers; 0 if the model stores no positions in the layer.
         has_states: whether a layer of the cache has convolutions or recurrences.
@@ -66,8 +67,8 @@ def probe_cache(
             contain their states, because blocks cannot contain states.
 
     Raises:
-        UnfitError: if the model does not use transformers' cache, or stores something that blocks
-            cannot contain.
+        UnfitError: if the model does not use transformers' cache, or if the cache stores data that
+            blocks cannot contain.
     """
     call = ModelCall(checkpoint.model)
     if call.cache_name is None:
@@ -116,7 +117,7 @@ def _check_class(layer: object, *, accepts_states: bool) -> None:
 def gathered_layer(
     layer: object, layout: CacheLayout, index: int, kv_cache: KVCache
 ) -> "GatheredLayer":
-    """Return a cache layer whose keys and values are in blocks, as a replacement for `layer`.
+    """Return a cache layer that replaces `layer` and stores its keys and values in blocks.
 
     Args:
         layer: a layer of a cache of transformers.
@@ -135,7 +136,8 @@ class LayerParts:
     """The tensors of a cache layer that are stored in blocks; see `CacheLayout`.
 
     Attributes:
-        keys: the index of the layer's keys and values in the KV cache; None if it stores none.
+        keys: the index of the layer's keys and values in the KV cache; None if the layer stores no
+            keys and values.
         indexer: the index of the sparse indexer's keys in the KV cache; None if there are none.
         num_positions: the number of positions of one token that the model stores in this layer.
     """
@@ -159,7 +161,7 @@ def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers 
 
 
 def _indexer_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
-    """Return the shapes in which a sparse indexer's keys are stored; see `CacheLayout.indexers`."""
+    """Return the shapes of a sparse indexer's stored keys; see `CacheLayout.indexers`."""
     shape = tuple(layer.indexer_keys.shape)
     if shape[:2] != (1, 1) or shape[2] % 2:
         raise UnfitError(
@@ -179,7 +181,7 @@ class GatheredStep:
         mask: [num_seqs, longest] int64, 1 for a token and 0 for padding.
         positions: [num_seqs, longest] int64, the position of the token at each place; 0 for
             padding.
-        num_past_tokens: the number of tokens of the longest sequence before the new tokens.
+        num_past_tokens: the number of earlier tokens of the longest sequence.
         block_size: tokens in one block.
     """
 
@@ -195,8 +197,8 @@ class GatheredStep:
         """Build the tensors of a group of chunks. All chunks must have the same number of tokens.
 
         Example: block_size is 4, and two decodes start at the positions 5 and 2, with the block
-        tables [7, 3] and [8]. The longest sequence has 6 tokens with the new one. The slots are
-        3 * 4 + 1 = 13 and 8 * 4 + 2 = 34. The positions are [0, 1, 2, 3, 4, 5] and
+        tables [7, 3] and [8]. The longest sequence has 6 tokens, including the new token. The slots
+        are 3 * 4 + 1 = 13 and 8 * 4 + 2 = 34. The positions are [0, 1, 2, 3, 4, 5] and
         [0, 0, 0, 0, 1, 2], and the mask of the second sequence is [0, 0, 0, 1, 1, 1].
         """
         # values[0] is [num_blocks + 1, num_kv_heads, block_size, value_dim].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that several forward paths use, such as ModelCall, which calls a transformers model."""
+"""Code that several forward paths use. The class ModelCall calls a transformers model."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from nereid_backend.paths.step_batch import tokens_of
 class UnfitError(Exception):
     """Raised if a forward path does not support a model. The engine then tries the next path.
 
-    The message is the reason, as a clause without a final period.
+    The message states the reason, as a clause without a final period.
     """
 
 
@@ -136,7 +136,7 @@ class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # tran
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that the attention mask covers, and the first key's index."""
+        """Return the number of keys in the attention mask, and the index of the first key."""
         return self.num_past_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -164,7 +164,7 @@ def token_inputs(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor,
 
 
 def extend_to_start(chunk: Chunk) -> Chunk:
-    """Return the chunk extended to the left, so that it begins with the sequence's first token.
+    """Extend a chunk to the left, so that the chunk begins with the first token of its sequence.
 
     Example: a chunk of 3 tokens that starts at 5 becomes a chunk of 8 tokens that starts at 0.
     """

@@ -25,7 +25,7 @@ from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
 class ImageSteps(Protocol):
-    """The interface through which PackedPath replaces the decoder's inputs in steps with images."""
+    """An interface. PackedPath uses it to replace the decoder's inputs in steps with images."""
 
     def injecting(self, plan: StepPlan, batch: StepBatch) -> AbstractContextManager[None]:
         """Return a context in which the decoder receives the embeddings and positions of images."""
@@ -38,14 +38,14 @@ def has_images(plan: StepPlan) -> bool:
 
 
 class PackedPath:
-    """A forward path for models whose only state is the keys and values of attention.
+    """A forward path for models that store only keys and values of attention for a sequence.
 
     The object owns the KV cache and the block tables.
 
     Attributes:
         graphs: replays decode steps as CUDA graphs; None if every decode step launches its kernels
             one by one.
-        pieces: replays the parts of steps with prefills as CUDA graphs; None if such steps launch
+        pieces: replays steps with prefills, each as several CUDA graphs; None if such steps launch
             their kernels one by one.
         images: replaces the inputs of the decoder in steps with images; None if the model gets no
             images.
@@ -106,8 +106,8 @@ class PackedPath:
 
         Args:
             plan: the plan of the step.
-            sampled: [n] int64, the previous step's tokens if the plan was made ahead; see
-                `ForwardPath.forward`.
+            sampled: [n] int64, the tokens that the previous step samples, if the plan was made
+                ahead; see `ForwardPath.forward`.
 
         Mutates: the KV cache.
         """
@@ -142,7 +142,7 @@ class PackedPath:
         return self._run_model(batch, attention)
 
     def _attention(self, batch: StepBatch) -> PagedForward:
-        """Return the attention function for a step; it uses the KV cache of this forward path."""
+        """Return the attention function for a step. It uses the KV cache of this forward path."""
         return PagedForward(self._layers, self._cache, batch.attention)
 
     def _run_model(self, batch: StepBatch, attention: PagedForward) -> Tensor:

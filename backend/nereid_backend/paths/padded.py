@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `padded`, for models whose own attention code reads keys from a cache.
+"""The forward path `padded`, for models that use their own attention code and a cache object.
 
 The path passes a cache object to the model. The object writes new keys and values into the blocks
 of the KV cache, and returns a copy of all keys and values of the batch (see gathered_cache.py).

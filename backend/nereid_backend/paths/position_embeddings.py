@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes the positions of a step to modules that would derive them from the length of the cache.
+"""Passes the positions of a step to modules that derive positions from the length of the cache.
 
 The decoders of some models (such as Bart) have no argument for positions. A module of the decoder
 computes the positions from the length of the cache. In a step with several sequences, the lengths
@@ -20,7 +20,7 @@ _LENGTH, _POSITIONS = "past_key_values_length", "position_ids"
 
 
 class PositionEmbeddings:
-    """The position embeddings of a model that derive the positions from the length of the cache."""
+    """The modules of a model that derive the positions from the length of the cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the modules of `model`."""
@@ -35,7 +35,7 @@ class PositionEmbeddings:
 
     @contextmanager
     def serving(self, position_ids: Tensor) -> Iterator[None]:
-        """Use the positions of a step, [batch, num_tokens] int64, until the context ends."""
+        """Return a context in which the modules use these positions, [batch, num_tokens] int64."""
         with ExitStack() as hooks:
             for module, num_before in self._modules:
                 before = partial(_replace_positions, position_ids, num_before)
@@ -52,7 +52,7 @@ def _replace_positions(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module with the positions of a step.
+    """Replace the positions in the arguments of a module, and return the new arguments.
 
     The modules accept only positions with one dimension, so all sequences are joined.
     """

@@ -10,7 +10,7 @@ chunk is computed in a forward pass of its own. Keys and values are in blocks (r
               [c]
 
 A snapshot is a copy of one sequence's state (state_snapshots.py). The scheduler decides when a
-state is copied, and which sequence starts with a snapshot.
+state is copied, and which sequences start from a snapshot.
 
 If the next step has the same rows, its decodes use the same cache. Otherwise the cache is split
 into the states of the sequences, and the states of the next step's rows are merged into a cache.
@@ -74,11 +74,11 @@ class RowsPath:
             checkpoint: the model.
             keys: the storage of keys and values.
             computes_from_start: whether every chunk of several tokens is computed from the start of
-                its sequence, because the model cannot continue a sequence by several tokens
-                exactly.
+                its sequence. This is needed for models that cannot continue a sequence exactly by
+                several tokens in one pass.
             replays_preempted: whether a preempted sequence is computed again in the same passes as
-                the first time: the prompt in one pass and then token by token. On some models, one
-                pass over all tokens gives different logits.
+                before: first the prompt in one pass, then each output token in its own pass. On
+                some models, one pass over all tokens gives different logits.
         """
         self._call = ModelCall(checkpoint.model)
         self._device = checkpoint.device
@@ -88,7 +88,7 @@ class RowsPath:
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
         self._states: dict[int, State] = {}
-        # The number of tokens that the state of each row covers.
+        # For each row, the number of tokens that its state covers.
         self._lengths: dict[int, int] = {}
         # The merged states of the last batch; None if the state of every sequence is in `_states`.
         self._batch_cache: _BatchCache | None = None
@@ -160,7 +160,7 @@ class RowsPath:
         return num_bytes(next(iter(self._states.values())))
 
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
-        """Load snapshots as the states of new sequences, and delete snapshots that are not needed.
+        """Load snapshots as the states of new sequences. Delete snapshots that are not needed.
 
         `snapshots` names the snapshots to load and the snapshots to delete.
         """

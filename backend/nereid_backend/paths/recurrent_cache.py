@@ -28,7 +28,7 @@ State = list[dict[str, Any]]
 
 
 class StateAndBlockLayer(LinearAttentionLayer, BlockCacheLayer):  # type: ignore[no-untyped-call, override]
-    """A cache layer for attention with a recurrent state. It stores only the state."""
+    """A cache layer that stores only the recurrent state. Its keys and values are in blocks."""
 
     def __init__(self, number_of_states: int) -> None:
         BlockCacheLayer.__init__(self)
@@ -39,8 +39,7 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
     """Return an empty cache whose attention layers store nothing.
 
     Raises:
-        UnfitError: if a layer stores something that is neither keys and values nor a state of each
-            sequence.
+        UnfitError: if a layer stores data other than keys, values and the state of each sequence.
     """
     cache: Any = DynamicCache(config=config)
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
@@ -50,7 +49,7 @@ def make_cache(config: PretrainedConfig) -> DynamicCache:
 
 
 def _replace_layer(layer: Any) -> Any:  # noqa: ANN401 - transformers' layers are untyped
-    """Return a cache layer that stores neither keys nor values, as a replacement for `layer`.
+    """Return a cache layer that replaces `layer` and stores neither keys nor values.
 
     `layer` stores             returned
     a state, keys and values   StateAndBlockLayer, which stores only the state
@@ -123,7 +122,7 @@ def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - as 
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
-    """Return a dict with one row's part of each attribute of a cache layer."""
+    """Return the state of one row in a cache layer, as a dict of the layer's attributes."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return {}
     # A layer that is also a BlockCacheLayer has attributes that the engine sets before each pass.
@@ -136,7 +135,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return the part of a cache layer's attribute that belongs to one row of the batch.
+    """Return the numbers of one row from an attribute of a cache layer.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """
@@ -149,7 +148,7 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
 
 
 def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut_row
-    """Merge the values of an attribute, one for each sequence, into the value for the batch.
+    """Merge the values that an attribute has for each sequence into one value for the batch.
 
     This is the inverse of _cut_row. Example: two tensors [1, 8] give a tensor [2, 8].
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ways in which the forward path `rows` stores keys and values in blocks.
+"""Two classes with which the forward path `rows` stores keys and values in blocks.
 
 The states of convolutions and recurrences are not in blocks. They stay in the cache of transformers
 (recurrent_cache.py).
@@ -40,15 +40,15 @@ class RowKeys(Protocol):
         """The KV cache; None if the model has no attention."""
 
     def make_cache(self) -> DynamicCache:
-        """Return a cache of transformers with empty states, for one forward pass or several."""
+        """Return a cache of transformers with empty states, for one or several forward passes."""
 
     def serving(
         self, chunks: list[Chunk], cache: DynamicCache
     ) -> AbstractContextManager[Tensor | None]:
-        """Prepare a forward pass over `chunks` with `cache`, until the context ends.
+        """Return a context for a forward pass over `chunks` with `cache`.
 
-        The context gives the attention mask that the model needs, [num_chunks, longest] int64, or
-        None.
+        The context yields the attention mask, [num_chunks, longest] int64, or None if the model
+        needs no mask.
         """
 
 
@@ -86,7 +86,7 @@ class HookedKeys:
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[None]:
-        """Let the hook compute attention for `chunks`; see `RowKeys`."""
+        """Return a context in which the hook computes attention for `chunks`; see `RowKeys`."""
         # The model derives the size of its attention mask from the longest sequence.
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
@@ -128,7 +128,7 @@ class GatheredKeys:
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[Tensor]:
-        """Let the layers of `cache` read the blocks of `chunks`; see `RowKeys`."""
+        """Return a context in which `cache` reads the blocks of `chunks`; see `RowKeys`."""
         step = GatheredStep.of(chunks, self.kv_cache)
         for layer in cache.layers:
             if isinstance(layer, GatheredLayer):
@@ -150,8 +150,9 @@ class RowsForward:
     ) -> Tensor:
         """Compute attention; see `AttentionForward`.
 
-        The batch is either one row of several tokens or several rows of one token. Several rows
-        become one row and back: [num_rows, num_heads, 1, dim] -> [1, num_heads, num_rows, dim].
+        The batch is either one row of several tokens or several rows of one token. Several rows are
+        converted to one row, and the result is converted back: [num_rows, num_heads, 1, dim] ->
+        [1, num_heads, num_rows, dim].
         """
         if query.shape[0] == 1:
             return self._packed(module, query, key, value, **kwargs)

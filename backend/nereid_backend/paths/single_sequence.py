@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward path `single`, which runs one sequence at a time.
 
-It is used for models that cannot use any other path.
+This path is used for models that cannot use any other path.
 
 The path prepares inputs as transformers' `generate` does. The arguments that a model needs for the
 next token, such as its cache, are stored for each sequence. If a model has no cache, every step
@@ -91,10 +91,10 @@ class SinglePath:
     def _logits(self, row: int, chunk: Chunk) -> Tensor | None:
         """Return the logits after a chunk's last tokens, [num_logits, vocab_size].
 
-        The whole prompt goes through the model with its last chunk, because not every model can
-        continue its cache by several tokens. Earlier chunks return None. Example: a chunk ends with
-        token 9 and has 2 logits. The logits after the first 9 tokens and after the first 10 tokens
-        are computed, each by one call of the model.
+        The last chunk of a prompt computes the whole prompt, because not every model can continue
+        its cache by several tokens. For earlier chunks, the result is None. Example: a chunk ends
+        with token 9 and has 2 logits. The logits after the first 9 tokens and after the first 10
+        tokens are computed, each by one call of the model.
         """
         if chunk.num_logits == 0:
             return None
@@ -115,8 +115,8 @@ class SinglePath:
         """Return the logits after a prefix of a sequence, [vocab_size].
 
         The prefix consists of the first `num_tokens` tokens. If the stored state of `row` covers
-        all these tokens except the last, only the last token is computed. Otherwise, the model
-        computes all of them.
+        all tokens of the prefix except the last one, only the last token is computed. Otherwise,
+        the model computes all of them.
         """
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
@@ -145,7 +145,7 @@ class SinglePath:
         return logits
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Return the tokens that the decoder computes for the first `num_tokens` of a sequence.
+        """Return the decoder's tokens for the first `num_tokens` tokens of a sequence.
 
         Example: in an encoder-decoder model whose start token is 2, a prompt of 5 tokens and the
         output tokens 8 and 9 give [2, 8, 9].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a step plan into the tensors of one packed forward pass.
+"""Converts a step plan into the tensors of one packed forward pass.
 
 Example: a plan with two decodes and a prefill of three tokens becomes one row of five tokens.
 Attention computes the two decodes together and the prefill separately.
@@ -32,7 +32,7 @@ class StepBatch:
     Attributes:
         input_ids: [1, num_tokens] int64.
         position_ids: [1, num_tokens] int64. The first token of each sequence has position 0.
-        attention: where the keys and values of the tokens are stored.
+        attention: the attention metadata of the step, such as the cache slots of the tokens.
         logits_index: [max(1, num_logits)] int64, the indices of the tokens whose logits are needed,
             in the order of the chunks. If no logits are needed, the index contains the first token,
             because models do not accept an empty index.
@@ -72,7 +72,7 @@ class _DecodeLengths(NamedTuple):
 
 @dataclass(slots=True)  # not frozen, because frozen objects are slower to create
 class _PackedChunks:
-    """The chunks of a step, whose tokens are joined to one row of tokens.
+    """The chunks of a step. The tokens of all chunks are joined to one row of tokens.
 
     Attributes:
         chunks: the chunks. Chunks of one token (decodes) come before longer chunks (prefills).
@@ -232,7 +232,7 @@ class BatchBuilder:
     def _arrays_of_other_groups(
         self, step: _PackedChunks, groups: list[_DecodeLengths]
     ) -> list[Integers]:
-        """Return the arrays that depend on the block tables of all groups of layers but the first.
+        """Return the arrays that depend on block tables, for all groups of layers except the first.
 
         For each group of layers, the arrays are the slots of the tokens, the blocks of each group
         of decodes, and the blocks of each prefill; see `_with_blocks`.
@@ -267,7 +267,7 @@ class BatchBuilder:
     def _decode_groups(
         self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
-        """Return the groups of decodes as tensors.
+        """Build the groups of decodes from tensors on the device.
 
         `tensors` yields the tensors of the arrays that `_decode_arrays` returned: the blocks, the
         lengths, and the token indices if these are not a slice, for each group.
@@ -316,9 +316,10 @@ def _consecutive(starts: Integers, counts: Integers) -> Integers:
 def _pending_tokens(plan: StepPlan) -> Integers:
     """Return the pending tokens of a plan, [2, num_pending] int64.
 
-    The first row contains the index of each pending token in the step, and the second row the index
-    of its source in the tokens that the previous step samples. A pending token belongs to a decode.
-    Decodes come first in a step, so the index of the decode is also the index of its token.
+    Each column belongs to one pending token. The first row contains the index of the token in this
+    step. The second row contains the index of the token among the tokens that the previous step
+    samples. A pending token belongs to a decode. Decodes come first in a step, so the index of the
+    decode is also the index of its token.
     """
     numbers = itertools.chain.from_iterable(plan.pending)
     return np.fromiter(numbers, np.int64, 2 * len(plan.pending)).reshape(-1, 2).T

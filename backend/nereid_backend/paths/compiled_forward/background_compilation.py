@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a forward pass in another process, while the engine uses the model's own code."""
+"""Compiles a forward pass in another process. Meanwhile, the engine uses the model's own code."""
 
 import contextlib
 import os
@@ -18,14 +18,14 @@ _TIMEOUT_S = 3600.0
 
 
 class BackgroundCompilation:
-    """A process that compiles a forward pass (compile_process.py), and a thread that waits for it.
+    """A process that compiles a forward pass, and a thread that waits for this process.
 
     Attributes:
         folder: the folder for the library.
     """
 
     def __init__(self, message: bytes, folder: Path, timeout_s: float = _TIMEOUT_S) -> None:
-        """Start the process, without waiting for the end of the compilation.
+        """Start the process. Do not wait for the end of the compilation.
 
         Args:
             message: the message that describes the model; see `pack_skeleton`.
@@ -63,8 +63,8 @@ class BackgroundCompilation:
     def outcome(self) -> str | None:
         """The result of the compilation.
 
-        None while the compilation runs, "" if the library is stored, and otherwise the reason why
-        there is no library.
+        The result is None while the compilation runs, "" after the library was stored, or the
+        reason why there is no library.
         """
         return self._outcome
 
@@ -89,8 +89,8 @@ class BackgroundCompilation:
 
     def _kill(self) -> None:
         """Kill the process and the C++ compiler."""
-        # While `returncode` is None, the process has not been waited for. Linux therefore has not
-        # assigned the process id to another process.
+        # While `returncode` is None, Python has not collected the exit status of the process. Linux
+        # therefore has not given the process id to another process.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -107,8 +107,8 @@ def build_library(
             inductor_configs={
                 "aot_inductor.package_constants_in_so": False,
                 "aot_inductor.custom_ops_to_c_shims": shims_of(model.device, is_native),
-                # With more threads, torch would start a pool of processes, which would keep running
-                # after the compilation.
+                # With more threads, torch would start a pool of processes. These processes would
+                # continue to run after the compilation.
                 "compile_threads": 1,
             },
         )
@@ -130,7 +130,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that the traced code creates from constants.
+    """Return the constants of a trace that are not parameters or buffers of the model.
 
     Args:
         constants: all constants of the trace, by name.
@@ -151,7 +151,7 @@ def _literals(constants: dict[str, Any], model_tensors: dict[str, Tensor]) -> di
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Suppress the warnings that torch gives about its own code."""
+    """Return a context that suppresses the warnings of torch about torch's own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

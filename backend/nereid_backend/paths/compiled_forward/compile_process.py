@@ -3,8 +3,8 @@
 
     python -m nereid_backend.paths.compiled_forward.compile_process FD FOLDER
 
-FD is the number of a file descriptor, which is this process's end of a connection to the engine.
-FOLDER is the folder for the library. Messages:
+FD is the number of a file descriptor. The descriptor is this process's end of a connection to the
+engine. FOLDER is the folder for the library. Messages:
 
     engine -> process   the bytes that `pack_skeleton` returns
     process -> engine   the reason why there is no library, as UTF-8; empty after a success
@@ -60,7 +60,7 @@ def main() -> None:
         reason = first_line(error) or type(error).__name__
     with contextlib.suppress(OSError):
         connection.send_bytes(reason.encode())
-    # Exit without Python's cleanup, which takes a second, and without waiting for the thread.
+    # Exit at once. Python's cleanup would take a second, and would wait for the thread.
     os._exit(0)
 
 
@@ -70,8 +70,8 @@ def _compile(message: bytes, folder: Path) -> None:
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.
     """
-    # These modules are imported here, so that a process needs little memory while it waits for
-    # another compilation.
+    # These modules are imported here, after the wait for other compilations, because a waiting
+    # process should need little memory.
     import torch
 
     from nereid_backend.attention.interface import AttentionHook
@@ -109,9 +109,9 @@ def _remove_leftovers(folder: Path) -> None:
 def _only_one(folder: Path) -> Iterator[None]:
     """Return a context manager that only one process of this machine can enter at a time.
 
-    Other processes wait until the context ends. The context locks a file in `folder`. The operating
-    system releases the lock when the process ends. If the folder does not support locks, several
-    processes compile at the same time.
+    Other processes wait until this process leaves the context. The context locks a file in
+    `folder`. The operating system releases the lock when the process ends. If the folder does not
+    support locks, several processes compile at the same time.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):

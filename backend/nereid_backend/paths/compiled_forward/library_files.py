@@ -27,7 +27,7 @@ Shims = dict[torch._ops.OpOverload, list[str]]
 LIBRARY_FILE = "model.pt2"
 LITERALS_FILE = "literals.safetensors"
 _TRACE_ERROR_FILE = "trace_error.txt"
-# The file has one byte for each check of the library that did not succeed.
+# The name of a file that has one byte for each failed check of the library.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
 # torch's compiler writes the values of vectors with at most this number of elements into the
@@ -63,7 +63,7 @@ def has_library(folder: Path) -> bool:
 
 
 def write_trace_error(folder: Path, error: TraceError) -> None:
-    """Store the error in the folder of a library, so that later starts do not trace the model."""
+    """Store an error in the folder of a library, so that the next start does not trace again."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _TRACE_ERROR_FILE).write_text(str(error), encoding="utf-8")
@@ -78,7 +78,7 @@ def read_trace_error(folder: Path) -> str | None:
 
 
 def count_check(folder: Path) -> None:
-    """Count a check of a library as failed. `confirm_check` deletes the count.
+    """Count the next check of a library as failed. `confirm_check` deletes the count.
 
     The check is counted before it begins, because a broken library could crash the process. The
     server would then start the engine again, and the engine would load the same library again.
@@ -104,7 +104,7 @@ def confirm_check(folder: Path) -> None:
 
 
 def save_literals(literals: dict[str, Tensor], file: Path) -> None:
-    """Store the tensors of the traced code in a file, with their devices."""
+    """Store the constant tensors of the traced code and the devices of the tensors in a file."""
     # Some code creates small tensors on the CPU even if the model is on a GPU.
     kinds = {name: tensor.device.type for name, tensor in literals.items()}
     save_file(literals, file, metadata={"devices": json.dumps(kinds)})
@@ -128,9 +128,9 @@ def shims_of(device: torch.device, is_native: bool) -> Shims:
 
     Each operator is mapped to the C declaration of a function.
 
-    cpu_shim.cpp defines the functions. The CPU kernels for attention read their own layout of the
-    KV cache. Compiled code therefore calls them only if the cache has this layout (is_native);
-    otherwise, it calls the Python implementation of the operator.
+    cpu_shim.cpp defines the functions. The CPU kernels for attention need a special layout of the
+    KV cache. Compiled code therefore calls these kernels only if the cache has this layout
+    (is_native); otherwise, it calls the Python implementation of the operator.
     """
     if device.type != "cpu":
         return {}
@@ -187,7 +187,7 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
 
 
 def _inlined_values(tensor: Tensor) -> object:
-    """Return a tensor's values if torch's compiler writes them into the library; otherwise None."""
+    """Return the values that torch's compiler writes into the library; None for large tensors."""
     is_inlined = tensor.ndim <= 1 and tensor.numel() <= _MAX_INLINED_ELEMENTS
     return tensor.tolist() if is_inlined else None
 

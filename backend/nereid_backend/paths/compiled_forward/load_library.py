@@ -2,7 +2,8 @@
 """The compiled forward pass of a model.
 
 A library with the compiled code (build_library.py) is stored on disk, so that later starts load the
-library. The code was made for CPUs and is tested there. On a GPU it has never run.
+library. The code of this module was written for CPUs and is tested on CPUs. The code has never run
+on a GPU.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class CompiledForward:
         Args:
             run: computes logits from input_ids, position_ids and logits_index; shapes as in
                 StepBatch.
-            folder: the folder of the library that contains the function, if there is one.
+            folder: the folder of the library that contains the function; None if no library
+                contains the function.
         """
         self._run = run
         self._folder = folder
@@ -93,7 +95,7 @@ def compile_forward(
 
 
 def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
-    """Load the library in `folder`, and give the weights of the model to the library.
+    """Load the library in `folder`, and pass the weights of the model to the library.
 
     The caller must check the logits of the library. If the logits are correct, the caller must call
     `CompiledForward.confirm`.
@@ -126,7 +128,7 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
 
 
 def _bind_tensors(library: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - untyped
-    """Give a compiled library the tensors that its code reads, without copying them.
+    """Pass the tensors of the model to a compiled library. The tensors are not copied.
 
     Raises:
         UnfitError: if the code uses a tensor that is not among `tensors`.

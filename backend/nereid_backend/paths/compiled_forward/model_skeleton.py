@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a model to another process on this machine, without the values of large weights.
+"""Sends a model to another process on this machine. The values of large weights are not sent.
 
 The other process compiles the model's code. The compiler needs the shapes of the weights, but not
 their values. In the received model, a large tensor therefore has the right shape and uninitialised
@@ -78,9 +78,9 @@ class _SkeletonPickler(pickle.Pickler):
             return NotImplemented
         if type(value) not in (Tensor, nn.Parameter):
             raise pickle.PicklingError(f"it has a tensor of the class {type(value).__name__}")
-        # The number of elements in the tensor's memory, from the first to the last one. Example: an
-        # expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory has 1000
-        # elements.
+        # The number of elements in the tensor's memory, from the first element to the last element.
+        # Example: an expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory
+        # has 1000 elements.
         extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
         )

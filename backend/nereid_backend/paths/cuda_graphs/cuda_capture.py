@@ -47,7 +47,7 @@ class GraphCapture:
     """Captures graphs that share their memory.
 
     Each replay overwrites the intermediate results of the previous replay. A replay runs on the
-    stream that is current when it is called.
+    stream that is current when the replay is called.
     """
 
     def __init__(self, device: torch.device, reserve_bytes: int) -> None:
@@ -59,7 +59,7 @@ class GraphCapture:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Replay:
-        """Capture a call of `work` as one graph, and return a function that replays the graph.
+        """Capture one call of `work` as a graph, and return a function that replays the graph.
 
         For the work and the errors, see `pieces`.
         """
@@ -71,9 +71,9 @@ class GraphCapture:
         The work gets a function `cut`. A call `cut(between)` ends the current graph and begins the
         next graph. `between` is not captured: each replay calls it between these two graphs.
 
-        The work is called twice on a stream of its own: once to warm up, and once to capture. It
-        must store its results in tensors that existed before, must not wait for the device, and
-        must not read from it.
+        The work is called twice on a stream of its own: once to warm up, and once to capture. The
+        work must store its results in tensors that already exist. It must not wait for the device,
+        and must not read from the device.
 
         Raises:
             GraphMemoryError: if too little memory is free.
@@ -81,7 +81,7 @@ class GraphCapture:
         """
         parts: list[Replay] = []
         with torch.cuda.device(self._device):
-            # A graph that is still being replayed would use memory that the new capture may reuse.
+            # Wait for running replays, because the new capture may reuse their memory.
             torch.cuda.synchronize()
             self._check_memory()
             with torch.cuda.stream(self._stream), _without_collection():
@@ -150,9 +150,10 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torc
     """End a capture on the current device.
 
     CUDA cancels a capture after a forbidden operation, such as a read from the device. torch's
-    capture_end then stops halfway, and torch's allocator continues to treat the capture as running:
-    it asks the capture at every allocation, never frees cached memory, and fails when a caller
-    tries to free cached memory. This function therefore also ends the capture in the allocator.
+    capture_end then stops halfway, and torch's allocator continues to treat the capture as running.
+    The allocator then queries the capture at every allocation, never frees cached memory, and fails
+    when a caller tries to free cached memory. This function therefore also ends the capture in the
+    allocator.
 
     Raises:
         RuntimeError: if the capture produced no graph.
@@ -170,7 +171,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torc
 
 
 def is_lost(device: torch.device) -> bool:
-    """Return whether a device can no longer compute, for example after an invalid memory access."""
+    """Return whether a device has failed for good, for example after an invalid memory access."""
     if device.type != "cuda":
         return False
     try:
@@ -182,7 +183,7 @@ def is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Turn Python's garbage collector off while a graph is captured.
+    """Return a context in which Python's garbage collector is off, for the capture of a graph.
 
     The capture can fail if the collector frees an object, such as another graph.
     """

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of decode steps. One replay of a graph replaces the launches of all its kernels.
 
-A step in which every sequence adds one token runs the same kernels as the step before, with
-different numbers. Such a step is therefore captured once, with its inputs in tensors that keep
+If every sequence adds one token, a step runs the same kernels as the previous step, on different
+numbers. Such a step is therefore captured once. The inputs of the step are in tensors that keep
 their addresses. Each later step copies its inputs into these tensors, replays the graph, and copies
 the logits out.
 
 A graph for n rows can replay every step of at most n rows, for sequences of any length. A step uses
-the graph with the next larger number of rows. The surplus rows are padding, whose results are
-finite and are not used. All graphs are captured when the model is loaded, so that no step waits for
-a capture. Example: a step of 3 sequences in a graph of 4 rows.
+the graph with the next larger number of rows. The surplus rows are padding, and the results of
+these rows are finite and are not used. All graphs are captured when the model is loaded, so that no
+step waits for a capture. Example: a step of 3 sequences in a graph of 4 rows.
 
     row       0    1    2  |  3
     token     a    b    c  |  0
@@ -43,7 +43,7 @@ _MAX_ROWS = 512
 # runs the same kernels as a step without a graph. Correct logits can therefore differ only by
 # rounding, whereas a wrong input causes an error of at least 0.1.
 _TOLERANCE = 0.03
-# The number of rows in each slice of logits that `_difference` compares.
+# `_difference` compares slices of logits. Each slice has this number of rows.
 _COMPARED_ROWS = 16
 # The number of int64 values in 64 bytes, the alignment of tensors that kernels read.
 _ALIGNED_VALUES = 64 // 8
@@ -124,8 +124,8 @@ class DecodeGraphs:
     def rows_of(self, batch: StepBatch) -> int | None:
         """Return the number of rows of the graph for a step.
 
-        Return None if the step is not a decode step, if some tokens need no logits, or if it has
-        too many rows.
+        Return None if the step is not a decode step, if the step has too many rows, or if the
+        logits of some tokens are not needed.
         """
         num_decodes = batch.attention.num_decodes
         is_decode_step = num_decodes > 0 and not batch.attention.prefills
@@ -310,8 +310,9 @@ def _difference(replayed: Tensor, expected: Tensor) -> float:
     """Return the largest relative error among the rows of replayed logits.
 
     The difference of a row is the root mean square of the errors, divided by the standard deviation
-    of the expected logits. Rows in which neither side is finite are ignored, because their
-    sequences failed before. Return NaN if only one side of a row is finite.
+    of the expected logits. A row is ignored if neither its replayed nor its expected logits are
+    finite, because the sequence of the row has already failed. Return NaN if only the replayed or
+    only the expected logits of a row are finite.
     """
     worst = 0.0
     # The rows are compared in slices, because float32 copies of all rows would need much memory.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs for steps with prefills: one graph for each piece between two attention calls.
 
-The attention of a step with prefills depends on the lengths of its sequences, so it cannot be
-captured. All other operations of a forward pass depend only on the number of tokens. These
-operations are captured as one graph for each piece of the forward pass between two attention calls:
+The attention of a step with prefills depends on the lengths of the sequences, so the attention
+cannot be captured. All other operations of a forward pass depend only on the number of tokens.
+These operations are captured as one graph for each piece of the forward pass between two attention
+calls:
 
     graph 0: embedding, first half of layer 0, cache write -> attention of layer 0
     graph 1: second half of layer 0, first half of layer 1, cache write -> attention of layer 1
@@ -11,9 +12,9 @@ operations are captured as one graph for each piece of the forward pass between 
     last graph: second half of the last layer, norm, output layer -> logits
 
 Graphs are captured for some numbers of tokens when the model is loaded. A step uses the graphs for
-the next larger number. The surplus tokens are padding, as in decode_graphs.py. A graph writes its
-query into a tensor from which attention reads it, and the next graph reads the result of the
-attention from another tensor. All layers share these two tensors.
+the next larger number. The surplus tokens are padding, as in decode_graphs.py. A graph writes the
+query into one tensor. Attention reads the query from this tensor, and writes the result into a
+second tensor. The next graph reads the second tensor. All layers share these two tensors.
 
 This code has not run on a GPU yet.
 """
@@ -64,11 +65,11 @@ class AttentionBuffers(NamedTuple):
 
 
 class PiecewiseGraphs:
-    """Captures and replays those steps of a forward path that contain prefills.
+    """Captures and replays the steps of a forward path that contain prefills.
 
     Attributes:
         failure: the reason why no step is replayed; None if steps are replayed.
-        num_captures: the number of token counts for which graphs were captured.
+        num_captures: the number of different step sizes for which graphs were captured.
         num_replays: the number of replayed steps.
     """
 
@@ -189,7 +190,7 @@ class PiecewiseGraphs:
         return static, replay
 
     def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
-        """Return an attention function that calls `cut` to end a graph before each attention."""
+        """Return an attention function. It calls `cut` to end a graph before each attention."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:

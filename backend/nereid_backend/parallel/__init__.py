@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: one model is divided over several GPUs, with one process for each GPU."""
+"""Tensor parallelism: a model is divided among several GPUs. Each GPU has its own process."""

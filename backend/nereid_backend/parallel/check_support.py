@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses models and settings that do not work with tensor parallelism, before loading begins."""
+"""Before a model is loaded, refuses models and settings without support for tensor parallelism."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ _FUSED_LAYERS = ("qkv_proj", "query_key_value")
 
 
 def check_settings(config: EngineConfig, device: torch.device) -> None:
-    """Check the settings of the engine and the number of GPUs.
+    """Check that tensor parallelism supports the settings, and that there are enough GPUs.
 
     Args:
         config: the settings. tensor_parallel_size is larger than 1.
@@ -71,7 +71,7 @@ def _check_gpus(config: EngineConfig) -> None:
 
 
 def check_checkpoint(config: EngineConfig) -> None:
-    """Check that transformers can divide the model of a checkpoint. No weight is read.
+    """Check that transformers can divide the model of a checkpoint. The check reads no weight.
 
     Raises:
         ModelError: if the checkpoint is damaged.
@@ -113,15 +113,15 @@ def model_without_weights(config: PretrainedConfig) -> PreTrainedModel | None:
 
 
 def tensor_parallel_plan(model: PreTrainedModel | None) -> dict[str, str]:
-    """Return the plan by which transformers divides a model among the ranks.
+    """Return the plan that transformers uses to divide a model among the ranks.
 
     The plan maps the names of layers and weights to styles of division.
 
     Example of an item: "model.layers.*.self_attn.q_proj" has the style "colwise". The plan is empty
     if transformers has no plan or no class for the model.
     """
-    # The plan of every architecture contains the output layer lm_head. If the plan contains nothing
-    # else, transformers cannot divide the model.
+    # The plan of every architecture contains the output layer lm_head. If the plan contains only
+    # lm_head, transformers cannot divide the model.
     plan: dict[str, str] = {} if model is None else model.tp_plan
     return plan if set(plan) - {"lm_head"} else {}
 
@@ -165,7 +165,7 @@ def _check_kv_heads(counts: list[int], size: int) -> None:
 def number_of_heads(config: PretrainedConfig, name: str) -> int | None:
     """Return the number of heads in the field `name` of a config.
 
-    Return None if the config does not have this number, or if the layers have different numbers.
+    Return None if the config does not contain the field, or if the layers have different numbers.
     """
     try:
         value = getattr(config, name, None)

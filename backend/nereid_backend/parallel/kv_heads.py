@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the KV heads of a model among the ranks, also if there are fewer KV heads than ranks.
+"""Divides the KV heads of a model among the ranks. There may be fewer KV heads than ranks.
 
-The plans of transformers divide the rows of the layers k_proj and v_proj into equal parts. With
-fewer KV heads than ranks, each part would be only a piece of a head. Each rank then loads the whole
-layers and keeps the rows of one KV head, so several ranks compute the same KV head.
+The plans of transformers divide the rows of the layers k_proj and v_proj into equal parts. If there
+are fewer KV heads than ranks, each part would be smaller than a head. In this case, each rank loads
+the whole layers and keeps only the rows of one KV head. Several ranks then compute the same KV
+head.
 
 Example with 8 query heads, 2 KV heads and 4 ranks:
 
@@ -26,7 +27,7 @@ _REPLICATE = "replicate"
 
 
 def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list[int]:
-    """Return the different numbers of KV heads of the attention layers that `plan` divides.
+    """Return each number of KV heads that occurs in the attention layers that `plan` divides.
 
     Attention layers without a layer k_proj are not counted.
     """
@@ -35,7 +36,7 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
 
 
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Return rules that replace rules of `plan`, so that several ranks compute the same KV head.
+    """Return new rules for some layers of `plan`, so that several ranks compute the same KV head.
 
     Args:
         model: the model without weights (on the device "meta").
@@ -58,7 +59,7 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
 
 
 def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank) -> None:
-    """Remove the rows of other ranks' KV heads from the layers that `rules` replicate.
+    """Keep only the rows of this rank's KV heads in the layers that `rules` replicate.
 
     Args:
         model: the loaded model.

@@ -2,7 +2,7 @@
 """Loads a model that is divided over several processes.
 
 The ranks load and probe their parts of the model at the same time. From then on, only rank 0 runs
-the code of the engine. Each forward pass of rank 0 is also computed by the other ranks:
+the code of the engine. For each forward pass, all ranks compute their parts at the same time:
 
     rank 0   plan, send | forward pass | sampling     (ShardedPath)
     rank n     receive  | forward pass |              (rank_process.py)
@@ -82,7 +82,8 @@ def load_sharded(
         progress: called with one line for each slow operation.
 
     Returns:
-        The loaded model, and the processes of the other ranks, which the caller must close.
+        The loaded model, and the processes of the other ranks. The caller must close these
+        processes.
 
     Raises:
         ConfigError: if the machine or the model does not support the settings.
@@ -108,7 +109,7 @@ def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConf
     """Return the settings of each rank.
 
     The ranks share the CPUs and the memory of the KV cache. Rearranged weights and LoRA adapters
-    are not used, because they work only with whole layers. CUDA graphs are not used, because all
+    are not used, because both work only with whole layers. CUDA graphs are not used, because all
     ranks would have to replay a graph at the same time.
     """
     size = config.tensor_parallel_size
@@ -132,7 +133,7 @@ def _open_sharded(
     Tensor parallelism supports neither LoRA adapters nor images.
 
     Args:
-        ranks: the processes of the other ranks, which load their parts at the same time.
+        ranks: the processes of the other ranks. These processes load their parts at the same time.
         config: the settings of each rank; see `_settings_of_ranks`.
         hook: the engine's entry in transformers' attention interface. The forward path computes
             the model's attention in the hook.
@@ -164,7 +165,7 @@ def _open_sharded(
 def _check_logits(
     ranks: Ranks, shard: Shard, config: EngineConfig, hook: AttentionHook, progress: Progress
 ) -> ChosenPath:
-    """Compare the logits of the divided model with those of the undivided model.
+    """Compare the logits of the divided model with the logits of the undivided model.
 
     Raises:
         UnsupportedModelError: if the logits differ.
@@ -192,7 +193,7 @@ def _check_logits(
 
 
 def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
-    """Return test sequences with the logits of the undivided model, which runs on the CPU.
+    """Return test sequences and the logits that the undivided model computes on the CPU.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
@@ -238,7 +239,7 @@ def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> in
 
 
 def _describe_heads(shard: Shard, size: int) -> str:
-    """Return a line for the log: the number of attention heads that each process computes."""
+    """Return a log line with the number of attention heads that each process computes."""
     heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
     described = " or ".join(
         f"{kv} KV head{'s' * (kv > 1)} and {query} query head{'s' * (query > 1)}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step plans as messages from rank 0 to the other ranks.
 
-A message contains only what a forward pass needs, and only what the receiver does not know yet.
+A message contains only data that a forward pass needs and that no earlier message contained.
 Example: a sequence has the block table [7, 2]. After 32 tokens, it gets the block 9. The message of
 the next step contains the sequence's row, the new token, and the block 9.
 """
@@ -21,9 +21,10 @@ class ChunkMessage(NamedTuple):
         row: the row of the chunk's sequence.
         start: the index of the first token of the chunk in the sequence.
         token_ids: the tokens of the chunk, followed by its draft tokens.
-        is_first: whether the sequence has just got its row.
+        is_first: whether this is the first chunk since the sequence got its row.
         num_logits: the number of tokens at the end of the chunk whose logits are needed.
-        new_blocks: the blocks at the end of the block table that no earlier message contained.
+        new_blocks: the new blocks at the end of the block table. No earlier message contained these
+            blocks.
         num_dropped_blocks: the number of leading blocks that were freed.
     """
 
@@ -86,8 +87,8 @@ class PlanEncoder:
 class PlanDecoder:
     """Converts the messages of rank 0 into step plans for another rank.
 
-    A decoded plan contains only what a forward pass needs. Its forward pass computes the same step
-    as the forward pass of rank 0's plan.
+    A decoded plan contains only the data that a forward pass needs. A forward pass with the decoded
+    plan computes the same step as a forward pass with rank 0's plan.
     """
 
     def __init__(self) -> None:
@@ -109,8 +110,9 @@ class PlanDecoder:
         sequence.row = message.row
         sequence.block_table += message.new_blocks
         sequence.num_dropped_blocks = [message.num_dropped_blocks]
-        # No message contains the tokens whose keys and values come from the prefix cache. Zeros
-        # take their positions in token_ids, because a forward pass reads no token before the chunk.
+        # No message contains the tokens whose keys and values come from the prefix cache. In
+        # token_ids, zeros replace these tokens, because a forward pass reads no token before the
+        # chunk.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
         sequence.token_ids[message.start :] = message.token_ids

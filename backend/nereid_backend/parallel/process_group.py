@@ -69,14 +69,14 @@ class Rank:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context in which transformers loads only this rank's part of a model."""
+        """Return a context in which transformers loads only the part of a model for this rank."""
         # transformers logs a warning for each rule of the plan that matches no layer. Such rules
         # are normal, because they are meant for other variants of the architecture.
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        # transformers refuses every device map if the library accelerate is not installed, although
-        # it calls accelerate only for device maps with several devices. The device map of a rank
-        # has one device, so the check for accelerate is replaced.
+        # If the library accelerate is not installed, transformers refuses every device map,
+        # although transformers calls accelerate only for device maps with several devices. The
+        # device map of a rank has one device, so the check for accelerate is replaced.
         with (
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of every rank except rank 0. It computes the forward passes that rank 0 requests.
+"""The program of every rank except rank 0. The program computes the steps that rank 0 sends.
 
     python -m nereid_backend.parallel.rank_process FD
 
-FD is the inherited end of a socket pair. The messages are in ranks.py.
+FD is the inherited end of a socket pair. ranks.py describes the messages.
 """
 
 import logging
@@ -96,7 +96,8 @@ def main() -> NoReturn:
 def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoReturn:
     """Queue the messages of rank 0. Exit when rank 0 sends "stop" or has ended.
 
-    A separate thread receives, so that the process also exits while it waits for another rank.
+    This function runs in a separate thread. The process can therefore exit even while its main
+    thread waits for another rank.
     """
     rank: Rank | None = None
     while True:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of the ranks 1, 2, ... and sends them the work of rank 0.
+"""Starts the processes of the ranks 1, 2, ... and sends work to these processes.
 
 Rank 0 is the engine process. It has the scheduler and the sampler. The other ranks only compute the
 forward passes that rank 0 sends (rank_process.py):
@@ -90,7 +90,7 @@ class Ranks:
     def send(self, *message: object) -> None:
         """Send a message to all other ranks. Do nothing if a rank has ended.
 
-        The caller notices the end of a rank at its next step.
+        The next step of the caller raises an error if a rank has ended.
         """
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for connection in self._connections:
@@ -109,7 +109,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Run a forward pass that all ranks compute at the same time.
+        """Return a context for a forward pass that all ranks compute at the same time.
 
         Raises:
             LostRankError: if the forward pass fails. The ranks may then have computed different
@@ -179,7 +179,7 @@ class Ranks:
     def _await_start(self, number: int, connection: Connection) -> None:
         """Wait until a rank has imported its libraries.
 
-        Raise an EngineError if the process of the rank ends before that.
+        Raise an EngineError if the process of the rank ends before its libraries are imported.
         """
         try:
             message = connection.recv()
@@ -195,8 +195,8 @@ class Ranks:
             if self._is_closing:
                 return
             # If a rank dies, the other ranks lose their connections to the dead rank and fail a
-            # moment later. Their errors say only that a connection was lost. Wait for these errors
-            # here, and report the death instead.
+            # moment later. The errors of these ranks say only that a connection was lost. This code
+            # waits for the failures, and then reports only the death.
             time.sleep(_FOLLOWING_ERRORS_S)
             self._failure = self._describe_failures()
             # After the event is set, this process may end at any time. The folder of the store is
@@ -204,11 +204,11 @@ class Ranks:
             self.rank.remove_store()
             self._has_failed.set()
             if self.rank.device_type == "cuda":
-                # gloo notices that a rank has ended. NCCL would wait, so its group is aborted.
+                # gloo notices that a rank has ended. NCCL would wait, so the NCCL group is aborted.
                 distributed_c10d._abort_process_group()
 
     def _describe_failures(self) -> str:
-        """Return how ranks have died, or the errors of the failed ranks if no rank has died.
+        """Return how ranks have died. If no rank has died, return the errors of the failed ranks.
 
         Example: "rank 2 of the model ended (signal 9)".
         """

@@ -30,7 +30,7 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
         index: the number of this engine process, from 0.
 
     Raises:
-        ConfigError: the machine has fewer GPUs than the processes need.
+        ConfigError: if the machine has fewer GPUs than the processes need.
     """
     count = config.data_parallel_size
     if count == 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the part of a model that one rank computes."""
+"""Loads one rank's part of a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class Shard:
     """One rank's part of a model.
 
     Attributes:
-        checkpoint: the model, whose divided weights are the parts of this rank.
+        checkpoint: the model. A divided weight contains only the part of this rank.
         spec: the forward path `packed`. Its attention layers have only the heads of this rank.
     """
 

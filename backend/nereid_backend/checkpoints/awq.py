@@ -19,8 +19,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# An int32 contains eight 4-bit numbers, of which number 0 has the lowest bits. Number i is the
-# weight of the output _ORDER[i].
+# An int32 contains eight 4-bit numbers. Number 0 is in the lowest bits. Number i is the weight of
+# the output _ORDER[i].
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -39,7 +39,7 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
     """Return the layouts of a bitsandbytes checkpoint.
 
     The two 4-bit data types, NF4 and FP4, differ only in the name of the state and in the numbers
-    that the codes mean. The optional tensors exist if the factors (absmax) are quantised, too.
+    that the codes mean. The optional tensors exist only if the factors (absmax) are also quantised.
     """
     four_bits = tuple(
         Layout(
@@ -72,10 +72,11 @@ def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Int
 
 
 def _four_bit_decoder(state_name: str) -> Decoder:
-    """Return the decoder of 4-bit weights: weight[i] = quant_map[code i] * factor[i // blocksize].
+    """Return the decoder of 4-bit weights: weight[i] = quant_map[code[i]] * factor[i // blocksize].
 
     Args:
-        state_name: the suffix of the tensor with the JSON, which has the shape and the block size.
+        state_name: the suffix of a tensor that contains a JSON object with the shape and the block
+            size.
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -4,14 +4,14 @@
 from pathlib import Path
 
 GGUF_LINK = "model.gguf"
-"""The name of the link to the GGUF file in the folder that describes the file."""
+"""The folder that describes a GGUF file contains a link to the file. This is the link's name."""
 
 
 def checkpoint_folder(model: str) -> str:
     """Return the folder of the checkpoint that the setting `model` names.
 
-    A GGUF file is described as a folder in Nereid's cache folder. Any other path is returned
-    unchanged.
+    If the setting names a GGUF file, the result is a folder in Nereid's cache folder that describes
+    the file. Any other path is returned unchanged.
 
     Raises:
         ModelError: if the GGUF file is damaged or not supported.

@@ -114,13 +114,13 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the group size of all schemes; None if the sizes differ or no scheme has groups."""
+    """Return the common group size of all schemes; None without a common group size."""
     sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the rows and columns of a block of float8 weights; None if there are no blocks."""
+    """Return the numbers of rows and columns in a block of float8 weights; None without blocks."""
     for arguments in weights:
         shape = arguments.get("block_structure")
         if shape:
@@ -151,9 +151,9 @@ def _packed_decoder(group_size: int | None) -> Decoder:
         values = _signed(unpack_integers(packed, bits, num_inputs), bits)
         zeros = tensors.get(".weight_zero_point")
         if zeros is not None:
-            # Each 32-bit word contains the zero points of several outputs. The tensor of words has
-            # the shape [words, groups], but `unpack_integers` expects that the last dimension
-            # contains the words. The tensor is therefore transposed.
+            # Each 32-bit word contains the zero points of several outputs. The tensor has the shape
+            # [words, groups], but `unpack_integers` expects the words in the last dimension. The
+            # tensor is therefore transposed.
             zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
         return _integers(values, zeros, tensors, group_size, bits)
 
@@ -188,8 +188,8 @@ def _integers(
         zeros: [out_features, groups], [out_features] or one number; None if all zeros are 0.
         tensors: the tensors of the weight. The scales have the same shapes as `zeros`.
         group_size: the group size in the settings; None if the settings contain several group
-            sizes. Some layers have other groups, for example one group for each row. The group size
-            is then derived from the number of scales.
+            sizes. If a layer has another group size, such as one group for each row, the size is
+            derived from the number of scales.
         bits: the number of bits of a value.
     """
     num_rows, num_inputs = values.shape

@@ -22,8 +22,8 @@ from nereid_backend.checkpoints.integer_weight import scale_blocks
 from nereid_backend.checkpoints.layout import Decoder, Format, Layout, Settings
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# Scales of activations and of the KV cache. They are ignored, because the engine computes such
-# scales itself.
+# The suffixes of scales for activations and for the KV cache. These scales are ignored, because the
+# engine computes its own scales.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_inv",

@@ -8,8 +8,8 @@ Source: the packing of TorchQuantLinear in GPTQModel 7.7, gptqmodel/nn_modules/q
     scales   float16 [groups, out_features]
     g_idx    int32 [in_features], the group of each input; without it, groups are consecutive
 
-weight = (integer - zero) * scale. In the original format, `gptq`, the stored zero is one less than
-the zero. In the format `gptq_v2`, the stored zero is the zero.
+weight = (integer - zero) * scale. In the original format, `gptq`, the file stores zero - 1. In the
+format `gptq_v2`, the file stores the zero itself.
 """
 
 from collections.abc import Mapping
@@ -59,8 +59,9 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
     The docstring of this module describes the tensors of such a weight.
 
     Args:
-        bits: the number of bits in the settings. It applies to weights without g_idx. With g_idx,
-            the number of inputs is known, so the decoder derives the number of bits of each layer.
+        bits: the number of bits in the settings. This number is used only for weights without
+            g_idx. If a weight has g_idx, the number of inputs is known, so the decoder derives the
+            number of bits.
         has_offset: whether each stored zero is one less than the zero.
     """
 
@@ -90,7 +91,7 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
 
 
 def _derive_bits(num_words: int, num_inputs: int) -> int:
-    """Return the number of bits of each weight in a row of `num_words` 32-bit integers.
+    """Return the number of bits of each weight, for rows of `num_words` 32-bit integers.
 
     Example: 8 words for 64 inputs give 4 bits.
 
@@ -122,7 +123,7 @@ def _words_of_ones(bits: int, num_words: int) -> Tensor:
 
 
 def _groups_if_irregular(groups: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return `groups`, or None if the inputs of each group are consecutive.
+    """Return None if the inputs of each group are consecutive. Otherwise, return `groups`.
 
     `groups` contains the index of the group to which each input belongs. Example: with groups of 2
     inputs, [0, 0, 1, 1] gives None, and [0, 1, 0, 1] is returned unchanged.

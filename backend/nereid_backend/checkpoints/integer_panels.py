@@ -6,8 +6,8 @@ The CPU kernels read weights in panels: blocks of a weight matrix, each contiguo
 The weights of the layers are read in two steps, so that neither the dequantised weights nor the
 integers of several layers are in memory at the same time:
 
-    1. transformers creates the model. The weight of each such layer is a placeholder, a tensor of
-       the right shape that takes no memory.
+    1. transformers creates the model. The weight of each layer with integers is a placeholder: a
+       tensor with the shape of the weight that takes no memory.
     2. The integers of each layer are read, packed and stored in the layer.
 """
 
@@ -33,7 +33,7 @@ _MAX_HALF_ERROR = 2.0**-10
 
 
 class LazyWeight(Protocol):
-    """A weight of a checkpoint that is read when it is needed."""
+    """A weight of a checkpoint. It is read only when its elements are needed."""
 
     @property
     def has_integers(self) -> bool:
@@ -59,7 +59,7 @@ class LazyWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A weight for which transformers loads a small tensor that only has the weight's shape.
+    """A weight for which transformers loads a placeholder, which takes no memory.
 
     Attributes:
         weight: the weight.
@@ -80,7 +80,7 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """A weight of floating point numbers that is rounded to integers when it is read.
+    """A weight of floating point numbers. It is rounded to integers when it is read.
 
     Attributes:
         weight: the weight.
@@ -111,8 +111,8 @@ class RoundedWeight:
     def fill(self, layer: nn.Linear) -> None:
         """Store the rounded weight in a layer.
 
-        Only a few rows of the unrounded weight are in memory at the same time, unless the weight is
-        also quantised in the checkpoint. Mutates: the layer.
+        Only a few rows of the unrounded weight are in memory at the same time. If the weight is
+        quantised in the checkpoint, all unrounded rows are in memory. Mutates: the layer.
 
         Raises:
             ModelError: if the weight cannot be read, or has another shape than the layer.
@@ -139,7 +139,8 @@ def round_weights(
 ) -> dict[str, LazyWeight]:
     """Round the weights of linear layers to integers while they are read.
 
-    The output layer is not rounded here, because it has more bits; see `quantise_linears`.
+    The output layer is not rounded by this function, because it may need more bits; see
+    `quantise_linears`.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -166,7 +167,7 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace the integer weights of linear layers by placeholders, which take no memory.
+    """Replace the integer weights of linear layers by placeholders that take no memory.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -188,7 +189,7 @@ def use_placeholders(
             replaced[name] = weight
             continue
         # A single number that is expanded to the shape of the weight takes no memory. The number is
-        # NaN, so that the self-check detects a weight that was never filled.
+        # NaN, so that the self-check detects a placeholder that was never replaced.
         tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(layer.weight.shape)
         replaced[name] = Placeholder(weight, tensor)
     return replaced
@@ -198,7 +199,7 @@ def use_placeholders(
 def fill_placeholders(
     model: nn.Module, weights: Iterable[object], progress: Callable[[str], None]
 ) -> int:
-    """Read the integers of all layers that still have a placeholder instead of a weight.
+    """Read the integers of all layers whose weight is a placeholder, and store them in the layers.
 
     Args:
         model: the model. Mutated; it can then neither be trained, saved nor moved.

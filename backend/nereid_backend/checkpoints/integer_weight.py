@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of integers with a scale for each group of inputs, and the unpacking of integers."""
+"""Integer weights with a scale for each group of inputs, and functions that unpack integers."""
 
 from dataclasses import dataclass, replace
 
@@ -61,7 +61,7 @@ class IntegerWeight:
 
 
 def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
-    """Return scales or zeros in the shape [num_rows, groups].
+    """Convert scales or zeros to the shape [num_rows, groups].
 
     Args:
         of_groups: [num_rows, groups]; [num_rows] for one group in each row; or one number, which
@@ -75,7 +75,7 @@ def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
 def scale_blocks(
     values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
 ) -> Tensor:
-    """Return `values` multiplied by the scale of each rectangular block.
+    """Multiply each rectangular block of `values` by the scale of the block.
 
     Example: [256, 384] values with [2, 3] scales have blocks of 128 rows and 128 columns.
 
@@ -121,7 +121,7 @@ def _as_float(scales: Tensor) -> Tensor:
 
 
 def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tensor:
-    """Return the unsigned integers that are packed into the 32-bit integers of each row, as uint8.
+    """Unpack unsigned integers from the 32-bit integers of each row. The result is uint8.
 
     A row is a sequence of bits that begins with the lowest bit of its first 32-bit integer.
 
@@ -149,7 +149,7 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
 
 
 def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
-    """Return the integers of rows of bytes, where an integer can end in the next byte.
+    """Unpack integers from rows of bytes. An integer may continue in the next byte.
 
     Example: with 3 bits, the bytes [0b11010001, 0b01011000] contain [1, 2, 3, 4, 5].
     """
@@ -161,7 +161,7 @@ def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
-    """Return the two 4-bit integers of each byte, [..., 2 * bytes] for [..., bytes].
+    """Unpack the two 4-bit integers of each byte. [..., bytes] becomes [..., 2 * bytes].
 
     Example: [0x21] becomes [1, 2], or [2, 1] with `high_first`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of how a checkpoint stores one weight as several tensors.
+"""Describes how a checkpoint stores one weight as several tensors.
 
 Example: a checkpoint stores the weight of one layer as these three tensors:
 
@@ -33,7 +33,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one weight is stored.
+    """Describes how one weight is stored.
 
     Attributes:
         main: the suffix of the tensor that contains the quantised numbers.
@@ -41,8 +41,8 @@ class Layout:
         decode: computes the weight.
         target: the suffix of the weight's name in the model.
         optional: the suffixes of tensors that may exist.
-        main_dtypes: the data types of the main tensor, in the spelling of safetensors. With any
-            other data type, the tensor is not quantised. None means any data type.
+        main_dtypes: the data types of the main tensor, in the spelling of safetensors. A tensor of
+            another data type is not quantised. None allows every data type.
         numbers_per_element: the number of weights in one element of the main tensor.
         has_integers: whether the decoder returns an IntegerWeight.
     """

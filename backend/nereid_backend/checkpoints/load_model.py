@@ -40,7 +40,7 @@ class _OwnAttentionError(Exception):
 def load_with_attention(
     load: Callable[[str], PreTrainedModel], config: PretrainedConfig, attention: str
 ) -> PreTrainedModel | None:
-    """Load the model with an attention from transformers' attention interface.
+    """Load the model with the attention `attention` of transformers' attention interface.
 
     Return None if the class of the model always uses its own attention.
     """
@@ -48,9 +48,9 @@ def load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    # If the class is a part of transformers, `takes_attention_by_name` has already checked that it
-    # uses the attention interface. Otherwise, a Python file of the checkpoint defines the class.
-    # Loading the model has imported this file, so the class can be checked now.
+    # If the class is a part of transformers, `takes_attention_by_name` has already checked that the
+    # class uses the attention interface. Otherwise, a Python file of the checkpoint defines the
+    # class. Loading the model has imported this file, so the class can be checked now.
     is_class_of_transformers = model_class(config) is not None
     if is_class_of_transformers or model._can_set_attn_implementation():
         return model
@@ -146,10 +146,10 @@ def _from_pretrained(
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
     """Return the class that runs `config` as a causal language model; None if there is none.
 
-    If the checkpoint names the class of transformers for images and text, this class is returned.
-    AutoModelForCausalLM knows the class of most models. Otherwise, the function returns the class
-    that the checkpoint names in its field `architectures`, if that class can generate text. An
-    example is a multimodal model, to which the engine sends only text.
+    If the checkpoint names a class of transformers for images and text, this class is returned. For
+    most other models, AutoModelForCausalLM determines the class. If AutoModelForCausalLM knows no
+    class, the result is the class in the checkpoint's field `architectures`, if this class can
+    generate text. Example: a multimodal model to which the engine sends only text.
     """
     name = (getattr(config, "architectures", None) or [""])[0]
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -180,7 +180,7 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """Report the weights that transformers reads, instead of its progress bars on stderr."""
+    """Return a context that replaces transformers' progress bars by calls of `progress`."""
 
     def create_bar(
         factory: object, args: tuple[Any, ...], options: dict[str, Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of 4-bit floating-point weights with an exponent for each 32 numbers (MXFP4).
+"""The layout of MXFP4: 4-bit floating-point weights with one exponent for every 32 numbers.
 
 Sources: the OCP Microscaling Formats specification 1.0, section 5.3, and
 convert_moe_packed_tensors in transformers 5.23, integrations/mxfp4.py.
@@ -33,7 +33,7 @@ def mxfp4_format(settings: Settings) -> Format:  # noqa: ARG001 - the layout has
 
 
 def float4_numbers(packed: Tensor) -> Tensor:
-    """Return the float32 numbers of packed 4-bit codes, [..., 2 * bytes] for [..., bytes]."""
+    """Convert packed 4-bit codes to float32 numbers. [..., bytes] becomes [..., 2 * bytes]."""
     return torch.tensor(FLOAT4_VALUES)[unpack_nibbles(packed).long()]
 
 

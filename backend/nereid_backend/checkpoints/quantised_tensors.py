@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives transformers the tensors of a quantised checkpoint as unquantised weights.
+"""Passes the tensors of a quantised checkpoint to transformers as unquantised weights.
 
     model.layers.0.mlp.up_proj.qweight, .qzeros, .scales   ->   model.layers.0.mlp.up_proj.weight
     model.norm.weight                                      ->   model.norm.weight
 
-transformers loads these weights one by one, and reads and dequantises each weight at that time. It
-also merges the weights of experts and renames weights as it does for an unquantised checkpoint.
-Layers that are not quantised are recognised by their tensors, not by their names in the config.
+transformers loads these weights one by one. Each weight is read and dequantised when transformers
+loads it. transformers also merges the weights of experts and renames weights, as for an unquantised
+checkpoint. Layers that are not quantised are recognised by their tensors, not by their names in the
+config.
 """
 
 import math
@@ -62,7 +63,7 @@ _QUANTISED_SUFFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
-    """A weight that is read and dequantised when transformers reads its elements.
+    """A weight of a checkpoint. It is read and dequantised when transformers reads its elements.
 
     Attributes:
         tensors: the stored tensors of the weight, by suffix.
@@ -87,7 +88,7 @@ class LazyWeight:
         """Return the weight as floating point numbers, or as stored integers with scales.
 
         Raises:
-            ModelError: if the tensors cannot be read, or do not fit together.
+            ModelError: if the tensors cannot be read, or if the shapes of the tensors do not match.
         """
         if self.layout is None:
             return self.stored.read()
@@ -210,8 +211,8 @@ def _choose_format(settings: Settings) -> Format:
 def _method(settings: Settings) -> str:
     """Return the name of the quantisation method.
 
-    Some tools write the weights in the layout of another method, and name that layout in the field
-    packing_format, such as "auto_round:auto_gptq".
+    Some tools write the weights in the layout of another method. The field packing_format then
+    names this layout. Example: "auto_round:auto_gptq".
     """
     method = settings.get("quant_method")
     if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
@@ -254,5 +255,5 @@ def _parts(
 
 
 def _is_leftover(tensor: StoredTensor) -> bool:
-    """Return whether a tensor that no layout describes is certainly part of a quantised weight."""
+    """Return whether a tensor without a layout must be a tensor of a quantised weight."""
     return tensor.name.endswith(_QUANTISED_SUFFIXES) or tensor.dtype.startswith("F8")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the safetensors files of a checkpoint without reading their tensors.
 
-The safetensors library checks the header of a file when the file is opened: the header's length,
-which is at most 100 MB, and the places of the tensors, which must lie in the file, without gaps and
-overlaps. A file is mapped into memory, so opening needs little memory and time.
+When a file is opened, the safetensors library checks the header: the header has at most 100 MB, and
+the tensors are within the file, without gaps and overlaps. A file is mapped into memory, so opening
+needs little memory and time.
 """
 
 import json
@@ -79,12 +79,13 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
 
     Args:
         folder: the folder of the checkpoint.
-        for_reading: whether the tensors will be read. torch maps a file in a way that counts as
-            used memory. A file that is larger than the memory can therefore be opened only with
-            False.
+        for_reading: whether the tensors will be read. If True, torch maps the files, and the
+            operating system counts a mapped file as used memory. A file that is larger than the
+            memory can therefore be opened only with False.
 
     Raises:
-        ModelError: if a file is missing, incomplete or damaged, or lacks a tensor of the index.
+        ModelError: if a file is missing, incomplete or damaged, or if a file does not contain a
+            tensor that the index assigns to the file.
     """
     expected = _read_index(folder)
     files = sorted(set(expected.values())) or [path.name for path in _single_files(folder)]
@@ -131,7 +132,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _check_indexed_files(index: Path, files: list[str]) -> None:
-    """Raise a ModelError if a file that an index names is missing or not in the index's folder."""
+    """Raise a ModelError if a file in the index is missing, or if it is outside of the folder."""
     folder = index.parent
     for name in files:
         if Path(name).name != name:

@@ -13,7 +13,7 @@ from typing import Any
 from nereid_backend.errors import ModelError
 
 TokenizerFiles = dict[str, str]
-"""Maps the names of a checkpoint's tokenizer files to digests of their contents."""
+"""Maps the name of each tokenizer file of a checkpoint to a hash of the file's content."""
 
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
@@ -23,8 +23,8 @@ _OTHER_FILES = (
     *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-# Fields that programs change when they save an unchanged tokenizer. Each call of the tokenizer sets
-# the padding and the truncation again.
+# Some programs change these fields when they save an unchanged tokenizer. The fields can be
+# ignored, because each call of the tokenizer sets the padding and the truncation.
 _IGNORED_FIELDS = {
     *("name_or_path", "transformers_version", "_commit_hash", "tokenizer_file", "is_local"),
     *("padding", "truncation"),
@@ -56,8 +56,8 @@ def read_tokenizer_files(folder: str) -> TokenizerFiles:
 def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
     """Raise a ModelError if the tokenizer or the chat template of two checkpoints differ.
 
-    The files that both checkpoints have are compared. A new checkpoint without tokenizer files is
-    accepted, because some training programs save only weights.
+    A file is compared if both checkpoints contain the file. A new checkpoint without tokenizer
+    files is accepted, because some training programs save only weights.
     """
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
@@ -74,7 +74,7 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _canonical(content: bytes) -> bytes:
-    """Return the content of a JSON file in a canonical form, without the ignored fields.
+    """Convert the content of a JSON file to a canonical form, without the ignored fields.
 
     A file that is not valid JSON is returned unchanged.
     """

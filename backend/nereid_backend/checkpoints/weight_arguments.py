@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses whether transformers reads the weights of a checkpoint from files or from a dict.
 
-The dict reads and dequantises a weight only when transformers needs this weight.
+A weight in the dict is read and dequantised only when transformers needs this weight.
 """
 
 import copy
@@ -23,8 +23,8 @@ def weight_arguments(
 
     transformers reads the files of an unquantised checkpoint itself. For a quantised checkpoint and
     for a GGUF file, this function passes weights that are read and dequantised one by one, and a
-    config without quantization_config. With this field, transformers would create the layers of a
-    quantisation library.
+    config without quantization_config. If the config contained this field, transformers would
+    create the layers of a quantisation library.
 
     Args:
         folder: the folder of the checkpoint.
@@ -67,9 +67,10 @@ def _gguf_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> d
 
 
 def restore_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Set the generation config of a model that was not loaded from a folder. Mutates: the model.
+    """Read the generation config of a folder, and set it in a model. Mutates: the model.
 
-    The engine reads the end-of-sequence tokens of the generation config.
+    transformers sets the generation config only if it loads the model from a folder. The engine
+    reads the end-of-sequence tokens of the generation config.
     """
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -21,7 +21,8 @@ class WeightCounts:
 
     Attributes:
         num_weights: the number of weights.
-        num_integers: the number of weights that stay integers with scales in the memory of a CPU.
+        num_integers: the number of weights that remain integers with scales in memory if the model
+            runs on a CPU.
         integer_bytes: the size of these integers and their scales in memory, in bytes.
         num_linear: the number of unquantised weights of linear layers, estimated from the names.
             The number is 0 for a GGUF file.

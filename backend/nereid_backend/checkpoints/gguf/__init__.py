@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: reading them, and describing them as a checkpoint folder of transformers."""
+"""Reads GGUF files, and describes a GGUF file as a checkpoint folder of transformers."""

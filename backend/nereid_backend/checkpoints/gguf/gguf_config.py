@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derives the config of a transformers model from the metadata of a GGUF file.
 
-A metadata value that changes the output of the model, but that this module does not understand, is
-an error. Otherwise the model would load, and its output would be slightly wrong.
+Some metadata values change the output of the model. If this module does not support such a value,
+it raises an error. Otherwise the model would load, and its output would be slightly wrong.
 """
 
 import math
@@ -40,17 +40,18 @@ _EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How llama.cpp stores the models of a GGUF architecture.
+    """Describes how llama.cpp stores the models of a GGUF architecture.
 
     Attributes:
         model_type: The model type of transformers.
         class_name: The name of the model's class in transformers.
-        more_fields: The config's field for each additional metadata value.
+        more_fields: Maps an additional metadata key to the name of the config's field.
         has_rotated_pairs: Whether pairs of rotated numbers are next to each other.
-        has_sandwich_norms: Whether each layer has norms before and after its parts, and the norms
-            are stored as weight + 1.
+        has_sandwich_norms: Whether each layer has norms before and after attention and before and
+            after the MLP. The file stores each weight of a norm plus 1.
         num_layers_with_hidden_scale: The attention of a model with this number of layers is scaled
-            by hidden_size / heads instead of head_dim. The file does not contain the scale.
+            by hidden_size / heads instead of head_dim. The file does not contain the scale of the
+            attention.
         has_local_rope: Whether layers with a sliding window have rotary embeddings of their own.
     """
 
@@ -86,7 +87,7 @@ ARCHITECTURES = {
 }
 """The supported GGUF architectures."""
 
-# A file with a metadata key that is neither in the tables above nor in this list is refused.
+# If a metadata key of a file is neither in the tables above nor in this list, the file is refused.
 # `_rope` reads some of the keys in this list. The other keys are not needed.
 _REDUNDANT = (
     "vocab_size",
@@ -172,7 +173,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
 
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
-    """Raise an UnsupportedModelError if the rotary dimensions or the value size is not `head_dim`.
+    """Raise an UnsupportedModelError unless the rotary size and the value size are `head_dim`.
 
     Rotary embeddings may rotate only a part of each head (rope.dimension_count), and values may
     have another size than keys (attention.value_length). Both cases are not supported.
@@ -190,7 +191,7 @@ def _has_bfloat16(file: GgufFile) -> bool:
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of the special tokens. The end-of-turn token also ends the output."""
+    """Return the ids of the special tokens. The end-of-turn token also ends an output."""
     prefix = "tokenizer.ggml."
     ends = [metadata.get(f"{prefix}{name}_token_id") for name in ("eos", "eot", "eom")]
     return {
@@ -231,11 +232,11 @@ def _rope(
 def _llama3_rope(
     file: GgufFile, parameters: dict[str, Any], factors: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the rope parameters of a file that contains a factor for each rotary frequency.
+    """Return the rope parameters for a file with one factor for each rotary frequency.
 
     The file contains these factors instead of the parameters from which the factors were computed.
-    This function tries the parameters that are common in such models, and checks that they give the
-    same factors.
+    This function tries the parameters that are common in such models, and checks that the common
+    parameters give the factors of the file.
 
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.

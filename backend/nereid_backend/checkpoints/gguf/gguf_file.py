@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the header of a GGUF file: the metadata, and the positions of the tensors in the file.
+"""Reads the header of a GGUF file: the metadata, and the position of each tensor.
 
 Source: docs/gguf.md in the repository of ggml, version 3 of the format. All numbers are
 little-endian:
@@ -57,7 +57,7 @@ class GgufTensor:
 
     Attributes:
         name: the name of the tensor.
-        shape: the shape. The last dimension is the dimension of adjacent numbers.
+        shape: the shape. Numbers that are adjacent in the file are adjacent in the last dimension.
         kind: the type of the numbers, such as Q4_K.
         start: the offset of the first byte from the beginning of the file.
         num_bytes: the size of the tensor in bytes.
@@ -140,7 +140,7 @@ def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
 
 
 class _Reader:
-    """Reads values one after the other.
+    """Reads the values of a header one after the other.
 
     Attributes:
         place: the offset of the next byte.
@@ -162,7 +162,7 @@ class _Reader:
             raise ValueError(f"the header has more than {_MAX_HEADER_BYTES} bytes")
 
     def number(self, code: str) -> Any:  # noqa: ANN401 - an integer, a float or a boolean
-        """Return the next number. `code` is its struct format without the byte order."""
+        """Return the next number. `code` is a struct format without the byte order."""
         return self._numbers(code, 1)[0]
 
     def string(self) -> str:
@@ -212,7 +212,7 @@ class _Reader:
 
 
 def _locate_tensor(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
-    """Return a tensor of the header's table, with its absolute position in the file.
+    """Return the description of a tensor, with the absolute position of the tensor in the file.
 
     Raises:
         ValueError: if the type is unknown, or if a row is not a whole number of blocks.
@@ -230,7 +230,7 @@ def _locate_tensor(entry: tuple[str, tuple[int, ...], int, int], data_start: int
 
 
 def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
-    """Raise ValueError if a tensor ends after the file, or if tensors overlap or share a name."""
+    """Raise ValueError if a tensor exceeds the file, or if two tensors overlap or share a name."""
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         if tensor.start < end:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes a GGUF file as the folder of a Hugging Face checkpoint.
+"""Creates the folder of a Hugging Face checkpoint that describes a GGUF file.
 
 The folder is in Nereid's cache folder. It contains config.json, generation_config.json, the files
-of the tokenizer with the chat template, and a link to the file. The tokenizer, the grammars and
-the engine then read the same folder. No weights are copied, and torch is not imported.
+of the tokenizer with the chat template, and a link to the file. The tokenizer, the grammars and the
+engine read this folder. No weights are copied, and torch is not imported.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _SPECIAL_TOKENS = {
 
 
 def create_gguf_folder(path: Path, link: str) -> Path:
-    """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
+    """Return the checkpoint folder for a GGUF file. Create this folder if it does not exist.
 
     The folder contains a link to the file. The link has the name `link`.
 
@@ -59,8 +59,8 @@ def create_gguf_folder(path: Path, link: str) -> Path:
             "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may create the folder at the same time. Each process writes its own
-    # temporary folder. All processes then use the folder that is renamed first.
+    # Several processes may create the folder at the same time. Each process writes to its own
+    # temporary folder and then renames it. All processes use the folder that is renamed first.
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write(file, unfinished)
@@ -128,7 +128,8 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    # A sentencepiece vocabulary begins every text with BOS, unless the file says otherwise.
+    # With a sentencepiece vocabulary, every text begins with BOS, unless the file contains another
+    # setting.
     default = values["tokenizer_type"] == "llama"
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,

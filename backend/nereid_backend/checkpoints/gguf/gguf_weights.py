@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives transformers the tensors of a GGUF file as the weights of a model.
+"""Passes the tensors of a GGUF file to transformers as the weights of a model.
 
-The names and the changes of numbers are those of llama.cpp's converter (convert_hf_to_gguf.py and
-the folder conversion/). Weights of the types that `gguf_blocks` knows keep their integers. The gguf
-library dequantises the other types.
+The tensor names, and the changes that were made to the numbers, are those of llama.cpp's converter
+(convert_hf_to_gguf.py and the folder conversion/). Weights of the types that `gguf_blocks` knows
+keep their integers. The gguf library dequantises the other types.
 """
 
 import re
@@ -54,18 +54,19 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class GgufWeight:
-    """A weight in a GGUF file. The weight stays on disk until transformers reads its elements.
+    """A weight in a GGUF file. It is read from disk only when transformers reads its elements.
 
-    The elements are then read from the file and dequantised.
+    The elements are dequantised when they are read.
 
     Attributes:
         path: the file.
-        tensor: the place of the tensor.
+        tensor: the description of the tensor, including its position in the file.
         dtype: the data type of the result.
-        num_heads: the number of heads whose rows must be reordered (see `_row_order`); None if the
-            rows are in the right order.
+        num_heads: the number of heads, if the rows of each head must be reordered (see
+            `_row_order`); None if the rows are in the right order.
         offset: the number that is subtracted from each weight.
-        expert: the index in the first dimension; None if the weight is the whole tensor.
+        expert: the index of an expert in the first dimension of the tensor; None if the weight is
+            the whole tensor.
     """
 
     path: Path
@@ -191,7 +192,7 @@ def gguf_weights(
 
 
 def _model_name(name: str, file: GgufFile) -> str:
-    """Return the name that transformers gives a tensor. "*" stands for the index of an expert.
+    """Return the name of a tensor in transformers. It has "*" instead of the index of an expert.
 
     Example: "blk.3.attn_q.weight" gives "model.layers.3.self_attn.q_proj.weight".
 
@@ -217,7 +218,7 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _row_order(num_rows: int, num_heads: int) -> Tensor:
-    """Return the indices that sort the rows of a file into the order that transformers expects.
+    """Return the indices that reorder the rows of a file for transformers.
 
     For each row that transformers expects, the result contains the index of this row in the file.
 

@@ -63,7 +63,7 @@ def describe_model(config: PoolingConfig, loaded: LoadedModel, load_seconds: flo
 
 
 def _path(loaded: LoadedModel) -> str:
-    """Return how batches are computed (see PoolingInfo.path)."""
+    """Return the name of the method that computes batches (see PoolingInfo.path)."""
     if loaded.spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         return "single"
     # Towers, and heads that need the whole model, compute padded batches (see Head.rows).
@@ -73,7 +73,7 @@ def _path(loaded: LoadedModel) -> str:
 
 
 def _dimension(loaded: LoadedModel) -> int:
-    """Return the size of the output vectors; 0 for scores (see PoolingInfo.dimension)."""
+    """Return the size of the output vectors, or 0 for scores (see PoolingInfo.dimension)."""
     spec = loaded.spec
     model_config: Any = loaded.encoder.model.config
     if spec.task != "embed":
@@ -121,7 +121,7 @@ def _output_size(layers: Sequence[Layer], size: int) -> int:
 
 
 def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
-    """Return the labels of a classifier; empty for other models."""
+    """Return the labels of a classifier, or an empty tuple for other models."""
     if spec.loader not in (SEQUENCE, TOKENS):
         return ()
     names: dict[Any, Any] = spec.config.id2label or {}

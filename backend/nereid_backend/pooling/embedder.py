@@ -18,7 +18,7 @@ Input = str | list[int] | dict[str, Any]
 
 
 class _OfflineModel:
-    """The base class of Embedder and Reranker, which computes one request at a time."""
+    """The base class of Embedder and Reranker. It computes one request at a time."""
 
     _task: str
 
@@ -80,10 +80,11 @@ class Embedder(_OfflineModel):
                 `{"image": bytes}`. A vision-language model also accepts an input with both keys. A
                 single input need not be in a list.
             dimensions: the number of leading elements of each vector to return. None means all.
-            normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
+            normalize: whether each vector is scaled to length 1. None means the checkpoint's
+                default.
             prompt_name: the name of a prompt of the checkpoint. The prompt precedes each text.
             prompt: a text that precedes each text. For a vision-language model, the prompt is a
-                system message.
+                system message instead.
             truncate: whether an input that is too long is truncated. If False, it is refused.
 
         Returns:
@@ -140,11 +141,11 @@ class Reranker(_OfflineModel):
         instruction: str | None = None,
         truncate: bool = False,
     ) -> Floats:
-        """Return the scores of pairs of a query and a document.
+        """Return one score for each pair of a query and a document.
 
         Args:
-            pairs: pairs of a query and a document. For a vision-language model, a document can be
-                the content of an image file.
+            pairs: the pairs. Each pair consists of a query and a document. For a vision-language
+                model, a document can be the content of an image file.
             activation: "none", "sigmoid" or "softmax". None means the checkpoint's default.
             instruction: for generative rerankers, a sentence that says when a document is relevant.
             truncate: whether a pair that is too long is truncated. If False, it is refused.
@@ -171,7 +172,7 @@ class Reranker(_OfflineModel):
 
 
 def _item(one: Input, options: dict[str, Any]) -> PoolingItem:
-    """Return an input of `Embedder.encode` as a PoolingItem."""
+    """Convert one input of `Embedder.encode` to a PoolingItem."""
     if isinstance(one, str):
         return PoolingItem(text=one, **options)
     if isinstance(one, dict):

@@ -38,10 +38,10 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
 
 
 def _num_positions(encoder: Encoder) -> int | None:
-    """Return the number of position embeddings that tokens can use.
+    """Return the number of position embeddings that are available for tokens.
 
     Return None if the model has no table of position embeddings. If the table has a padding
-    embedding, the positions of tokens begin after it.
+    embedding, the positions of tokens begin after the padding embedding.
     """
     table = position_table(encoder)
     if table is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint, and chooses how its token vectors, its vectors or its scores are computed."""
+"""Loads a checkpoint, and chooses the methods of computing its outputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,13 +42,13 @@ class LoadedModel:
         hook: Nereid's entry in transformers' attention interface.
         max_model_len: the length limit of inputs in tokens.
         forward: the method of computing the token vectors of a batch. None for a model with a text
-            and an image tower, which always computes padded batches, and for a vision-language
-            model whose inputs are all computed one by one.
+            tower and an image tower, because such a model always computes padded batches. None also
+            for a vision-language model that computes all inputs one by one.
         head: the method of computing the output of a classifier's head; None for other models.
         self_check_difference: see PoolingInfo.self_check_difference.
-        poolers: the names of the pooling methods.
+        poolers: the names of the pooling methods (see poolers.py).
         normalizes: whether dense vectors are scaled to length 1 by default.
-        layers: the layers between token vectors and the outputs.
+        layers: the layers that convert the token vectors to the outputs.
         reranker: builds the prompts of a generative reranker; None for other models.
     """
 
@@ -66,7 +66,7 @@ class LoadedModel:
 
 
 def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> LoadedModel:
-    """Load a checkpoint, and choose how batches are computed.
+    """Load a checkpoint, and choose the method of computing batches.
 
     Args:
         config: the settings.
@@ -115,14 +115,14 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
 
 @contextmanager
 def gpu_share(device: torch.device, share: float) -> Iterator[None]:
-    """Limit the memory of this process on a GPU. The limit stays after the with statement.
+    """Return a context that limits the GPU memory of this process. The limit stays afterwards.
 
     Args:
         device: the device of the model. If it is a CPU, nothing is limited.
         share: the setting gpu_memory_utilization.
 
     Raises:
-        ConfigError: the code inside the with statement needed more memory.
+        ConfigError: the code inside the context needs more memory than the limit.
     """
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share, device)
@@ -139,7 +139,7 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
 def _choose_pooling(
     spec: CheckpointSpec, forward: ChosenForward | None
 ) -> tuple[tuple[str, ...], bool]:
-    """Return the pooling methods, and whether vectors are scaled to length 1.
+    """Return the names of the pooling methods, and a bool: whether vectors are scaled to length 1.
 
     If the checkpoint's files do not determine the methods, a causal model uses the last token, and
     any other model uses the mean. If the files do not determine the scaling, only the dense vectors
@@ -153,7 +153,7 @@ def _choose_pooling(
 
 
 def _generative_reranker(spec: CheckpointSpec, encoder: Encoder) -> GenerativeReranker | None:
-    """Return the builder of prompts for a model that answers "yes" or "no"; None for others."""
+    """Return the builder of prompts for a generative reranker, or None for another model."""
     if spec.loader not in (CAUSAL, IMAGE_CAUSAL):
         return None
     return GenerativeReranker(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine of embedding models and rerankers. It has no KV cache and no sampling.
 
-`add` validates, tokenises and queues the inputs of a request. `step` takes waiting inputs up to the
-token budget, computes them as one batch, and returns their results.
+`add` validates, tokenises and queues the inputs of a request. `step` removes inputs from the queue
+until the token budget is used up, computes these inputs as one batch, and returns their results.
 """
 
 import sys
@@ -46,16 +46,17 @@ class PoolingEngine:
         self._queue = TokenQueue()
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:
-        """Add a request to the waiting requests. All its texts are tokenised in one call.
+        """Add a request to the waiting requests. One call tokenises all texts of the request.
 
         Args:
             request_id: an id that no waiting request has.
             items: the inputs.
 
         Raises:
-            RequestError: there are no items, there are more items than the queue can hold, an
-                item is wrong, or a waiting request has the same id. Nothing is added. If there are
-                several items, the message contains the index of the wrong one.
+            RequestError: there are no items, there are more items than the queue can contain, an
+                item is wrong, or a waiting request has the same id. Then nothing is added. If an
+                item is wrong and there are several items, the message contains the index of the
+                wrong item.
             CapacityError: too many inputs are waiting.
         """
         if request_id in self._queue:
@@ -78,14 +79,14 @@ class PoolingEngine:
         """Compute the next items of the waiting requests.
 
         Returns:
-            One result for each computed item; empty if nothing is waiting. Every item of a request
-            gets exactly one result, unless the request is aborted.
+            One result for each computed item. The list is empty if no item is waiting. Every item
+            of a request gets exactly one result, unless the request is aborted.
         """
         queued_items = self._queue.take(self.info.max_batch_tokens)
         return self._compute(queued_items) if queued_items else []
 
     def abort(self, request_id: str) -> None:
-        """Remove the waiting items of a request. Do nothing if there are none."""
+        """Remove the waiting items of a request. Do nothing if the request has no waiting items."""
         self._queue.remove(request_id)
 
     def has_work(self) -> bool:
@@ -93,7 +94,7 @@ class PoolingEngine:
         return len(self._queue) > 0
 
     def start_image_process(self) -> None:
-        """Start the process that decodes images and wait until it is ready.
+        """Start the process that decodes images, and wait until the process is ready.
 
         Do nothing if the model accepts no images. Without this call, the first image waits until
         the process is ready.
@@ -112,7 +113,8 @@ class PoolingEngine:
         try:
             values = self._model.run([queued.prepared for queued in queued_items])
         except Exception as error:  # noqa: BLE001
-            # Catch every exception, because an error of the model is the result of these inputs.
+            # Catch every exception, because an error of the model must become the result of these
+            # inputs.
             if len(queued_items) > 1:
                 # Compute each item alone, so that only the items that cause an error fail.
                 return [result for queued in queued_items for result in self._compute([queued])]

@@ -17,21 +17,22 @@ Value = Floats | dict[int, float] | float
 class PoolingItem:
     """One input and its options.
 
-    Either exactly one of the fields text, token_ids, pair and image is set, or both text and image
-    are set.
+    Exactly one of the fields text, token_ids, pair and image is set. Exception: text and image may
+    both be set.
 
     Attributes:
-        kind: the kind of output, one of PoolingInfo.kinds. Empty means the first one.
-        text: a text. The tokenizer adds its special tokens.
-        token_ids: the token ids of a text. No special tokens are added.
+        kind: the kind of output, one of PoolingInfo.kinds. An empty text means the first of these
+            kinds.
+        text: a text. The tokenizer adds its special tokens to the text.
+        token_ids: the token ids of a text. No special tokens are added to them.
         pair: a query and a document. The document is a text or the content of an image file.
         image: the content of an image file.
         dimensions: the number of leading elements of a dense vector to return. None means all.
-        normalize: whether vectors are scaled to length 1. None means the checkpoint's default.
+        normalize: whether the vector is scaled to length 1. None means the checkpoint's default.
         activation: the activation of scores, one of ACTIVATIONS. None means the checkpoint's
             default.
         prompt_name: the name of a prompt of the checkpoint. The prompt precedes the text.
-        prompt: a prompt, in place of a prompt of the checkpoint. It precedes the text.
+        prompt: a text that precedes the input text, instead of a prompt of the checkpoint.
         instruction: for generative rerankers, a sentence that says when a document is relevant.
             None means the default instruction.
         truncate: whether an input that is too long is truncated. If False, it is refused.
@@ -59,19 +60,20 @@ class PoolingInfo:
         model: the folder of the checkpoint.
         architecture: the name of the model's class in its config.
         task: "embed", "rerank" or "classify".
-        kinds: the kinds of output that the model can compute, the default one first.
-        dimension: the size of a dense vector, or of each vector of a multi-vector output. For a
-            model with only sparse output, the size of the vocabulary. 0 for scores.
+        kinds: the kinds of output that the model can compute. The default kind is first.
+        dimension: the size of a dense vector, and the size of each vector of a multi-vector output.
+            If the model has only sparse output, `dimension` is the size of the vocabulary. If the
+            model computes scores, `dimension` is 0.
         max_model_len: the length limit of inputs in tokens.
         max_token_bytes: the number of bytes of the longest token.
         vocab_size: the number of valid token ids.
         pooling: a readable description of the pooling method.
         normalizes: whether dense vectors are scaled to length 1 by default.
         activation: the default activation of scores.
-        path: how batches are computed. "packed": without padding. "padded": with padding, because
-            the model cannot compute packed batches. "rows": batches of texts with equal lengths,
-            because padding changes the model's output. "single": one input at a time, because an
-            input may contain an image.
+        path: the name of the method that computes batches. "packed": without padding. "padded":
+            with padding, because the model cannot compute packed batches. "rows": all texts of a
+            batch have equal lengths, because padding changes the model's output. "single": one
+            input at a time, because an input may contain an image.
         labels: the labels of a classifier, in the order of its scores.
         prompts: the texts of the checkpoint's prompts by name.
         default_prompt_name: the name of the prompt for inputs without a prompt name; None if such
@@ -80,8 +82,8 @@ class PoolingInfo:
         device: the device of the weights.
         dtype: the data type of the weights.
         max_batch_tokens: the largest number of tokens in one step.
-        self_check_difference: the relative difference between the outputs of texts in a mixed batch
-            and the outputs of the same texts computed one by one, measured at load.
+        self_check_difference: a relative difference that was measured at load. The same texts were
+            computed in a mixed batch and one by one, and the outputs were compared.
         load_seconds: the duration of loading in seconds.
     """
 
@@ -115,7 +117,7 @@ class PoolingResult:
     Attributes:
         request_id: the id of the request.
         index: the index of the input in its request.
-        value: the output; None if there is an error. The type depends on the kind:
+        value: the output; None if there is an error. The type depends on the kind of output:
             dense: float32 [dim].
             sparse: a dict from token ids to weights.
             multi_vector: float32 [num_tokens, dim].
@@ -124,9 +126,10 @@ class PoolingResult:
             token_classify: float32 [num_tokens, num_labels].
         num_tokens: the number of tokens of the input, including special tokens.
         error: the reason why there is no value; None without an error.
-        offsets: for the kind token_classify the characters of each token in the text: the index of
-            the first character and the index after the last one, int32 [num_tokens, 2]. A special
-            token has no characters. None for other kinds.
+        offsets: for the kind token_classify, the range of characters that belongs to each token,
+            int32 [num_tokens, 2]. A range consists of the index of the first character and the
+            index after the last character. The range of a special token is empty. None for other
+            kinds.
     """
 
     request_id: str

@@ -58,7 +58,7 @@ class PoolingModel:
     """
 
     def __init__(self, config: PoolingConfig, progress: Callable[[str], None]) -> None:
-        """Load the checkpoint, and choose how batches are computed.
+        """Load the checkpoint, and choose the method of computing batches.
 
         Args:
             config: the settings.
@@ -73,7 +73,7 @@ class PoolingModel:
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
         prompts = _vision_language_prompts(loaded)
-        # None for a model that accepts no images, or that has an image tower.
+        # None if the model accepts no images, or if an image tower computes its images.
         self._image_forward: ImageForward | None = None
         if prompts is not None:
             self._image_forward = ImageForward(loaded.encoder, loaded.spec)
@@ -87,7 +87,7 @@ class PoolingModel:
         )
 
     def close(self) -> None:
-        """Remove Nereid's attention from transformers, so that the model can be freed.
+        """Remove Nereid's attention from transformers, so that the model's memory can be freed.
 
         End the process that decodes images.
         """
@@ -99,7 +99,8 @@ class PoolingModel:
         """Compute the outputs of prepared items as one batch.
 
         Returns:
-            The output of each item; None if the output contains numbers that are not finite.
+            One output for each item. If an output contains numbers that are not finite, None
+            replaces the output.
         """
         outputs: list[Value | None] = [None] * len(batch)
         batches = split_batch(
@@ -130,7 +131,7 @@ class PoolingModel:
         return forward is not None and forward.path == "packed" and not has_padded_head
 
     def _run_alone(self, items: list[Prepared]) -> list[Value | None]:
-        """Compute the outputs of inputs that may contain images, one by one."""
+        """Compute inputs one by one, and return their outputs. The inputs may contain images."""
         image_forward, loaded = self._image_forward, self._loaded
         assert image_forward is not None
         if loaded.reranker is not None:
@@ -142,16 +143,17 @@ class PoolingModel:
         return self._embed(hidden, self._token_batch(items), items)
 
     def _run_images(self, items: list[Prepared]) -> list[Value | None]:
-        """Compute the outputs of images with an image tower, as one batch."""
+        """Compute a batch of images with an image tower, and return the vectors."""
         pixels = torch.stack([prepared.pixels for prepared in items if prepared.pixels is not None])
         vectors = image_vectors(self._loaded.encoder, pixels)
         return dense_outputs(vectors, items, normalizes=self._loaded.normalizes)
 
     def _run_texts(self, items: list[Prepared]) -> list[Value | None]:
-        """Compute the outputs of texts as one batch.
+        """Compute a batch of texts, and return the outputs.
 
-        The loaded model determines which computation follows: projection (towers), whole model or
-        head (classifier), answer tokens (generative reranker), SPLADE, or pooling.
+        The loaded model determines the computation. A model with towers projects the vectors. A
+        classifier runs its head or the whole model. A generative reranker compares the logits of
+        the answer tokens. Other models compute SPLADE weights, or pool the token vectors.
         """
         loaded = self._loaded
         batch = self._token_batch(items)
@@ -181,7 +183,7 @@ class PoolingModel:
     def _classify(
         self, forward: ChosenForward, head: Head, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
-        """Compute the scores of texts, or of their tokens, with the head of a classifier."""
+        """Compute scores of texts or of single tokens with the head of a classifier."""
         # A head that runs the whole model computes the token vectors itself.
         hidden = forward.forward(batch) if head.rows != "whole" else None
         logits = head.logits(hidden, batch).float()
@@ -209,7 +211,7 @@ class PoolingModel:
     def _answer_scores_of_texts(
         self, reranker: GenerativeReranker, hidden: Tensor, batch: TokenBatch
     ) -> Tensor:
-        """Return the scores of texts, float32 [num_texts, 1] (see `_answer_scores`).
+        """Return one score for each text, float32 [num_texts, 1] (see `_answer_scores`).
 
         Shapes: hidden [num_tokens, hidden_size].
         """
@@ -220,7 +222,7 @@ class PoolingModel:
     def _embed(
         self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
     ) -> list[Value | None]:
-        """Compute the dense, sparse or multi-vector output of each item from its token vectors.
+        """Convert the token vectors of each item to its dense, sparse or multi-vector output.
 
         Args:
             hidden: the token vectors, [num_tokens, hidden_size].
@@ -243,10 +245,12 @@ class PoolingModel:
     def _dense_outputs(
         self, hidden: Tensor, starts: list[int], items: list[Prepared]
     ) -> dict[int, Value | None]:
-        """Compute the outputs of the items with the kind "dense", by the index of the item.
+        """Compute the dense vectors of all items of the kind "dense".
+
+        Return a mapping from the index of each such item to its vector.
 
         Args:
-            hidden: the token vectors after the token layers, [num_tokens, size].
+            hidden: the outputs of the token layers, [num_tokens, size].
             starts: the index of each item's first token, followed by the number of all tokens.
             items: all items of the batch.
         """
@@ -264,7 +268,7 @@ class PoolingModel:
 
 
 def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:
-    """Return the scores [num_items, 1]: the logit of "yes" minus the logit of "no".
+    """Return the scores [num_items, 1]. A score is the logit of "yes" minus the logit of "no".
 
     `logits` are the logits after the last token of each item, float32 [num_items, vocab_size].
     """
@@ -275,7 +279,7 @@ def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:
 
 
 def _vision_language_prompts(loaded: LoadedModel) -> Prompts | None:
-    """Return the object that prepares the inputs of a vision-language model; None for others."""
+    """Return the object that prepares inputs for a vision-language model; None for other models."""
     if loaded.spec.takes_messages:
         return ChatPrompts(loaded.spec, loaded.reranker)
     return RetrievalPrompts(loaded.spec) if loaded.spec.loader == RETRIEVAL else None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the inputs of a step into batches that are computed together."""
+"""Divides the inputs of a step into batches. The inputs of a batch are computed together."""
 
 from collections.abc import Sequence
 
 from nereid_backend.pooling.inputs.prepare_items import Prepared
 
-# A padded batch contains texts of similar lengths. A text that is longer than the shortest text of
-# a batch by more than a quarter plus 8 tokens begins a new batch.
+# A padded batch contains texts of similar lengths. The shortest text of a batch has n tokens. A
+# text with more than 1.25 * n + 8 tokens begins a new batch.
 _PADDING_FACTOR = 1.25
 _PADDING_TOKENS = 8
 
@@ -16,13 +16,13 @@ def split_batch(
 ) -> list[list[int]]:
     """Divide prepared items into batches. Each batch is a list of indices of items.
 
-    The items of the following kinds are one batch each: images of an image tower, inputs that a
-    vision-language model computes one by one, and expanded queries. The other texts are one packed
-    batch, or several padded batches (see `_padded_batches`).
+    All images for an image tower form one batch. All inputs that a vision-language model computes
+    one by one form another batch. All expanded queries form a third batch. The other texts form one
+    packed batch, or several padded batches (see `_padded_batches`).
 
     Args:
         batch: the items.
-        computes_all_alone: whether the model computes texts one by one, like images.
+        computes_all_alone: whether the model computes all inputs one by one, even texts.
         is_packed: whether texts are computed as one packed batch.
     """
     images = []
@@ -45,7 +45,7 @@ def split_batch(
 
 
 def _padded_batches(indices: list[int], lens: list[int]) -> list[list[int]]:
-    """Divide texts into batches of similar lengths, so that the batches have little padding.
+    """Divide texts into batches of similar lengths. Such batches have little padding.
 
     Example: the indices [2, 1, 0] of texts with 5, 6 and 50 tokens return [[2, 1], [0]].
 

@@ -27,9 +27,9 @@ class TokenQueue:
     """The waiting items of all requests.
 
     A step takes one item of each request in turn until the token budget is used up. The next step
-    continues with the next request. So a request with a thousand texts uses whole steps while no
-    other request waits, but does not delay a request with one text. Short texts of a request come
-    first, because texts of the same length are computed as one batch.
+    continues with the next request. While no other request waits, a request with a thousand texts
+    uses whole steps. However, it does not delay a request with one text. A request's short texts
+    are computed first, because texts of the same length are computed as one batch.
 
     Example: request a has items of 5, 6 and 7 tokens, and request b has one item of 9 tokens.
     `take(22)` returns the items a5, b9 and a6, and the next call returns a7.
@@ -46,7 +46,7 @@ class TokenQueue:
         return request_id in self._waiting
 
     def __len__(self) -> int:
-        """Return the number of requests with waiting items."""
+        """Return the number of requests that have waiting items."""
         return len(self._waiting)
 
     def add(self, request_id: str, items: Sequence[Prepared]) -> None:
@@ -57,17 +57,18 @@ class TokenQueue:
         self.num_items += len(queued_items)
 
     def remove(self, request_id: str) -> None:
-        """Remove the waiting items of a request. Do nothing if it has none."""
+        """Remove the waiting items of a request. Do nothing if the request has no waiting items."""
         self.num_items -= len(self._waiting.pop(request_id, ()))
 
     def take(self, budget: int) -> list[QueuedItem]:
         """Remove the items of the next step from the queue, and return them.
 
-        The requests take turns, beginning with the request whose turn was next in the last call.
+        The requests take turns. The first turn belongs to the request that follows the last turn of
+        the previous call.
 
         Args:
-            budget: the largest number of tokens of the items together. If the first item alone has
-                more tokens, it is returned alone.
+            budget: the largest total number of tokens of the returned items. If the first item has
+                more tokens than `budget`, only the first item is returned.
         """
         taken: list[QueuedItem] = []
         num_left = budget  # tokens

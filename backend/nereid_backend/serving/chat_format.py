@@ -30,7 +30,7 @@ _FORMAT_FILES = (
 def choose_format(
     settings: ServingSettings, report: Callable[[str], None] = tensors.progress
 ) -> Format | None:
-    """Return the chat format of a checkpoint; None if its output is plain text.
+    """Return the chat format of a checkpoint; None if the checkpoint's output is plain text.
 
     Args:
         settings: the settings model, chat_template, reasoning_parser, tool_parser and
@@ -38,7 +38,7 @@ def choose_format(
         report: called with one line that says how the format was chosen.
 
     Raises:
-        ConfigError: there is no format with the configured name, or the checkpoint's files cannot
+        ConfigError: no chat format has the name in the settings, or the checkpoint's files cannot
             be read.
     """
     try:
@@ -52,8 +52,9 @@ def choose_format(
 def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
     """Return the chat format that the settings reasoning_parser and tool_parser select.
 
-    The value "none" of a setting turns one parser off: reasoning or tool calls then stay in the
-    content. In this case, the other parser is used only if its setting names a format.
+    The value "none" of a setting turns one parser off. Reasoning or tool calls then stay in the
+    content. If one parser is turned off, the other parser is used only if its own setting names a
+    format.
     """
     reasoning, tools = settings.reasoning_parser, settings.tool_parser
     if NO_FORMAT not in (reasoning, tools):
@@ -72,17 +73,18 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
 def _derive_format(
     model: Path, template: str | None, reasoning: str, tools: str
 ) -> tuple[Format, str]:
-    """Return the format that is derived from a checkpoint's files, and the reason for the choice.
+    """Derive the chat format from a checkpoint's files. Return the format and the reason.
 
     The result is stored in the cache folder, because both the tokenizer and the postprocessor need
-    the result at each start. The stored file is locked while one process computes the result, so
-    that the other process waits and does not repeat the work.
+    the result at each start. One process computes the result while it locks the file. The other
+    process waits for the lock, and then reads the result from the file.
 
     Args:
         model: the folder of the checkpoint.
-        template: the chat template that replaces the checkpoint's one, or None.
-        reasoning: the name of the format of reasoning; "" for the derived format.
-        tools: the name of the format of tool calls; "" for the derived format.
+        template: the chat template that replaces the checkpoint's template. None means the
+            checkpoint's template.
+        reasoning: the name of the chat format for reasoning. "" means the derived format.
+        tools: the name of the chat format for tool calls. "" means the derived format.
     """
     try:
         folder = cache_folder() / "chat-formats"
@@ -107,7 +109,7 @@ def _derive_format(
 def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> tuple[Format, str]:
     """Derive the chat format from the checkpoint, without the cache.
 
-    The arguments and the result are those of `_derive_format`.
+    The docstring of `_derive_format` describes the arguments and the result.
     """
     # The module is imported here, because most starts find the chat format in the cache and do not
     # need the analysis.
@@ -120,10 +122,10 @@ def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> t
 
 
 def _fingerprint(model: Path, *settings: str | None) -> str:
-    """Return a hash of the checkpoint's files, the values of settings, and the analysis code.
+    """Return one hash of the checkpoint's files, of the settings, and of the analysis code.
 
-    A derived format depends on all of them. The code is identified by the sizes and modification
-    times of its files.
+    A derived format depends on the files, on the settings and on the code. The hash contains the
+    sizes and the modification times of the code's files, not their content.
     """
     digest = hashlib.sha256(repr(settings).encode())
     for pattern in _FORMAT_FILES:

@@ -10,7 +10,9 @@ from nereid_backend.serving.serving_settings import ServingSettings
 
 
 def read_chat_template(settings: ServingSettings) -> str | None:
-    """Return the chat template in the setting chat_template, or None if the setting is empty.
+    """Read the file that the setting chat_template names, and return the chat template.
+
+    Return None if the setting is empty.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -26,7 +28,7 @@ def read_chat_template(settings: ServingSettings) -> str | None:
 
 
 def read_template_defaults(settings: ServingSettings) -> dict[str, Any]:
-    """Return the default values of chat template variables, which requests can replace.
+    """Return the default values of chat template variables. A request can override a default value.
 
     Raises:
         ConfigError: the setting chat_template_kwargs is not a JSON object.

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates the settings of all models in a fraction of a second, before anything is loaded.
+"""Validates the settings of all models before anything is loaded.
+
+The check takes a fraction of a second.
 
     python -m nereid_backend.serving.check_settings MODEL_REPOSITORY
 
-The program reads the NEREID_* variables and the parameters of each config.pbtxt as the models do,
-and prints one line for each wrong setting. Its exit code is 2 if a setting is wrong, else 0. The
-program does not detect problems that depend on the machine, such as too little memory or a missing
-GPU. The models report such problems when they load.
+The program reads the NEREID_* variables and the parameters of each config.pbtxt with the code that
+the models use, and prints one line for each wrong setting. Its exit code is 2 if a setting is
+wrong, else 0. The program does not detect problems that depend on the machine, such as too little
+memory or a missing GPU. The models report such problems when they load.
 """
 
 import json
@@ -64,10 +66,10 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
-    """Return a message for each GPU on which the models' memory shares add up to more than 1.
+    """Return one message for each GPU whose memory shares add up to more than 1.
 
-    A memory share is the setting gpu_memory_utilization of a model. Settings for a GPU are checked
-    on machines without a GPU, too. All settings must be valid.
+    A memory share is the setting gpu_memory_utilization of a model that uses the GPU. The shares
+    are checked even if this machine has no GPU. All settings must be valid.
     """
     shares: dict[str, dict[str, float]] = defaultdict(dict)
     for setting, config in _read_configs(repository, environ).items():
@@ -91,7 +93,7 @@ def _read_configs(
 ) -> dict[str, EngineConfig | PoolingConfig]:
     """Return the settings of each served model.
 
-    A key is the name of the setting that limits the GPU memory of the model. Example of a name:
+    A key is the name of the setting that limits the GPU memory of a model, for example
     "embedding_gpu_memory_utilization".
     """
     configs: dict[str, EngineConfig | PoolingConfig] = {}
@@ -108,9 +110,9 @@ def _read_configs(
 
 
 def _arguments(path: Path) -> dict[str, str]:
-    """Return the arguments that Triton server passes to `initialize` for this config.pbtxt.
+    """Read a config.pbtxt, and return the arguments of the model's method `initialize`.
 
-    Only the arguments from which settings are read are returned.
+    Triton server passes further arguments to `initialize`, but no setting depends on them.
     """
     text = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     parameters = {key: {"string_value": value} for key, value in _PARAMETER.findall(text)}
@@ -135,7 +137,8 @@ def _check_formats(settings: ServingSettings) -> None:
     ):
         if name in ("", NO_FORMAT):
             continue
-        # The parsers are imported only here, because the import takes as long as all checks.
+        # The parsers are imported here and not at the beginning of the file, because the import
+        # takes as long as all checks together.
         from nereid_parsers import NereidParsersError, get_format
 
         try:
@@ -159,8 +162,8 @@ def _check_length(config: EngineConfig) -> None:
         return
     if not isinstance(checkpoint, dict):
         return
-    # The config of a model for text and images contains the config of its text decoder in the field
-    # `text_config`. This field can be null.
+    # If the model is for text and images, the field `text_config` contains the config of its text
+    # decoder. The field can be null.
     decoder = checkpoint.get("text_config") or checkpoint
     for name in ("max_position_embeddings", "n_positions"):
         limit = decoder.get(name)

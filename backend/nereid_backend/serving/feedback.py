@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory in which the postprocessor sends feedback to the executor.
+"""Shared memory through which the postprocessor sends feedback to the executor.
 
-The executor needs two facts that Triton server does not pass on: whether a client has cancelled its
-request, and how many steps of a stream the postprocessor has consumed. The postprocessor writes
-these facts into shared memory, the feedback memory. The memory is divided into slots. Each sequence
-of a stream has one slot with two 64-bit words, which only the postprocessor writes:
+Triton server does not report two facts to the executor: whether a client has cancelled its request,
+and how many steps of a stream the postprocessor has consumed. The postprocessor writes these facts
+into shared memory, the feedback memory. The memory is divided into slots. Each sequence of a stream
+has one slot. A slot consists of two 64-bit words, and only the postprocessor writes into slots:
 
     progress   serial << 32 | number of consumed steps
     signal     serial << 32 | Signal
 
-The progress of a stream, and the signal CANCELLED, are in the slot of the stream's first sequence.
-Each word contains the stream's serial number, so that the executor ignores a late write for an
-earlier stream in the same slot. Aligned 8-byte stores are atomic on the machines that Triton server
+The slot of a stream's first sequence contains the progress of the stream and the signal CANCELLED.
+Each word contains the stream's serial number, so that the executor can ignore a late write for an
+earlier stream of the same slot. Aligned 8-byte stores are atomic on the machines that Triton server
 supports.
 
 Clients of Triton server can call the postprocessor directly. The postprocessor therefore maps only
 a memfd whose name contains the random token of an executor, and writes only into existing slots.
-The memory begins with a random key, with which the executor signs each step. The postprocessor
+The memory begins with a random key. The executor signs each step with this key. The postprocessor
 processes only signed steps, so that a client cannot read or end the stream of another client.
 """
 
@@ -38,12 +38,13 @@ _SIGNATURE_BYTES = 16
 _WORDS = 2
 _BYTES_PER_SLOT = 8 * _WORDS
 _LOW_32_BITS = 0xFFFFFFFF
-# The address of the memory: the executor's process id, and the memfd's file descriptor and name.
+# Matches the address of the memory: the process id of the executor, the file descriptor of the
+# memfd, and the name of the memfd.
 _ADDRESS = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(nereid-feedback-[0-9a-f]{32})", re.ASCII)
 
 
 class Signal(IntEnum):
-    """The reason why a sequence, or the whole stream, must end."""
+    """The reason why a sequence or a whole stream must end."""
 
     NONE = 0
     CANCELLED = 1
@@ -51,15 +52,15 @@ class Signal(IntEnum):
 
 
 class FeedbackReader:
-    """Creates the feedback memory, assigns its slots, and reads what the postprocessor has written.
+    """Creates the feedback memory, assigns its slots, and reads its content.
 
-    The executor uses this class. The memory is an anonymous file (memfd), which the kernel frees
-    when both processes have ended.
+    The executor uses this class. The memory is an anonymous file (memfd). The kernel frees the file
+    when the executor and the postprocessor have ended.
 
     Attributes:
-        address: the text with which the postprocessor finds the memory, for example
-            "4711/12/nereid-feedback-0f3c9a...". It consists of the process id of the executor, the
-            file descriptor in the executor, and the name of the file.
+        address: the address of the memory, for example "4711/12/nereid-feedback-0f3c9a...". It
+            consists of the process id of the executor, the number of the file descriptor in the
+            executor, and the name of the file.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -79,7 +80,7 @@ class FeedbackReader:
         self.address = f"{os.getpid()}/{self._fd}/{name}"
 
     def acquire(self, count: int = 1) -> tuple[int, ...] | None:
-        """Acquire `count` free slots. Return the slot numbers, or None if fewer slots are free.
+        """Acquire `count` free slots, and return their numbers; None if fewer slots are free.
 
         Only one thread may call this method. Other threads may call `release`.
         """
@@ -88,11 +89,11 @@ class FeedbackReader:
         return tuple(self._free.popleft() for _ in range(count))
 
     def release(self, slots: Iterable[int]) -> None:
-        """Return slots to the free slots."""
+        """Mark slots as free."""
         self._free.extend(slots)
 
     def consumed(self, slot: int, serial: int) -> int:
-        """Return the number of steps of the stream `serial` that the postprocessor has consumed."""
+        """Return the number of consumed steps of the stream `serial`."""
         return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
@@ -100,7 +101,7 @@ class FeedbackReader:
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
-        """Return a step with its signature: the address of the memory, the signature, and `state`.
+        """Sign a step, and return the message to the postprocessor.
 
         Args:
             state: the packed StepState.
@@ -111,7 +112,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number that is stored for the stream `serial`; 0 if there is none.
+        """Return the number that is stored for the stream `serial`; 0 without such a number.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
         half contains the number that is stored for this stream.
@@ -141,9 +142,9 @@ class FeedbackWriter:
         self._key = b""
 
     def attach(self, address: str) -> None:
-        """Map the memory of the executor unless it is mapped already.
+        """Map the memory of the executor. Do nothing if this memory is already mapped.
 
-        A new address means that the executor was restarted.
+        If the address differs from the mapped address, the executor was restarted.
 
         Args:
             address: the attribute `address` of the executor's FeedbackReader.
@@ -164,7 +165,8 @@ class FeedbackWriter:
     def verify(self, message: bytes) -> bytes:
         """Check the signature of a step, and return the packed StepState.
 
-        The memory whose address is in the step is mapped first, because it contains the key.
+        The step contains the address of a memory. This memory is mapped first, because it contains
+        the key.
 
         Args:
             message: the return value of `FeedbackReader.sign`.
@@ -224,8 +226,8 @@ def _map_memory(address: str) -> memoryview:
         raise _address_error("the text has the wrong form")
     process, number, name = match.groups()
     # Opening a device file can have side effects. Therefore O_PATH first creates a reference to the
-    # file without opening the file, and the file is opened after the checks. The path `link` stays
-    # valid even if the executor closes the file in the meantime.
+    # file without opening the file. The file is checked, and only then opened. The path `link`
+    # stays valid even if the executor closes the file before it is opened.
     identified = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         link = f"/proc/self/fd/{identified}"

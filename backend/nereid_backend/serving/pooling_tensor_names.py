@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the models `embedding` and `rerank`, and of their tensors."""
+"""The names of the models `embedding` and `rerank`, and the names of their tensors."""
 
 EMBEDDING = "embedding"
 RERANK = "rerank"
@@ -12,7 +12,7 @@ PARTS = "parts"
 # Inputs of the model `rerank`, in addition to TEXTS and PARTS
 QUERY = "query"
 DOCUMENTS = "documents"
-# Inputs of each of the two models
+# Inputs of the two models
 OPTIONS = "options"
 RETURN_INFO = "return_info"
 
@@ -24,6 +24,6 @@ SPARSE = "sparse"
 SCORES = "scores"
 PROBABILITIES = "probabilities"
 OFFSETS = "offsets"
-# Outputs of each of the two models
+# Outputs of the two models
 NUM_TOKENS = "num_tokens"
 INFO = "info"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters and histograms on Triton server's /metrics page, named `nereid:NAME`.
+"""Counters and histograms on Triton server's page /metrics. Their names begin with `nereid:`.
 
-Publishing a changed number costs a model's stub one round trip to the server. A histogram of many
-values is therefore collected here, and published as counters with the names of a histogram's
-series.
+Publishing a changed number costs a model's stub one round trip to the server. Therefore a histogram
+of many values is collected in this process, and published as counters. The counters have the names
+that a Prometheus histogram would have.
 """
 
 from bisect import bisect_left
@@ -28,7 +28,7 @@ class Histogram:
         bounds: the upper bounds of the buckets, in ascending order.
 
     Attributes:
-        bounds: the same bounds.
+        bounds: the upper bounds of the buckets.
         sum: the sum of all values.
     """
 
@@ -43,7 +43,7 @@ class Histogram:
         self.sum += value
 
     def cumulative(self) -> list[int]:
-        """Return the cumulative counts of the values, as in a Prometheus histogram.
+        """Return cumulative counts, as in a Prometheus histogram.
 
         The count of a bound is the number of values that are less than or equal to the bound. The
         last count is the number of all values. Example: with the bounds [1, 5], the values 0.5, 1,
@@ -100,13 +100,13 @@ class CounterFamily:
 
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
-        # Both dicts have the same keys: the labels of a counter as pairs of a name and a value.
+        # A key of these two dicts is the labels of a counter, as pairs of a name and a value.
         # `_published` contains the last published value of each counter.
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 
     def raise_to(self, value: float, labels: Labels) -> None:
-        """Increment the counter with these labels so that its value becomes `value`."""
+        """Increment the counter with the labels `labels` to `value`."""
         key = tuple(labels.items())
         if key not in self._counters:
             self._counters[key] = self._family.Metric(dict(labels))
@@ -121,7 +121,8 @@ class HistogramCounters:
 
     Args:
         labels: the labels of all counters.
-        buckets, count, total: the counters of the buckets, of the values, and of their sum.
+        buckets, count, total: the counters that publish the counts of the buckets, the number of
+            values, and the sum of the values.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class HistogramCounters:
         self._sum = total
 
     def publish(self, histogram: Histogram) -> None:
-        """Raise the published counters to the current counts of `histogram`.
+        """Publish the current state of `histogram`.
 
         Every call must pass the same histogram.
         """

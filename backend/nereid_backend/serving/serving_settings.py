@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the Triton models, read from config.pbtxt and from the variables NEREID_*.
+"""The settings of the Triton models. Sources are config.pbtxt and the variables NEREID_*.
 
 An environment variable overrides the parameter of the same name in config.pbtxt.
 """
@@ -25,10 +25,11 @@ from nereid_backend.settings_validation import (
 )
 
 _PREFIX = "NEREID_"
-# The value of `reasoning_parser` or `tool_parser` that turns the parser off.
+# If `reasoning_parser` or `tool_parser` has this value, the parser is turned off.
 NO_FORMAT = "none"
-# The names of the OpenAI frontend's variables without the prefix, one on each line. They are in a
-# file, because this package must not import the frontend. `make settings` writes the file.
+# A file that contains the names of the OpenAI frontend's variables without the prefix. Each line
+# contains one name. The names are in a file, because this package must not import the frontend.
+# `make settings` writes the file.
 _FRONTEND_VARIABLES = Path(__file__).with_name("frontend_variables.txt")
 
 
@@ -180,7 +181,7 @@ def read_settings(
 def read_pooling_settings(
     kind: str, args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[PoolingServing, PoolingConfig | None]:
-    """Return the settings of one pooling model's stub and of its worker process.
+    """Return the settings of a pooling model: the settings of its stub and of its worker process.
 
     The settings of the worker process are None if no checkpoint is served.
 
@@ -208,9 +209,10 @@ def read_pooling_settings(
 
 
 def _parameters(args: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a model's config.pbtxt that are not empty, by name.
+    """Return the nonempty parameters of a model's config.pbtxt, by name.
 
-    A relative path of the checkpoint is relative to the repository, and is made absolute.
+    A relative path of the checkpoint is relative to the repository. It is converted to an absolute
+    path.
     """
     entries = json.loads(args["model_config"]).get("parameters", {})
     texts = {name: value.get("string_value", "").strip() for name, value in entries.items()}
@@ -222,20 +224,22 @@ def _parameters(args: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the environment variables that begin with `prefix`.
+    """Return the environment variables whose names begin with `prefix`.
+
+    The keys of the result are the names without the prefix, in lower case.
 
     Empty variables are skipped. Example: with the prefix "NEREID_EMBEDDING_", the variable
     `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype": "float32"}`. With the prefix "NEREID_", the
-    variables of the other models are returned, too, such as `{"embedding_dtype": "float32"}`. The
-    settings classes of the language model ignore them.
+    same variable returns `{"embedding_dtype": "float32"}`. The settings classes of the language
+    model ignore the variables of the other models.
 
     Args:
         prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".
         environ: all environment variables.
 
     Raises:
-        ConfigError: a variable begins with "NEREID_", but is not a setting of any model or of the
-            frontend.
+        ConfigError: the name of a variable begins with "NEREID_", but neither a model nor the
+            frontend has this setting.
     """
     given = {
         variable: text.strip()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the ensemble's tensors, as model_repository/*/config.pbtxt declares them."""
+"""The names of the ensemble's tensors. model_repository/*/config.pbtxt declares these names."""
 
 # Inputs of the ensemble `llm`
 TEXT_INPUT = "text_input"

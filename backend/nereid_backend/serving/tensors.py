@@ -47,13 +47,13 @@ def optional_bool(request: Any, name: str) -> bool | None:  # noqa: ANN401 - the
 
 
 def optional_ids(request: Any, name: str) -> list[int] | None:  # noqa: ANN401 - the server's own type
-    """Return the token ids of an optional INT32 input of shape [-1]; None if it is missing."""
+    """Return the token ids in an optional INT32 input of shape [-1], or None."""
     values = optional_array(request, name)
     return None if values is None else values.tolist()
 
 
 def has_input(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether the request has the optional input `name` with at least one element."""
+    """Return whether the optional input `name` is present and has at least one element."""
     values = optional_array(request, name)
     return values is not None and values.size > 0
 
@@ -94,7 +94,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, or the flag for the end of the responses, or both.
+    """Send a response, the flag that ends the responses, or both of these together.
 
     Args:
         sender: the server's response sender.
@@ -109,17 +109,17 @@ def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noq
 
 
 def strings(*values: str) -> npt.NDArray[np.object_]:
-    """Return a STRING tensor of shape [n] with these texts."""
+    """Return a STRING tensor of shape [n] that contains the texts `values`."""
     return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
 
 
 def json_strings(*values: object) -> npt.NDArray[np.object_]:
-    """Return a STRING tensor of shape [n] with the JSON of these values."""
+    """Convert each value to JSON, and return a STRING tensor of shape [n] with the JSON texts."""
     return np.array([to_json(value) for value in values], dtype=np.object_)
 
 
 def load_error(error: NereidError) -> Exception:
-    """Log an error of `initialize` as one line. Return the exception for Triton server.
+    """Log an error of `initialize` as one line, and return an exception for Triton server.
 
     `initialize` must raise the returned exception.
     """
@@ -146,7 +146,7 @@ def _single(request: Any, name: str) -> Any:  # noqa: ANN401 - bytes or a number
 
 
 def _error_code(error: Exception) -> tuple[str, Any]:
-    """Return the name of the gRPC status code for `error`, and Triton server's error code."""
+    """Return two codes for `error`: the name of the gRPC status code, and Triton server's code."""
     if isinstance(error, RequestError):
         return "INVALID_ARGUMENT", pb_utils.TritonError.INVALID_ARG
     if isinstance(error, CapacityError):
@@ -161,8 +161,8 @@ def _error_code(error: Exception) -> tuple[str, Any]:
 def _message(error: Exception) -> str:
     """Return the message for the client.
 
-    The name of the class precedes the message of a ConfigError, of a ModelError, and of an error of
-    another package.
+    If the error is a ConfigError, a ModelError or an error of another package, prepend the name of
+    its class.
     """
     if isinstance(error, NereidError) and not isinstance(error, ConfigError | ModelError):
         return str(error)

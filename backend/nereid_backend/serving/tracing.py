@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of requests for an OpenTelemetry collector.
+"""Records spans of requests, and sends the spans to an OpenTelemetry collector.
 
-Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set, which the SDK of
-OpenTelemetry reads with its other variables. The SDK is the optional extra `tracing`. A span
-contains times and numbers, and never the text of a prompt or an answer.
+Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set. The SDK of
+OpenTelemetry reads this variable and its other variables. The optional extra `tracing` installs the
+SDK. A span contains times and numbers. A span never contains the text of a prompt or of an answer.
 
 The context of a trace is a text in the format of the W3C header `traceparent`. It is a parameter of
 the Triton request, and a field of the messages between the models of the ensemble.
@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 TRACEPARENT = "traceparent"
-"""The name of the request parameter with the context of the trace."""
+"""The name of the request parameter that contains the context of the trace."""
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
@@ -31,7 +31,7 @@ class Tracing:
     Without a collector, or without the SDK of OpenTelemetry, nothing is recorded.
 
     Args:
-        model_name: the name of the Triton model, which each span has as an attribute.
+        model_name: the name of the Triton model. Each span has this name as an attribute.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -51,14 +51,15 @@ class Tracing:
 
         Args:
             name: the name of the span, such as "nereid.prefill".
-            parent: the traceparent of the parent span. If it is empty or not valid, the span is the
-                first one of a new trace.
+            parent: the traceparent of the parent span. If `parent` is empty or not valid, the span
+                is the first span of a new trace.
             start: the time at which the span began, by time.monotonic().
             end: the time at which the span ended.
-            attributes: facts about the span. `__` in a name stands for a dot.
+            attributes: the attributes of the span. Each `__` in the name of an attribute is
+                replaced by a dot.
 
         Returns:
-            The traceparent for the children of the span; `parent` if no spans are recorded.
+            The traceparent for the children of the span. If no spans are recorded, `parent`.
         """
         if self._tracer is None:
             return parent
@@ -87,7 +88,7 @@ class Tracing:
 
 
 def traceparent_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
-    """Return the parameter `traceparent` of a Triton request, or "" if it has none."""
+    """Return the parameter `traceparent` of a Triton request; "" if the parameter is missing."""
     parameters = request.parameters()
     if not parameters or TRACEPARENT not in parameters:
         return ""

@@ -6,10 +6,10 @@
                                           +-- RequestUpdate --- engine process
 
 In Triton server, the postprocessor can receive inputs only from the executor, because the executor
-is a decoupled step. The tokenizer therefore packs the part of a request that the postprocessor
-needs (StreamContext) into its message to the executor (RequestEnvelope). The executor sends the
-packed StreamContext with the first step, and the packed SamplingParams to the engine process. The
-executor unpacks neither of them.
+is a decoupled step. Therefore the tokenizer packs the data for the postprocessor (StreamContext)
+into the message to the executor (RequestEnvelope). The executor sends the packed StreamContext with
+the first step, and the packed SamplingParams to the engine process. The executor itself unpacks
+neither the StreamContext nor the SamplingParams.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ MessageT = TypeVar("MessageT")
 
 
 def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return `tool` unchanged. Raise a ValueError if its function has no name."""
+    """Return `tool` unchanged. Raise a ValueError if the function of the tool has no name."""
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool must have a function with a name")
@@ -41,14 +41,14 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_output_name(name: str) -> str:
-    """Return `name` unchanged. Raise a ValueError if it is not the name of an optional output."""
+    """Return `name` unchanged. Raise a ValueError if no optional output has this name."""
     if name not in tensor_names.RETURNABLE:
         raise ValueError("no optional output has this name")
     return name
 
 
-# A client can call the executor directly, with a message that the tokenizer has not written. The
-# following types are therefore checked when a message is unpacked.
+# A client can call the executor directly with any message. Therefore the following types are
+# checked when a message is unpacked.
 _NumSequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 _Count = Annotated[int, Field(ge=0, lt=2**32)]
 _TokenIds = tuple[_Count, ...]
@@ -58,26 +58,31 @@ _Tool = Annotated[dict[str, Any], AfterValidator(_check_tool)]
 
 @dataclass(frozen=True, slots=True)
 class StreamContext:
-    """The part of a request that the postprocessor needs.
+    """The data of a request that the postprocessor needs.
 
     Attributes:
-        stream: whether each step is one response. If False, the request has exactly one response.
+        stream: whether the request is streaming. If True, each step can have a response. If False,
+            the request has exactly one response.
         num_prompt_tokens: the number of prompt tokens, for the usage.
         n: the number of choices.
-        seed_token_ids: the last tokens of a completion's prompt. The detokenizer starts with them,
-            so that the first generated word keeps the space before it. Empty for chat.
-        prepend: text that precedes the output. It is the prompt if the request asks for it.
+        seed_token_ids: the last tokens of a completion's prompt. The detokenizer starts with these
+            tokens, so that a space before the first generated word is not lost. Empty for a chat.
+        prepend: a text that precedes the output. If the output must begin with the prompt, the text
+            is the prompt. Otherwise the text is empty.
         stop: strings at which the output ends.
         min_tokens: the number of generated tokens before which stop strings have no effect.
-        include_stop_str_in_output: whether the output keeps the stop string that ended it.
+        include_stop_str_in_output: whether the output contains the stop string at which generation
+            ended.
         skip_special_tokens: whether special tokens are removed from the output.
         returns: the names of the optional outputs that the request asks for.
-        prompt_token_ids: the prompt's tokens if the request has return_token_ids=true, else None.
-        tools: the tools of the request, as in the OpenAI API.
+        prompt_token_ids: the tokens of the prompt if the request has return_token_ids=true,
+            otherwise None.
+        tools: the tools of the request, in the format of the OpenAI API.
         reads_calls: whether tool calls are parsed. If False (tool_choice "none"), tool calls stay
             in the content.
-        prompt: the end of the rendered prompt, from which the parser determines the stage in which
-            the output begins. None for completions, which are not parsed.
+        prompt: the end of the rendered prompt. It determines whether the output begins inside
+            reasoning, content or a tool call. None for completions, because their output is not
+            parsed.
         separate_reasoning: whether reasoning is separated from the content. If False, reasoning
             stays in the content with its markers.
         include_reasoning: whether responses contain reasoning.
@@ -106,7 +111,7 @@ class StreamContext:
     traceparent: str = ""
 
     def pack(self) -> bytes:
-        """Return the context as msgpack bytes."""
+        """Convert the context to msgpack bytes."""
         return _pack(asdict(self))
 
     @staticmethod
@@ -124,17 +129,19 @@ class RequestEnvelope:
     """The message from the tokenizer to the executor about one request (the tensor `envelope`).
 
     Attributes:
-        params: the packed SamplingParams, which only the engine process unpacks.
-        n: the number of sequences, which is also in `params`.
-        context: a packed StreamContext, which only the postprocessor unpacks.
+        params: the packed SamplingParams. Only the engine process unpacks them.
+        n: the number of sequences. `params` contains the same number.
+        context: a packed StreamContext. Only the postprocessor unpacks it.
         grammar_field: the request's field from which the grammar was built, for error messages.
         timeout_s: the time limit of the whole request in seconds. 0 means no limit, None means the
             server's default.
         queue_timeout_s: the time limit for waiting in the queue in seconds. 0 means no limit, None
             means the server's default.
-        client_id: the client that sent the request; "" if unknown. `params` contains it, too.
+        client_id: the client that sent the request; "" if the client is unknown. `params` contains
+            the same text.
         traceparent: the parent of the request's spans (see tracing.py); "" for none.
-        images: the packed ImageInputs, which only the engine process unpacks; b"" for none.
+        images: the packed ImageInputs; b"" if there are no images. Only the engine process unpacks
+            them.
     """
 
     params: bytes
@@ -148,7 +155,7 @@ class RequestEnvelope:
     images: bytes = b""
 
     def pack(self) -> UInt8Array:
-        """Return the envelope as a UINT8 array of shape [num_bytes]."""
+        """Convert the envelope to a UINT8 array of shape [num_bytes]."""
         row = [getattr(self, field.name) for field in fields(self)]
         return np.frombuffer(_pack(row), dtype=np.uint8)
 
@@ -171,7 +178,7 @@ _ENVELOPE = TypeAdapter(RequestEnvelope)
 
 
 def pack_params(params: SamplingParams) -> bytes:
-    """Return sampling parameters as msgpack bytes."""
+    """Convert sampling parameters to msgpack bytes."""
     return _pack({field.name: getattr(params, field.name) for field in fields(SamplingParams)})
 
 
@@ -198,8 +205,8 @@ class Opening:
 
     Attributes:
         context: the packed StreamContext of the request.
-        slots: the number of each sequence's slot in the shared memory (see feedback.py), ordered by
-            the index of the sequence.
+        slots: one slot number for each sequence, in the order of the sequences. The slots are in
+            the shared memory (see feedback.py).
     """
 
     context: bytes
@@ -213,13 +220,16 @@ class SequenceDelta:
     Attributes:
         index: the index of the sequence in its request.
         token_ids: the new tokens.
-        cumulative_logprobs: for each new token, the sum of the log-probabilities of the sequence's
-            tokens up to this token.
-        logprobs: for each new token the fields of a TokenLogprobs; None if not requested.
-        prompt_logprobs: for each prompt token the fields of a TokenLogprobs, and None for the first
-            prompt token. Only the first delta of sequence 0 has them, and only if requested.
+        cumulative_logprobs: one sum for each new token: the log-probabilities of this token and of
+            all earlier tokens of the sequence.
+        logprobs: one entry for each new token: the fields of a TokenLogprobs. None if the request
+            does not ask for log-probabilities.
+        prompt_logprobs: one entry for each prompt token: the fields of a TokenLogprobs, or None for
+            the first prompt token. Only the first delta of sequence 0 contains these entries, and
+            only if the request asks for them.
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
-        ending: the reason why the sequence ended; None except in the sequence's last delta.
+        ending: the reason why the sequence ended. It is None in all deltas except the last delta of
+            the sequence.
     """
 
     index: int
@@ -257,12 +267,12 @@ class StepState:
     A step without deltas is a heartbeat.
 
     Attributes:
-        slot: the number of the slot in the shared memory (see feedback.py) in which the
-            postprocessor reports the number of consumed steps.
-        serial: the number of the stream, which is unique in the executor process.
+        slot: the number of a slot in the shared memory (see feedback.py). In this slot, the
+            postprocessor stores the number of consumed steps.
+        serial: the number of the stream. It is unique in the executor process.
         step: the number of this step in its stream, starting with 1.
-        deltas: the new tokens of the sequences. Sequences without new tokens have a delta only if
-            they have ended.
+        deltas: the new tokens of the sequences. If a sequence has no new tokens, it has a delta
+            only if it has ended.
         is_last: whether every sequence of the request has ended.
         opening: the data of the stream's first step; None in later steps.
     """
@@ -275,7 +285,7 @@ class StepState:
     opening: Opening | None = None
 
     def pack(self) -> bytes:
-        """Return the state as msgpack bytes."""
+        """Convert the state to msgpack bytes."""
         opening = self.opening
         first = opening and (opening.context, opening.slots)
         deltas = [delta.row() for delta in self.deltas]
@@ -299,7 +309,7 @@ def pack_update(update: RequestUpdate) -> list[Any]:
 
 
 def unpack_update(row: list[Any]) -> RequestUpdate:
-    """Return the update that `pack_update` packed.
+    """Convert the result of `pack_update` to an update.
 
     Log-probabilities stay lists of plain values, because the executor only passes them on.
     """
@@ -314,7 +324,7 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
 
     Raises:
         RequestError: the bytes are not msgpack, or `read` raises an error. The text of the error
-            contains `title`, the name of the message.
+            contains `title`. It is the name of the message.
     """
     try:
         return read(msgpack.unpackb(data, use_list=False))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat with images: preparation of prompts and images, and forward paths for images."""
+"""Chats that contain images: preparation of the prompts, and computation with the model."""

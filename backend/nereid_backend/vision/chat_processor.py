@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares chat messages with images by the checkpoint's own processor."""
+"""Prepares chat messages that contain images. The checkpoint's own processor does the work."""
 
 import hashlib
 import inspect
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
-# A processor returns these outputs for the text of a prompt. All its other outputs belong to the
-# images.
+# The outputs of a processor that belong to the text of a prompt. All other outputs of a processor
+# belong to the images.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
-# Outputs with one value for each token: 0 for a text token, and another number for an image token.
+# The outputs of a processor that contain one value for each token. The value is 0 for a text token,
+# and another number for an image token.
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """A prompt, after the processor has rendered, tokenised and expanded it.
+    """A prompt that the processor has rendered and tokenised.
 
     Attributes:
-        token_ids: the prompt. An image has as many placeholder tokens as its features need.
-        images: the images; None if the prompt has none.
+        token_ids: the tokens of the prompt. Each image is represented by placeholder tokens, one
+            for each of its feature vectors.
+        images: the prepared images; None if the prompt contains no image.
         text: the rendered prompt, with one placeholder for each image.
     """
 
@@ -50,7 +52,7 @@ class ImagePrompt:
 
 
 class TextProcessor:
-    """Converts chat messages without images into token ids, by the checkpoint's tokenizer."""
+    """Converts chat messages to token ids with the checkpoint's tokenizer. Images are refused."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         """Load the tokenizer.
@@ -73,10 +75,10 @@ class TextProcessor:
         self._reason = reason
 
     def prepare(self, messages: Sequence[Any]) -> ImagePrompt:
-        """Return the prompt of chat messages without images.
+        """Convert chat messages to a prompt.
 
         Raises:
-            RequestError: a message is invalid or has an image.
+            RequestError: a message is invalid or contains an image.
         """
         messages, found = split_messages(messages, ImageLimits())
         if found:
@@ -92,7 +94,8 @@ class TextProcessor:
                 joined, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
-            # A chat template can raise any exception. Only the request with these messages ends.
+            # A chat template can raise any exception. This exception must end only the request with
+            # these messages.
             raise RequestError(
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
@@ -101,7 +104,7 @@ class TextProcessor:
 
 
 class ChatProcessor:
-    """Converts chat messages with images into token ids and the model's image arguments."""
+    """Converts chat messages to token ids, and their images to arguments of the model."""
 
     def __init__(
         self, folder: Path, config: PretrainedConfig, limits: ImageLimits | None = None
@@ -121,11 +124,11 @@ class ChatProcessor:
     def prepare(
         self, messages: Sequence[Any], template_arguments: dict[str, Any] | None = None
     ) -> ImagePrompt:
-        """Return the prompt of chat messages.
+        """Convert chat messages to a prompt.
 
         Args:
-            messages: messages in the shape of OpenAI's chat completions. The images are data URLs,
-                bytes or images of Pillow.
+            messages: messages in the format of OpenAI's chat completions. An image in a message is
+                a data URL, bytes or an image of Pillow.
             template_arguments: further variables of the chat template, such as `tools`.
 
         Raises:
@@ -144,7 +147,11 @@ class ChatProcessor:
         found: Sequence[FoundImage],
         template_arguments: dict[str, Any],
     ) -> ImagePrompt:
-        """Return the prompt of messages with a placeholder for each image; see `prepare`."""
+        """Convert messages and their images to a prompt.
+
+        The messages contain a placeholder for each image. The docstring of `prepare` lists the
+        errors.
+        """
         if not self.has_template:
             return self._prepare_plain(messages, found)
         return self.prepare_text(self.render(messages, template_arguments), found)
@@ -152,10 +159,10 @@ class ChatProcessor:
     def _prepare_plain(
         self, messages: list[dict[str, Any]], found: Sequence[FoundImage]
     ) -> ImagePrompt:
-        """Return the prompt of messages for a checkpoint without a chat template.
+        """Convert messages to a prompt if the checkpoint has no chat template.
 
         The prompt consists of a placeholder for each image and of the texts. Some processors insert
-        the placeholders themselves and refuse a text that contains them.
+        the placeholders themselves, and refuse a text that contains placeholders.
         """
         texts = [text for message in messages for text in _texts(message.get("content"))]
         text = "\n".join(texts)
@@ -171,9 +178,10 @@ class ChatProcessor:
                 raise error from None
 
     def prepare_text(self, text: str, found: Sequence[FoundImage]) -> ImagePrompt:
-        """Tokenise a text that the chat template has rendered, and prepare its images.
+        """Convert a rendered text and its images to a prompt.
 
-        The text has one placeholder for each image, unless the processor inserts the placeholders.
+        The text contains one placeholder for each image, unless the processor inserts the
+        placeholders.
 
         Raises:
             RequestError: an image is invalid, or the processor refuses the text or an image.
@@ -193,7 +201,9 @@ class ChatProcessor:
         )
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """Return the text of messages. Each image is one placeholder in the text.
+        """Render messages with the chat template, and return the text.
+
+        The text contains one placeholder for each image.
 
         Raises:
             RequestError: the chat template fails.
@@ -206,13 +216,14 @@ class ChatProcessor:
                 )
             )
         except Exception as error:
-            # A chat template can raise any exception. Only the request with these messages ends.
+            # A chat template can raise any exception. This exception must end only the request with
+            # these messages.
             raise RequestError(
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
 
     def _process(self, text: str, images: "list[Image]") -> dict[str, Any]:
-        """Return the outputs of the processor for one text with its images."""
+        """Call the processor for a text and its images, and return the outputs of the processor."""
         tokenizer = getattr(self._processor, "tokenizer", None)
         bos = getattr(tokenizer, "bos_token", None)
         arguments: dict[str, Any] = {"return_tensors": "pt"}
@@ -222,7 +233,8 @@ class ChatProcessor:
         try:
             outputs = self._processor(text=text, images=images or None, **arguments)
         except Exception as error:
-            # A processor can raise any exception. Only the request with these images ends.
+            # A processor can raise any exception. This exception must end only the request with
+            # these images.
             logger.debug("The image processor failed.", exc_info=True)
             raise RequestError(
                 f"messages: the checkpoint's processor cannot prepare the images: "
@@ -231,7 +243,7 @@ class ChatProcessor:
         return dict(outputs)
 
     def _first_image_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
-        """Return the index of the first token that belongs to an image; 0 if it is unknown."""
+        """Return the index of the first token of an image; 0 if the index is unknown."""
         for name in TOKEN_TYPES:
             types = arguments.get(name)
             if isinstance(types, Tensor) and types.any():
@@ -241,7 +253,7 @@ class ChatProcessor:
 
 
 def _image_token_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
-    """Return the placeholder tokens that the config and the processor name."""
+    """Return the ids of the placeholder tokens that the config and the processor name."""
     names = ("image_token_id", "image_token_index")
     values = [getattr(source, name, None) for source in (processor, config) for name in names]
     return {value for value in values if isinstance(value, int)}
@@ -255,7 +267,7 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
-    """Return the chat template of a processor or of its tokenizer."""
+    """Return the chat template of a processor. If it has none, return its tokenizer's template."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)
@@ -263,18 +275,21 @@ def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor 
 
 
 def _parts(content: Any) -> Any:  # noqa: ANN401 - the content of a message
-    """Return a text as a list with one part, because templates for images expect lists."""
+    """Convert a text to a list of one content part. Return any other content unchanged.
+
+    Chat templates for images expect lists.
+    """
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _texts(content: Any) -> list[str]:  # noqa: ANN401 - the content of a message
-    """Return the texts of a message."""
+    """Return the texts in the content of a message."""
     parts = _parts(content) or []
     return [str(part["text"]) for part in parts if part.get("type") == "text" and "text" in part]
 
 
 def arguments_digest(arguments: Mapping[str, Any]) -> bytes:
-    """Return a hash of the names and values of a prompt's image arguments."""
+    """Return one hash of the names and the values of all image arguments of a prompt."""
     state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in sorted(arguments):
         state.update(name.encode())
@@ -283,7 +298,7 @@ def arguments_digest(arguments: Mapping[str, Any]) -> bytes:
 
 
 def _update(state: Any, value: Any) -> None:  # noqa: ANN401 - a hash, and a tensor or a list
-    """Add a value to a hash. For a tensor, the shape and the data type are added, too."""
+    """Add a value to a hash. If the value is a tensor, also add its shape and its data type."""
     if isinstance(value, list | tuple):
         state.update(f"[{len(value)}".encode())
         for item in value:

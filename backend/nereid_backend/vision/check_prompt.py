@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a model accepts the images of a prompt, before the prompt is scheduled.
+"""Checks that a model can compute a prompt with images, before the prompt is scheduled.
 
-The code of some models raises an error for unusual prompts, such as a prompt with two images and no
-token between them. If a step raises an error, all sequences of the step end. An unusual prompt is
-therefore refused when it arrives, so that it cannot end the requests of other clients.
+The code of some models raises an error for unusual prompts, such as a prompt in which no token
+separates two images. If a step raises an error, all sequences of the step end. Therefore a prompt
+is checked when it arrives, and is refused if the model's code raises an error. Such a prompt cannot
+end the requests of other clients.
 """
 
 from typing import Any
@@ -20,17 +21,17 @@ from nereid_backend.vision.own_attention import OwnAttention
 
 
 class PromptCheck:
-    """Runs the part of a model's code that computes the inputs of the decoder.
+    """Runs the model's code until the inputs of the decoder are computed.
 
-    This part takes about as long as the image encoder. The image features are stored, so that the
-    steps of the request do not run the image encoder again.
+    A run takes about as long as the image encoder. The run stores the image features, so that the
+    later steps of the request do not run the image encoder again.
     """
 
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401 - a model of transformers
         self._model = model
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        # If the model has no separate module for the decoder, the decoder's inputs cannot be
-        # recorded.
+        # The inputs of the decoder are recorded by a hook on the decoder's module. If the model has
+        # no separate module for the decoder, they cannot be recorded.
         self._decoder = decoder if isinstance(decoder, Module) and decoder is not model else None
         self._features = features
         self._attention = attention
@@ -39,7 +40,7 @@ class PromptCheck:
     def __call__(self, token_ids: list[int], images: ImageInputs) -> None:
         """Raise a RequestError if the model's code cannot compute a prompt.
 
-        The code computes the inputs of the decoder, which are not used here.
+        The code computes the inputs of the decoder. This function does not use them.
         """
         if self._decoder is None:
             return
@@ -50,7 +51,7 @@ class PromptCheck:
             # The inputs cannot be recorded, so this prompt cannot be checked.
             return
         except Exception as error:
-            # A model's code can raise any exception. The exception ends only this request.
+            # A model's code can raise any exception. This exception must end only this request.
             raise RequestError(
                 "messages: the model cannot process the images of this prompt: "
                 f"{type(error).__name__}: {first_line(error)}"

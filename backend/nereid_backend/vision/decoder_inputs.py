@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the inputs that a model computes for its decoder if a prompt contains images.
+"""Records the inputs of a model's decoder for prompts that contain images.
 
-The model's code encodes the images, replaces the embeddings of the placeholder tokens, and computes
-the positions. A hook on the decoder records these inputs and stops the forward pass. The engine
-then computes the decoder on parts of the recorded inputs, as it does for text.
+The model's code encodes the images, replaces the embeddings of the placeholder tokens by image
+features, and computes the positions. The embeddings and the positions are inputs of the decoder. A
+hook on the decoder records the inputs and stops the forward pass. Later, the engine runs the
+decoder on chunks of the recorded inputs. A prompt without images is also computed in chunks.
 """
 
 from collections.abc import Mapping
@@ -34,16 +35,18 @@ DEEPSTACK_MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
 
 @dataclass(slots=True)
 class DecoderInputs:
-    """The inputs that a model's decoder gets for one prompt with images.
+    """The inputs of a model's decoder for one prompt that contains images.
 
     Attributes:
         embeddings: [num_tokens, hidden_size].
-        positions: [num_axes, num_tokens] int64; None if the decoder counts the tokens itself.
+        positions: [num_axes, num_tokens] int64. None means that the decoder computes the positions
+            itself.
         next_positions: [num_axes] int64, the position of the first token after the prompt.
-        deepstack: for each of the first layers of the decoder, the image features that are added
-            to the hidden states, [num_tokens, hidden_size]. Rows of text tokens are 0.
-        deepstack_mask: [num_tokens] bool, the tokens with image features; None if the decoder gets
-            no such features.
+        deepstack: one tensor for each of the first layers of the decoder, [num_tokens,
+            hidden_size]. The tensor contains image features that are added to the hidden states.
+            The rows of text tokens are 0.
+        deepstack_mask: [num_tokens] bool. True means that the token has image features in
+            `deepstack`. None if the decoder gets no such features.
     """
 
     embeddings: Tensor
@@ -63,7 +66,7 @@ def record_inputs(
     token_ids: list[int],
     images: ImageInputs,
 ) -> DecoderInputs:
-    """Run the model up to its decoder and return the inputs of the decoder.
+    """Run a model until it calls its decoder, and return the inputs of the decoder.
 
     Raises:
         UnfitError: the decoder gets an input that the engine cannot divide into chunks.
@@ -93,7 +96,7 @@ def first_inputs(
     ids: Tensor,
     arguments: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Return the arguments of the first model call of transformers' generate for a prompt."""
+    """Return the arguments that transformers' `generate` passes to the model in its first call."""
     kwargs: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "use_cache": False,
@@ -107,10 +110,10 @@ def first_inputs(
 
 
 def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
-    """Return the recorded arguments of a decoder.
+    """Convert the recorded arguments of a decoder to DecoderInputs.
 
     Raises:
-        UnfitError: the decoder has other arguments.
+        UnfitError: the decoder got an argument that is not supported.
     """
     embeddings = recorded.pop("inputs_embeds")
     positions = recorded.pop("position_ids", None)
@@ -139,10 +142,11 @@ def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
 
 
 def _next_positions(axes: Tensor) -> Tensor:
-    """Return the position of the token after a prompt, [num_axes].
+    """Return the position of the first token that follows a prompt, [num_axes].
 
-    With four axes, the first axis counts the tokens, and the other axes are time, height and width.
-    The next token has the same position on these axes: the largest position of the prompt plus 1.
+    If there are four axes, the first axis counts the tokens, and the other three axes are time,
+    height and width. On these three axes, the next token has one common position: the largest
+    position of the prompt on any of them plus 1.
     """
     if len(axes) == 4:
         last = axes[1:].max()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of image features. A model's image encoder computes the features of an image."""
+"""A cache of image features. Image features are the output of a model's image encoder."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,7 +14,9 @@ _METHOD = "get_image_features"
 
 
 class FeatureCache:
-    """Stores the results of a model's method `get_image_features` by the digest of the images.
+    """Stores the results of a model's method `get_image_features`.
+
+    The key of a result is the digest of the images.
 
     Attributes:
         num_encoded: the number of times that the image encoder was run.
@@ -22,12 +24,12 @@ class FeatureCache:
     """
 
     def __init__(self, model: Module, max_bytes: int) -> None:
-        """Make the method `get_image_features` of each module of a model use this cache.
+        """Replace the method `get_image_features` of each module by a method that uses this cache.
 
         Args:
             model: the model.
-            max_bytes: the largest size of the stored features. The features that were not used for
-                the longest time are dropped first.
+            max_bytes: the largest size of the stored features. If the size is exceeded, the least
+                recently used features are removed.
         """
         self.num_encoded = 0
         self.num_reused = 0
@@ -46,7 +48,7 @@ class FeatureCache:
     def serving(self, digest: bytes) -> Iterator[None]:
         """Return a context in which the features of images are stored and reused.
 
-        `digest` identifies the images.
+        `digest` identifies the images for which the model is run.
         """
         self._digest, self._num_calls = digest, 0
         try:
@@ -55,9 +57,14 @@ class FeatureCache:
             self._digest = None
 
     def _cached(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that returns stored features, and calls `method` if there are none."""
+        """Return a function that replaces `method`.
 
-        # transformers' generate reads the signature to choose the arguments.
+        The function returns the stored features. If no features are stored, the function calls
+        `method` and stores the result.
+        """
+
+        # `wraps` copies the signature of `method`. transformers' `generate` reads the signature to
+        # choose the arguments.
         @wraps(method)
         def get_image_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             # The method of an outer module may call the method of an inner module. The inner call
@@ -82,7 +89,10 @@ class FeatureCache:
         return get_image_features
 
     def _store(self, key: tuple[bytes, int], features: Any) -> None:  # noqa: ANN401
-        """Store features. If the cache is then too large, drop the least recently used features."""
+        """Store features.
+
+        If the cache becomes too large, remove the least recently used features.
+        """
         self._features[key] = features
         self._num_bytes += _num_bytes(features)
         while self._num_bytes > self._max_bytes:
@@ -91,9 +101,9 @@ class FeatureCache:
 
 
 def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
-    """Return a shallow copy of an image encoder's output.
+    """Return a shallow copy of the output of an image encoder.
 
-    Models replace fields of this output. The stored output must not change.
+    Models replace fields of the returned output. The stored output must not change.
     """
     if isinstance(features, dict):
         copied = type(features)(**dict(features))
@@ -107,7 +117,7 @@ def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
 
 
 def _num_bytes(value: Any) -> int:  # noqa: ANN401 - the output of a model
-    """Return the size in bytes of all tensors in a value."""
+    """Return the total number of bytes of all tensors in a value."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, dict):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and calls the process that decodes and prepares images (see image_worker.py)."""
+"""Starts the process that decodes and prepares images, and sends requests to the process.
+
+The process runs image_worker.py or another worker.
+"""
 
 import contextlib
 import os
@@ -19,16 +22,19 @@ from nereid_backend.errors import EngineError, RequestError
 
 _START_TIMEOUT_S = 120.0
 _TIMEOUT_S = 10.0
-# The worker process aborts a request after _TIMEOUT_S. If the worker process does not respond
-# within this longer time, the worker process hangs.
+# The worker process aborts a request after _TIMEOUT_S. A worker process that does not respond
+# within _HANG_TIMEOUT_S, which is longer, is considered to hang.
 _HANG_TIMEOUT_S = 20.0
 
 
 class ImageProcess:
-    """The process that prepares images. If it has ended, the next request starts it again."""
+    """The process that prepares images.
+
+    If the process has ended, the next request starts it again.
+    """
 
     def __init__(self, module: str, model: str) -> None:
-        """Create an object without a process.
+        """Store the arguments. The first request starts the process.
 
         Args:
             module: the name of the Python module that the process runs.
@@ -37,13 +43,13 @@ class ImageProcess:
         self._module = module
         self._model = model
         self._lock = threading.Lock()
-        # Kills the process; None if there is no process.
+        # A function that kills the process; None if there is no process.
         self._kill: weakref.finalize[..., Any] | None = None
         self._connection: Connection | None = None
         self._is_ready = False
 
     def warm_up(self) -> None:
-        """Start the process, and wait until it is ready.
+        """Start the process, and wait until the process is ready.
 
         If the start fails, the first request starts the process again and reports the error.
         """
@@ -51,13 +57,13 @@ class ImageProcess:
             self._ready_connection()
 
     def ask(self, request: Sequence[Any]) -> list[Any]:
-        """Return the answer of the process to a request, without its first element "done".
+        """Send a request to the process, and return the answer without its first element "done".
 
         The method is thread-safe. Requests are answered one after another.
 
         Args:
-            request: the arguments of the function that prepares images in the process, such as a
-                text and a list of images. msgpack must be able to pack the arguments.
+            request: the arguments of the function `prepare` in the process, such as a text and a
+                list of images. msgpack must be able to pack the arguments.
 
         Raises:
             RequestError: an image is invalid or exceeds a limit.
@@ -88,7 +94,7 @@ class ImageProcess:
         raise EngineError("The process that prepares images has ended. Send the request again.")
 
     def _ready_connection(self) -> Connection:
-        """Return the connection to the process. Start the process first if there is none.
+        """Return the connection to the process. If there is no process, start the process first.
 
         Raises:
             RequestError: the process cannot load the processor of the checkpoint.
@@ -111,7 +117,7 @@ class ImageProcess:
         raise EngineError("The process that prepares images could not be started.")
 
     def _start(self) -> Connection:
-        """Start the process, and return the connection to it."""
+        """Start the process, and return the connection to the process."""
         own_end, child_end = socket.socketpair()
         with child_end:
             connection = Connection(own_end.detach())

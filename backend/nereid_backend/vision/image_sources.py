@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads images from remote URLs and from file URLs, if the settings allow the URLs.
+"""Reads images from remote URLs and from file URLs. The settings must allow a URL.
 
 A client could misuse a URL to read files of this machine, or to reach services that only this
-machine can reach. Images are therefore read only from allowed hosts with public addresses, and from
-one folder.
+machine can reach. Remote images are therefore downloaded only from allowed hosts with public
+addresses. Files are read only from one allowed folder.
 
 The address of a host is looked up once, checked, and then used for the connection. A second lookup
 could return another address. Each redirect is checked like the first URL.
@@ -34,10 +34,11 @@ _TOO_SLOW = (
     "{field}: the download of the images took longer than the limit (image_url_timeout_s). Send "
     "the images as data URLs, such as data:image/png;base64,..."
 )
-# A small compressed body can contain a huge file. Bodies are therefore requested without
-# compression and never decompressed.
+# A small compressed body can contain a huge file. Therefore the request asks for a body without
+# compression, and a body is never decompressed.
 _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "nereid"}
-# The IPv6 addresses in these networks contain an IPv4 address, which may be private.
+# An IPv6 address in one of these networks contains an IPv4 address. The IPv4 address may be
+# private.
 _TRANSLATED = [
     ipaddress.ip_network(text)
     for text in ("::ffff:0:0/96", "64:ff9b::/96", "2002::/16", "2001::/32")
@@ -46,7 +47,7 @@ _TRANSLATED = [
 
 @dataclass(slots=True)
 class _Budget:
-    """The remaining bytes and time for the images of one request."""
+    """The number of bytes and the time that remain for the images of one request."""
 
     num_bytes: int
     deadline: float
@@ -60,16 +61,17 @@ class _Budget:
 
 
 class ImageSources:
-    """Reads the images to which URLs refer, from the hosts and the folder that are allowed."""
+    """Reads images from allowed hosts and from an allowed folder."""
 
     def __init__(self, hosts: str = "", timeout_s: float = 5.0, folder: str = "") -> None:
-        """Create an object that reads images only from these hosts and from this folder.
+        """Store the settings.
 
         Args:
             hosts: the hosts from which images are downloaded, separated by commas. `*.example.org`
                 allows all subdomains, `example.org:8443` allows another port, and `*` allows all
                 hosts. "" allows no downloads.
-            timeout_s: the longest time for all downloads of a request in seconds.
+            timeout_s: the largest number of seconds that all downloads of one request may take
+                together.
             folder: the folder whose files may be read with file URLs. "" allows no files.
         """
         self._hosts = [host.strip().lower() for host in hosts.split(",") if host.strip()]
@@ -77,12 +79,12 @@ class ImageSources:
         self._folder = folder
 
     def read(self, images: Sequence[bytes], limits: ImageLimits, max_bytes: int) -> list[bytes]:
-        """Replace each URL in a list of images by the content of its file in base64.
+        """Replace each remote URL and each file URL by the content of the image file in base64.
 
         Data URLs and images in base64 are returned unchanged.
 
         Args:
-            images: the images; each is a URL or is encoded in base64.
+            images: the images. Each image is a URL or base64 text.
             limits: the limits of the images.
             max_bytes: the largest total size of the files that are read.
 
@@ -122,7 +124,7 @@ class ImageSources:
 
         async def download() -> bytes:
             # httpx2 limits only the time of each single operation. A host that sends the image byte
-            # by byte would never exceed this limit.
+            # by byte would never exceed that limit. `asyncio.timeout` limits the total time.
             async with asyncio.timeout(budget.remaining_s(field)):
                 return await self._follow(url, field, limit)
 
@@ -136,7 +138,7 @@ class ImageSources:
             ) from error
 
     async def _follow(self, url: SplitResult, field: str, limit: int) -> bytes:
-        """Return the content of a remote URL. At most `_MAX_REDIRECTS` redirects are followed."""
+        """Download the file at a remote URL, and follow at most `_MAX_REDIRECTS` redirects."""
         import httpx2
 
         # The proxy settings of the environment are ignored, because a proxy could connect to an
@@ -149,8 +151,8 @@ class ImageSources:
                     "GET",
                     httpx2.URL(url.geturl()).copy_with(host=address, fragment=None),
                     headers={**_HEADERS, "Host": url.netloc},
-                    # The URL now contains an address, but the certificate must be valid for the
-                    # name of the host.
+                    # The requested URL contains an address instead of the host's name, but the
+                    # certificate must be valid for the host's name.
                     extensions={"sni_hostname": url.hostname},
                     timeout=self._timeout_s,
                 )
@@ -166,7 +168,7 @@ class ImageSources:
         )
 
     def _check_host(self, url: SplitResult, field: str) -> None:
-        """Raise a RequestError if the settings do not allow the scheme, host and port of a URL."""
+        """Raise a RequestError if the settings forbid the scheme, the host or the port of a URL."""
         default_port = _DEFAULT_PORTS.get(url.scheme)
         if not self._hosts or default_port is None:
             raise RequestError(
@@ -203,8 +205,8 @@ class ImageSources:
         except (OSError, ValueError):
             raise refusal from None
         try:
-            # This is the path of the open file, without symbolic links. If a client replaces the
-            # file after the check, the open file is still read.
+            # `opened` is the path of the open file, without symbolic links. If a client replaces
+            # the file after the check, the file that was checked is still read.
             opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if not is_file or not opened.is_relative_to(Path(self._folder).resolve()):
@@ -219,7 +221,7 @@ class ImageSources:
 
 
 def _parse(url: bytes, field: str) -> SplitResult:
-    """Return the parts of a URL.
+    """Split a URL into its components.
 
     Raises:
         RequestError: the URL is not valid, or contains a user name or a password.
@@ -256,7 +258,7 @@ def _allows(allowed: str, host: str, port: int, *, is_default: bool) -> bool:
 
 
 async def _public_address(url: SplitResult, field: str) -> str:
-    """Return an address of the URL's host.
+    """Look up the host of a URL, and return one of the host's addresses.
 
     Raises:
         RequestError: the host has no address, or one of its addresses is not public.
@@ -274,9 +276,9 @@ async def _public_address(url: SplitResult, field: str) -> str:
 
 
 def _is_public(address: str) -> bool:
-    """Return whether an address is public.
+    """Return whether an IP address is public.
 
-    IPv6 addresses that contain an IPv4 address do not count as public.
+    An IPv6 address that contains an IPv4 address does not count as public.
     """
     parsed = ipaddress.ip_address(address.split("%")[0])
     if any(parsed in each for each in _TRANSLATED):
@@ -285,7 +287,7 @@ def _is_public(address: str) -> bool:
 
 
 async def _read_body(response: "httpx2.Response", field: str, limit: int) -> bytes:
-    """Return the body of a response, and close the response.
+    """Read and return the body of a response, and close the response.
 
     Raises:
         RequestError: the status is not 200, or the body has more than `limit` bytes.

@@ -11,7 +11,7 @@ from nereid_backend.core.image_inputs import ImageInputs
 
 
 def place_images(images: ImageInputs, device: torch.device, dtype: torch.dtype) -> ImageInputs:
-    """Return images whose tensors are on `device`. Floating point tensors get `dtype`."""
+    """Copy images to `device`. Floating-point tensors are also converted to `dtype`."""
 
     def place(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list of tensors, or a plain value
         if isinstance(value, Tensor):

@@ -5,8 +5,8 @@
 
 FD is the inherited end of a connection, FOLDER is the checkpoint, and TIMEOUT_S is the time limit
 of a request in seconds. The process loads torch and the checkpoint's processor once, and then forks
-a child for each request. A child has limits of time and memory, so a hostile image ends only the
-child. Messages, packed with msgpack:
+a child for each request. The time and the memory of a child are limited, so a hostile image ends
+only the child. Messages, packed with msgpack:
 
     first message of the worker    ["ready"] or ["failed", message]
     parent -> worker               [text, [image, ...]], each image is a data URL or base64
@@ -70,8 +70,8 @@ def _run_child(
         limit_child(_MAX_CHILD_BYTES, timeout_s)
         result.send_bytes(msgpack.packb(prepare(text, images)))
     except MemoryError:
-        # Sending an error message could fail, too, because memory is short. The parent process
-        # refuses the images if it gets no message.
+        # There may be too little memory to send an error message. If the parent process gets no
+        # message, the parent process refuses the images.
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the client must learn why
         is_refusal = type(error).__name__ == "RequestError"
@@ -82,13 +82,13 @@ def _run_child(
 
 
 def _refusal(message: str) -> bytes:
-    """Return the answer for a request that is refused, encoded with msgpack."""
+    """Return the packed answer that refuses a request."""
     packed: bytes = msgpack.packb(["refused", f"messages: {message.rstrip('.')}."])
     return packed
 
 
 def _load(folder: Path) -> Prepare:
-    """Load the processor of a checkpoint, and return a function that prepares requests."""
+    """Load the processor of a checkpoint, and return a function that prepares a request."""
     # This function contains imports, because declare_operators must run before transformers is
     # imported.
     from nereid_backend.vision.torchvision_operators import declare_operators

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the processor of a checkpoint, even if a package for videos is missing."""
+"""Loads the processor of a checkpoint. A missing package for videos is no error."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,10 @@ def has_processor(folder: Path) -> bool:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether a checkpoint has a chat template, in a file of its own or in another file."""
+    """Return whether a checkpoint has a chat template.
+
+    The template is in a separate file, or in the config of the tokenizer or of the processor.
+    """
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     paths = (folder / name for name in ("tokenizer_config.json", *_FILES))
@@ -38,8 +41,9 @@ def has_chat_template(folder: Path) -> bool:
 def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers'
     """Return the processor of a checkpoint.
 
-    Many processors contain a processor for videos, which needs torchvision. If that part cannot be
-    loaded, the processor is loaded without it and accepts no videos.
+    Many processors contain a processor for videos, and the processor for videos needs torchvision.
+    If torchvision is missing, the processor is loaded without the processor for videos. It then
+    accepts no videos.
 
     Raises:
         ModelError: the processor is missing or broken, or needs a package that is not installed.
@@ -51,12 +55,13 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
             processor = _from_pretrained(AutoProcessor, folder, arguments)
         except (ImportError, OSError, ValueError):
             processor = None
-        # If the files name no class for the processor, AutoProcessor returns only a part of the
-        # processor, such as the tokenizer.
+        # If the files do not name the class of the processor, AutoProcessor returns only a
+        # component of the processor, such as the tokenizer.
         if getattr(processor, "image_processor", None) is None:
             processor = _load_without_video(folder, config, arguments)
     except Exception as error:
-        # A processor can raise any exception for a broken file. The caller reports the reason.
+        # A processor can raise any exception for a broken file. The message of the ModelError
+        # contains the reason.
         raise ModelError(
             f"the image processor in {folder} cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}"
@@ -67,7 +72,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _from_pretrained(auto_class: Any, folder: Path, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Call `from_pretrained` of a class of transformers, without running code of the checkpoint."""
+    """Call `from_pretrained` of a class of transformers. Code of the checkpoint is not run."""
     return auto_class.from_pretrained(folder, trust_remote_code=False, **arguments)
 
 
@@ -81,7 +86,10 @@ class _NoVideo:
 
 
 def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401
-    """Return the class that processor_config.json names, or else the class of the model type."""
+    """Return the class of a checkpoint's processor.
+
+    processor_config.json names the class. If it does not, the model type determines the class.
+    """
     try:
         settings = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -111,12 +119,12 @@ def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[
         if name != "video_processor":
             processor_class.check_argument_for_proper_class(self, name, value)
 
-    # transformers logs the text form of a new processor, which is JSON. A `_NoVideo` cannot be
-    # converted to JSON, so the class gets another `__repr__`.
+    # transformers logs the `repr` of a new processor, and this `repr` contains JSON. A `_NoVideo`
+    # cannot be converted to JSON, so the class gets a different `__repr__`.
     changes = {"check_argument_for_proper_class": check, "__repr__": object.__repr__}
     lenient = type(processor_class.__name__, (processor_class,), changes)
-    # `parts` already contains the parts of the processor. `settings` must therefore contain only
-    # the other arguments of the constructor.
+    # `parts` contains the components of the processor, such as the tokenizer. `settings` must
+    # therefore contain only the other arguments of the constructor.
     settings, _ = processor_class.get_processor_dict(folder, **arguments)
     settings = {name: value for name, value in settings.items() if name not in loaders}
     return lenient.from_args_and_dict(parts, settings)  # type: ignore[attr-defined]

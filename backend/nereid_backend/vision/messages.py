@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separates the images of a chat from its messages."""
+"""Separates the images of a chat from the messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class FoundImage:
     """An image in a chat message.
 
     Attributes:
-        field: the name of its field in the request, such as `messages[0].content[1].image_url`.
+        field: the name of the request field that contains the image, such as
+            `messages[0].content[1].image_url`.
         source: a data URL, the bytes of an image file, or an image of Pillow.
     """
 
@@ -36,15 +37,15 @@ class FoundImage:
 def split_messages(
     messages: Sequence[Mapping[str, Any]], limits: ImageLimits
 ) -> tuple[list[dict[str, Any]], list[FoundImage]]:
-    """Return the messages with a placeholder for each image, and the images in order.
+    """Replace each image in messages by a placeholder. Return the new messages and the images.
 
     Example: a message with the content [{"type": "image_url", "image_url": {"url": "data:..."}},
     {"type": "text", "text": "Hi"}] gets the content [{"type": "image"}, {"type": "text", "text":
     "Hi"}], and "data:..." is the only image.
 
     Raises:
-        RequestError: a part has no image or is a video, audio or a file, or there are too many
-            images.
+        RequestError: a content part is invalid, a content part is a video, audio or a file, or
+            there are too many images.
     """
     images: list[FoundImage] = []
     result = []
@@ -67,7 +68,7 @@ def split_messages(
 
 
 def _split_part(part: Any, field: str, images: list[FoundImage]) -> dict[str, Any]:  # noqa: ANN401
-    """Return a content part, or a placeholder if the part is an image.
+    """Return a placeholder for an image part. Return any other content part unchanged.
 
     Mutates: `images`. The image is appended.
     """
@@ -90,7 +91,7 @@ def _split_part(part: Any, field: str, images: list[FoundImage]) -> dict[str, An
 
 
 def read_images(images: Sequence[FoundImage], limits: ImageLimits) -> list["Image"]:
-    """Decode images.
+    """Decode images, and return them in the same order.
 
     Raises:
         RequestError: an image is damaged or too large.

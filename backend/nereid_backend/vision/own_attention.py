@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches a model temporarily from the engine's attention to the model's own attention."""
+"""Replaces the engine's attention temporarily by a model's own attention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 class OwnAttention:
     """Selects the attention of a model through the configs of its modules.
 
-    A call of transformers' `set_attn_implementation` visits all modules. This class only exchanges
-    one attribute of each config, so that it can be used in every step.
+    transformers' `set_attn_implementation` visits all modules, which is slow. This class only sets
+    one attribute of each config, so it is fast enough to be used in every step.
     """
 
     def __init__(self, model: Module) -> None:
-        """Store the configs of a model and of its parts."""
+        """Store the configs of a model and of its modules."""
         configs: dict[int, Any] = {}
         has_sdpa: dict[int, bool] = {}
         for module in model.modules():
@@ -37,7 +37,7 @@ class OwnAttention:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use the model's own attention until the context ends."""
+        """Return a context in which the model uses its own attention."""
         before = [config._attn_implementation_internal for config, _ in self._choices]
         for config, name in self._choices:
             config._attn_implementation_internal = name

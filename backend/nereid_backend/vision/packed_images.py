@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images in the forward path `packed`."""
+"""Computes prompts with images in the forward path `packed`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +25,13 @@ from nereid_backend.vision.own_attention import OwnAttention
 
 
 class PackedImages:
-    """Replaces the decoder's inputs in the steps that compute tokens of prompts with images."""
+    """Replaces the inputs of the decoder in steps with images.
+
+    A step with images computes tokens of at least one prompt that contains an image.
+    """
 
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401
-        """Find the decoder of a model.
+        """Store the arguments, and find the decoder of the model.
 
         Raises:
             UnfitError: the model does not name its decoder.
@@ -40,15 +43,16 @@ class PackedImages:
         self._decoder = decoder
         self._features = features
         self._attention = attention
-        # The recorded inputs of each running sequence with images. The embeddings are freed when
-        # the prompt has been computed, and the positions when the sequence ends.
+        # The recorded decoder inputs of each running sequence with images. The embeddings are freed
+        # when the prompt has been computed. The positions are freed when the sequence ends.
         self._inputs: WeakKeyDictionary[Sequence, DecoderInputs] = WeakKeyDictionary()
 
     @contextmanager
     def injecting(self, plan: StepPlan, batch: StepBatch) -> Iterator[None]:
-        """Return a context in which the decoder gets the recorded inputs of prompts with images.
+        """Return a context in which the recorded inputs replace the inputs of the decoder.
 
-        At least one sequence of the plan must have images.
+        At least one sequence of the plan must have images. Inputs are replaced only for sequences
+        with images.
         """
         parts = [self._inputs_of(chunk) for chunk in plan.chunks]
 
@@ -67,7 +71,7 @@ class PackedImages:
         self._drop_embeddings(plan)
 
     def _inputs_of(self, chunk: Chunk) -> DecoderInputs | None:
-        """Return the decoder's inputs for a chunk's prompt; None if the prompt has no images."""
+        """Return the decoder inputs of the prompt of a chunk; None if the prompt has no images."""
         sequence = chunk.sequence
         if sequence.images is None:
             return None
@@ -81,7 +85,7 @@ class PackedImages:
         return inputs
 
     def _drop_embeddings(self, plan: StepPlan) -> None:
-        """Free the embeddings of the prompts that were computed completely."""
+        """Free the recorded embeddings of each prompt that has been computed completely."""
         for chunk in plan.chunks:
             inputs = self._inputs.get(chunk.sequence)
             is_done = chunk.start + chunk.num_tokens >= chunk.sequence.num_prompt_tokens
@@ -96,7 +100,7 @@ class PackedImages:
         parts: list[DecoderInputs | None],
         kwargs: dict[str, Any],
     ) -> dict[str, Any]:
-        """Return the decoder's arguments that must be replaced in a step with images."""
+        """Return the arguments of the decoder that must be replaced in a step with images."""
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:
             embeddings = self._model.get_input_embeddings()(batch.input_ids)
@@ -130,10 +134,10 @@ class PackedImages:
 def _positions(
     plan: StepPlan, batch: StepBatch, parts: list[DecoderInputs | None], first: DecoderInputs
 ) -> Tensor | None:
-    """Return the positions of a step, [1, num_tokens] or [num_axes, 1, num_tokens].
+    """Return the positions of all tokens of a step, [1, num_tokens] or [num_axes, 1, num_tokens].
 
-    Text tokens have the same position on all axes. The function returns None if the decoder counts
-    the tokens itself.
+    A token of a sequence without images has the same position on all axes. Return None if the
+    decoder computes the positions itself.
     """
     if first.positions is None:
         return None

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the images of a prompt to bytes and back, for messages between processes."""
+"""Converts the prepared images of a prompt to bytes, and bytes to prepared images.
+
+The bytes are sent between processes.
+"""
 
 from typing import Any
 
@@ -11,21 +14,22 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError, first_line
 
 # A client that calls the executor directly can send image arguments with any names. The following
-# names are refused, because these arguments would replace arguments that the engine passes.
+# names are refused, because an image argument with such a name would replace an argument of the
+# engine.
 _RESERVED = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 )
 
 
 def pack_images(images: ImageInputs) -> bytes:
-    """Return the images of a prompt as msgpack bytes."""
+    """Convert the prepared images of a prompt to msgpack bytes."""
     arguments = {name: _pack(value) for name, value in images.arguments.items()}
     packed: bytes = msgpack.packb([arguments, images.digest, images.first_token])
     return packed
 
 
 def unpack_images(data: bytes) -> ImageInputs:
-    """Return the images that `pack_images` packed.
+    """Convert the result of `pack_images` to images.
 
     Raises:
         RequestError: the bytes are damaged.
@@ -41,7 +45,10 @@ def unpack_images(data: bytes) -> ImageInputs:
 
 
 def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain value
-    """Return a value that msgpack can pack. A tensor becomes a map of its type, shape and bytes."""
+    """Convert a value to a value that msgpack can pack.
+
+    A tensor is converted to a map that contains its type, its shape and its bytes.
+    """
     if isinstance(value, Tensor):
         content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         name = str(value.dtype).removeprefix("torch.")
@@ -55,7 +62,7 @@ def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain valu
 
 
 def _unpack(value: Any) -> Any:  # noqa: ANN401 - a value of msgpack
-    """Return the value that `_pack` packed."""
+    """Convert the result of `_pack` to the original value."""
     if isinstance(value, list):
         return [_unpack(item) for item in value]
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes image files that may be hostile.
 
-The header of a file gives its format and its size. A file is refused before its pixels are decoded
-if its format is not in a short list, or if its size exceeds a limit.
+The header of a file contains the format and the size of the image. If the format is not in a short
+list, or if the size exceeds a limit, the file is refused. Pixels are decoded only afterwards.
 """
 
 import base64
@@ -18,7 +18,8 @@ from nereid_backend.errors import ModelError, RequestError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The formats that are decoded. Pillow's other decoders are rarely used and little tested.
+# The formats that are decoded. Pillow has decoders for other formats, but they are rarely used and
+# little tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]*;base64,", re.IGNORECASE)
 
@@ -31,8 +32,8 @@ class ImageLimits:
         max_images: the largest number of images.
         max_bytes: the largest size of an image file.
         max_pixels: the largest number of pixels of an image.
-        max_aspect_ratio: the largest ratio of the longer side to the shorter side. Processors
-            resize an image with a large ratio to many more pixels than the image has.
+        max_aspect_ratio: the largest ratio of an image's longer side to its shorter side. If the
+            ratio of an image is larger, a processor can enlarge the image to many more pixels.
     """
 
     max_images: int = 16
@@ -42,7 +43,9 @@ class ImageLimits:
 
 
 def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
-    """Return the bytes of a data URL. Example: "data:image/png;base64,iVBO..." gives the PNG file.
+    """Decode a data URL, and return its bytes.
+
+    Example: "data:image/png;base64,iVBO..." returns the bytes of the PNG file.
 
     Args:
         url: the data URL.
@@ -78,7 +81,9 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
 
 
 def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
-    """Return the image in a file, as RGB and with the rotation of its EXIF data applied.
+    """Decode an image file, and return the image as RGB.
+
+    If the EXIF data contain a rotation, the image is rotated.
 
     Only the first frame of an animated file is decoded. Transparent pixels are drawn on white.
 
@@ -109,7 +114,7 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
             warnings.simplefilter("ignore")
             with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_size(image.size, field, limits)
-                # Without a copy, an image of 16 million pixels needs 48 MB less.
+                # `in_place` avoids a copy. A copy of an image of 16 million pixels needs 48 MB.
                 PIL.ImageOps.exif_transpose(image, in_place=True)
                 return _to_rgb(image)
     except RequestError:
@@ -124,13 +129,13 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
             f"{field}: the file is not an image in one of the formats {', '.join(FORMATS)}."
         ) from error
     except Exception as error:
-        # An image decoder can raise any exception for a broken file. Only the request with this
-        # image fails.
+        # An image decoder can raise any exception for a broken file. This exception must end only
+        # the request with this image.
         raise RequestError(f"{field}: the image cannot be decoded: {error}") from error
 
 
 def check_size(size: tuple[int, int], field: str, limits: ImageLimits) -> None:
-    """Raise a RequestError if an image of this width and height exceeds a limit."""
+    """Raise a RequestError if the size (width, height) of an image exceeds a limit."""
     width, height = size
     if width * height > limits.max_pixels:
         raise RequestError(
@@ -145,7 +150,7 @@ def check_size(size: tuple[int, int], field: str, limits: ImageLimits) -> None:
 
 
 def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
-    """Return an image as RGB. Transparent pixels are drawn on white."""
+    """Convert an image to RGB. Transparent pixels are drawn on white."""
     import PIL.Image
 
     if image.mode == "RGB" and "transparency" not in image.info:
@@ -157,6 +162,7 @@ def _to_rgb(image: Any) -> "Image":  # noqa: ANN401 - an image of Pillow
         white.paste(rgba, mask=rgba.getchannel("A"))
         return white
     if image.mode.startswith("I;16"):
-        # Pillow would cut values above 255 instead of scaling them.
+        # The pixels of this image are 16-bit numbers. Pillow's conversion would set numbers above
+        # 255 to 255, so the numbers are divided by 256 first.
         image = image.point(lambda value: value / 256).convert("L")
     return image.convert("RGB")  # type: ignore[no-any-return]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The content parts of chat messages that are refused, with what a client can send instead."""
+"""The types of content parts that are refused, and the alternatives for clients."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,8 @@ _VIDEO = "videos are not supported. Send some frames of the video as image parts
 _AUDIO = "audio is not supported. Send a transcript as a text part."
 _FILE = "files are not supported. Send the text of the file as a text part."
 _EMBEDS = "embeddings of images are not supported. Send the image as an image_url part."
-# The types of OpenAI, vLLM and SGLang, and of the templates of transformers.
+# The keys are the names of these types in the APIs of OpenAI, vLLM and SGLang, and in the chat
+# templates of transformers.
 _REASONS = {
     **dict.fromkeys(("video", "video_url", "input_video", "video_embeds"), _VIDEO),
     **dict.fromkeys(("audio", "audio_url", "input_audio", "audio_embeds"), _AUDIO),
@@ -18,10 +19,11 @@ _REASONS = {
 
 
 def refused_part(part: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the type of a refused content part and the reason; None for any other part.
+    """Return the type of a content part and the reason for its refusal; None if it is not refused.
 
-    vLLM accepts parts without a type, so the type can also be the name of a field. Example: the
-    part {"video_url": {"url": "data:..."}} returns ("video_url", "videos are not supported. ...").
+    In vLLM's API, a content part can have no type. The name of its field then determines the type.
+    Example: the part {"video_url": {"url": "data:..."}} returns ("video_url", "videos are not
+    supported. ...").
     """
     kind = part.get("type")
     if kind is None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward paths for sequences with images. The model's own code computes one sequence at a time."""
+"""Forward paths for sequences with images.
+
+The model's own code computes one sequence at a time.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,15 +18,15 @@ from nereid_backend.runner import ForwardPath
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
 
-# Arguments with one value for each token.
+# The image arguments that contain one value for each token.
 _TOKEN_ARGUMENTS = ("mm_token_type_ids", "token_type_ids")
 
 
 class GeneratedPath:
     """A forward path that calls the model's method `generate` once for each new token.
 
-    Some models prepare images in their own `generate`. Each token needs a pass over the whole
-    sequence.
+    Some models prepare images in their own method `generate`. For each new token, the model
+    computes the whole sequence again.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -32,7 +35,7 @@ class GeneratedPath:
         self._vocab_size = checkpoint.vocab_size
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
+        """Compute the logits of a step. `sampled` must be None. See `ForwardPath.forward`."""
         assert sampled is None
         return join_logits([self._logits(chunk) for chunk in plan.chunks], self._vocab_size)
 
@@ -40,7 +43,7 @@ class GeneratedPath:
         """Do nothing, because this forward path has no state."""
 
     def _logits(self, chunk: Chunk) -> Tensor | None:
-        """Return the logits after the last tokens of a chunk, [num_logits, vocab_size]."""
+        """Return the logits that follow the last tokens of a chunk, [num_logits, vocab_size]."""
         if chunk.num_logits == 0:
             return None
         end = chunk.start + chunk.num_tokens
@@ -53,7 +56,7 @@ class GeneratedPath:
         )
 
     def _logits_after(self, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Return the logits after the first `num_tokens` tokens, [1, vocab_size]."""
+        """Return the logits that follow the first `num_tokens` tokens, [1, vocab_size]."""
         ids = torch.tensor([sequence.token_ids[:num_tokens]], device=self._device)
         arguments = dict(sequence.images.arguments) if sequence.images is not None else {}
         for name in _TOKEN_ARGUMENTS:
@@ -90,9 +93,10 @@ class SplitPath:
 
         Args:
             text: the forward path of sequences without images.
-            images: the forward path of sequences with images. It uses the model's own attention.
+            images: the forward path of sequences with images. This path uses the model's own
+                attention.
             features: the cache of image features.
-            attention: the switch between the attention implementations of the model.
+            attention: replaces the engine's attention temporarily by the model's own attention.
         """
         self._text = text
         self._images = images
@@ -115,8 +119,8 @@ class SplitPath:
     def _image_logits(self, plan: StepPlan) -> Tensor:
         """Return the logits of sequences with images.
 
-        Each call of the forward path has one chunk, so that the cache of image features knows to
-        which images the features belong.
+        Each call of the forward path computes one chunk, so that the cache of image features can
+        store the features under the digest of the chunk's images.
         """
         logits = []
         with self._attention.used():
@@ -126,8 +130,8 @@ class SplitPath:
                 one = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.serving(images.digest):
                     logits.append(self._images.forward(one))
-        # A chunk without logits returns an empty tensor, which can have more columns: some models
-        # have more embeddings than logits.
+        # A chunk without logits returns a tensor without rows. The number of its columns can differ
+        # from the other tensors, because some models have more embeddings than logits.
         return torch.cat([rows for rows in logits if len(rows)] or logits[:1])
 
     def clear(self, sequence: Sequence) -> None:
@@ -137,21 +141,22 @@ class SplitPath:
 
 
 def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
-    """Return a copy of a plan that contains only some of the chunks.
+    """Copy a plan with only some of its chunks, and return the copy.
 
-    If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, it
-    contains all other chunks.
+    If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, the
+    copy contains the chunks of sequences without images.
     """
     chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # Only sequences without images store tokens in blocks, so only their plan copies blocks.
+    # Only sequences without images store tokens in blocks. So only the plan for these sequences
+    # contains copies of blocks.
     copies = [] if is_image else plan.copies
     snapshots = None if is_image else _renumber(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
 
 
 def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
-    """Return the snapshots of chunks without images. Each chunk gets a new index.
+    """Return the snapshots of the chunks without images. Each chunk gets a new index.
 
     The new index counts only the chunks without images. Example: with has_images [True, False], the
     index 1 becomes 0.
@@ -170,7 +175,7 @@ def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> Snapsho
 
 
 def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
-    """Merge the logits of both forward paths into the order of the plan's chunks."""
+    """Merge the logits of the two forward paths. The result has the order of the plan's chunks."""
     next_rows = {False: 0, True: 0}
     rows = []
     for chunk, has in zip(plan.chunks, has_images, strict=True):

@@ -2,10 +2,10 @@
 """Chooses the method of computing batches. Each method is tested with a batch of short texts.
 
 A few short texts of random tokens are computed one by one, with the model's own attention. Then a
-batch of the same texts is computed with up to three methods: packed, padded, and batches of texts
-with equal lengths. The first method that returns the same vectors is chosen. If every method
-returns other vectors, the model is refused. The choice does not depend on the model's name, because
-a wrong result must never be returned silently.
+batch of the same texts is computed with up to three methods. They are named "packed", "padded" and
+"rows" (batches of texts with equal lengths). The first method that returns the same vectors is
+chosen. If no method returns the same vectors, the model is refused. The choice does not depend on
+the model's name, because a wrong result must never be returned silently.
 """
 
 import random
@@ -110,10 +110,12 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
 def _methods(
     encoder: Encoder, hook: AttentionHook, *, is_causal: bool
 ) -> Iterator[tuple[str, Forward]]:
-    """Yield the methods of computing a batch with their names, the fastest method first.
+    """Yield a name and a function for each method of computing a batch.
 
-    Mutates: the model's attention implementation. It is always the one that the last yielded method
-    needs.
+    The fastest method is first.
+
+    Mutates: the model's attention implementation. While the caller uses a method, the model has the
+    attention implementation that this method needs.
     """
     if encoder.takes_hook:
         encoder.model.set_attn_implementation(hook.name)
@@ -128,14 +130,14 @@ def _methods(
 def choose_head(
     encoder: Encoder, chosen: ChosenForward, name: str, max_len: int, *, per_token: bool
 ) -> Head:
-    """Choose how the output of a model's head is computed.
+    """Choose the method of computing the output of a model's head.
 
     Some heads need only the vector of each text's first or last token. Other heads need the vectors
     of all tokens, or a run of the whole model.
 
     Args:
         encoder: the model.
-        chosen: how token vectors are computed.
+        chosen: the method of computing token vectors.
         name: the name of the model's class, for error messages.
         max_len: the length limit of inputs in tokens.
         per_token: whether the head classifies single tokens instead of whole texts.
@@ -162,7 +164,7 @@ def choose_head(
 
 
 def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor) -> str | None:
-    """Return the reason why the output of a head is wrong; None if the output is correct.
+    """Return the reason why the output of a head is wrong, or None if the output is correct.
 
     Example: "its output has the shape (2, 3)".
 
@@ -185,7 +187,9 @@ def _why_inexact(head: Head, hidden: Tensor, batch: TokenBatch, expected: Tensor
 
 
 def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBatch) -> Tensor:
-    """Run the whole model, with its own attention, on each text alone, and return the logits.
+    """Run the whole model on each text alone, and return the logits.
+
+    The model uses its own attention.
 
     Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
     classifies single tokens.
@@ -201,7 +205,10 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
 
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
-    """Return texts of random tokens with the lengths `lens`, without special tokens."""
+    """Return a batch of texts of random tokens. `lens` contains the length of each text.
+
+    The texts contain no special tokens.
+    """
     special = _special_ids(encoder)
     # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
     size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
@@ -228,16 +235,17 @@ def _special_ids(encoder: Encoder) -> set[int]:
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest relative difference of a row (see row_errors)."""
+    """Return the largest relative error of all rows (see row_errors)."""
     return row_errors(actual, expected).max().item()
 
 
 def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the relative error of each row.
 
-    The error of a row is the root mean square of its differences from `expected`, divided by the
-    root mean square of all elements of `expected`. Example: expected [[1, 1], [1, 1]] and actual
-    [[1, 1], [1.1, 1.1]] return [0, 0.1].
+    The error of a row is a quotient. The dividend is the root mean square of the differences
+    between the row and the same row of `expected`. The divisor is the root mean square of all
+    elements of `expected`. Example: expected [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]]
+    return [0, 0.1].
 
     Shapes: actual and expected [num_rows, size]; returns [num_rows].
     """
@@ -246,7 +254,7 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
-    """Return the base model's table of position embeddings; None if there is no such table.
+    """Return the base model's table of position embeddings, or None if there is no such table.
 
     The position embeddings of an image encoder do not count.
     """
@@ -271,7 +279,7 @@ def _offsets(encoder: Encoder) -> list[int]:
 
 
 def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> Tensor:
-    """Return the token vectors of texts that are computed one by one.
+    """Compute the texts of a batch one by one, and return their token vectors.
 
     Shapes: returns float32 [num_tokens, hidden_size].
     """
@@ -323,9 +331,11 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
 def _batch_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
 ) -> TokenBatch | None:
-    """Return the batch with additional texts that are longer than the model's sliding windows.
+    """Add longer texts to a batch, and return the new batch.
 
-    Return None if the model has no windows, or only windows that are too long to test.
+    The added texts are longer than the model's sliding windows.
+
+    Return None if the model has no sliding windows, or if all its windows are too long to test.
     """
     # Each attention layer passes the size of its sliding window to `attention`. A packed forward
     # pass therefore collects the sizes of all windows. The computed vectors are not used.
@@ -349,8 +359,8 @@ def _batch_beyond_windows(
 def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[float, str]:
     """Return the relative error of a method's vectors, and a description of the error.
 
-    Example: (0.5, "the vectors differ by 0.5 (relative)"). If the method fails or returns vectors
-    of a wrong shape, the error is infinite.
+    Example: (0.5, "the vectors differ by 0.5 (relative)"). If the method fails, or if its vectors
+    have a wrong shape, the relative error is infinite.
 
     Args:
         forward: the method that computes the batch.
@@ -375,7 +385,7 @@ def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[flo
 
 @contextmanager
 def own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
-    """Use the model's own attention until the context ends.
+    """Return a context in which the model uses its own attention.
 
     Nothing changes if the chosen method uses the model's own attention anyway.
     """

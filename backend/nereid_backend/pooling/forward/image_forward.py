@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes one prompt of a vision-language model at a time, with the model's own code."""
+"""Runs the code of a vision-language model on prompts. Each call computes one prompt."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from nereid_backend.vision.chat_processor import TOKEN_TYPES, arguments_digest
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.image_tensors import place_images
 
-# The largest size of the cached features of images.
+# The largest size in bytes of the cached image features.
 _FEATURE_BYTES = 64 * 2**20
 
 
@@ -23,14 +23,15 @@ class ImageForward:
     """Runs a vision-language model on prompts that may contain images.
 
     Attributes:
-        features: the cached features of images. If an image is used again, its encoder does not
-            run, unless the model's code bypasses `get_image_features`.
+        features: the cached image features. If an image occurs again, the image encoder does not
+            run. Exception: the code of some models bypasses `get_image_features`, and so bypasses
+            the cache.
     """
 
     def __init__(self, encoder: Encoder, spec: CheckpointSpec) -> None:
         """Create an object that runs a loaded model.
 
-        Mutates: the model's method `get_image_features`, which uses the cache from now on.
+        Mutates: the model's method `get_image_features`. The method uses the cache from now on.
         """
         self._encoder = encoder
         self._has_projection = spec.loader == RETRIEVAL
@@ -39,14 +40,15 @@ class ImageForward:
     def token_vectors(self, prepared: Prepared) -> Tensor:
         """Return the vectors of a prompt's tokens, [num_tokens, hidden_size].
 
-        For a model with one vector for each token, these are the projected vectors of length 1.
+        If the model has an output projection (RETRIEVAL), the vectors are projected and have length
+        1.
         """
         outputs = self._run(prepared)
         vectors: Tensor = outputs.embeddings if self._has_projection else outputs[0]
         return vectors[0]
 
     def last_logits(self, prepared: Prepared) -> Tensor:
-        """Return the logits after the last token of a prompt, float32 [vocab_size]."""
+        """Return the logits that follow the last token of a prompt, float32 [vocab_size]."""
         logits: Tensor = self._run(prepared, logits_to_keep=1).logits
         return logits[0, -1].float()
 
@@ -70,6 +72,9 @@ class ImageForward:
 
 
 def _image_digest(images: ImageInputs) -> bytes:
-    """Return a hash of the images of a prompt that does not depend on the text of the prompt."""
+    """Return one hash of all images of a prompt.
+
+    The text of the prompt does not change the hash.
+    """
     arguments = images.arguments.items()
     return arguments_digest({name: value for name, value in arguments if name not in TOKEN_TYPES})

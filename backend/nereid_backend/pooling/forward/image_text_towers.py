@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models with a text encoder and an image encoder. Text and image vectors can be compared."""
+"""Models with a text encoder and an image encoder.
+
+The vectors of texts and images are comparable.
+"""
 
 from typing import Any
 
@@ -16,9 +19,8 @@ from nereid_backend.pooling.forward.choose_forward import (
 from nereid_backend.pooling.forward.packed_texts import TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
-# Limits for the test of padded batches. The vectors of texts in a padded batch may differ by at
-# most this relative error from the vectors of the same texts computed one by one. Otherwise the
-# model is refused.
+# Limits for the test of padded batches. A text is computed in a padded batch and alone. If the
+# relative difference of the two vectors exceeds the limit, the model is refused.
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 
@@ -48,7 +50,9 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
 
 
 def num_image_tokens(encoder: Encoder) -> int:
-    """Return the number of tokens that one image counts as: the number of its patches plus one.
+    """Return the number of tokens that one image counts as.
+
+    The number is the number of the image's patches plus one.
 
     Example: an image size of 224 and a patch size of 16 return 14 * 14 + 1 = 197.
     """
@@ -59,7 +63,7 @@ def num_image_tokens(encoder: Encoder) -> int:
 
 @torch.inference_mode()
 def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
-    """Check that texts have the same vectors in a padded batch and one by one.
+    """Check that a text has the same vector in a padded batch and alone.
 
     Mutates: the layout of the model's linear layers.
 
@@ -73,7 +77,8 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
 
     Raises:
         ModelError: the vectors are not finite numbers.
-        UnsupportedModelError: the model has no such encoders, or the difference is too large.
+        UnsupportedModelError: the model has no method for text vectors, or the difference is too
+            large.
     """
     if not hasattr(encoder.model, "get_text_features"):
         raise UnsupportedModelError(
@@ -101,7 +106,7 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
 def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
     """Return random texts that end with the end-of-sequence token.
 
-    A text encoder returns the vector of this token as the vector of the text.
+    A text encoder returns the vector of the end-of-sequence token as the vector of the text.
     """
     batch = random_batch(encoder, lens)
     end = encoder.tokenizer.eos_token_id
@@ -112,6 +117,6 @@ def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
 
 def _vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers
-    """Return the vectors in the output of a model, float32."""
+    """Return the vectors that a model's output contains, float32."""
     vectors: Tensor = out if isinstance(out, Tensor) else out.pooler_output
     return vectors.float()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs several texts into one row of tokens, and computes the attention within each text.
+"""Packs several texts into one row of tokens. Attention is computed within each text.
 
     tokens   a a a | b b b | c c c c c c        lens 3 3 6, groups (0, 2, 3) (6, 1, 6)
 
-Neighbouring texts of the same length form a group, whose attention is computed in one call. Here
+Neighbouring texts of the same length form a group. One call computes the attention of a group. Here
 the texts a and b form a group that begins at token 0 and has 2 texts of 3 tokens.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from nereid_backend.attention.interface import scale_of, sinks_of
 
-# On a CPU, attention with at most this number of bfloat16 scores is computed with separate matrix
+# On a CPU, bfloat16 attention with at most this number of scores is computed with separate matrix
 # products. For inputs of this size, torch's fused attention takes twice as long.
 _MAX_STEPWISE_SCORES = 2**23
 # Attention with separate matrix products is computed in blocks, so that at most this number of
@@ -34,11 +34,11 @@ class TokenBatch:
 
     Attributes:
         token_ids: the tokens of all texts one after another, int64 [num_tokens].
-        type_ids: for each token 0 for the first text of a pair and 1 for the second one, int64
-            [num_tokens]. None means the model's default.
+        type_ids: one number for each token, int64 [num_tokens]. The number is 0 in the first text
+            of a pair, and 1 in the second text. None means the model's default.
         lens: the number of tokens of each text.
-        attended_lens: the number of tokens at the beginning of each text to which the tokens of the
-            text attend. None means all tokens.
+        attended_lens: one number n for each text. All tokens of the text attend only to its first n
+            tokens. None means that the tokens attend to the whole text.
     """
 
     token_ids: Tensor
@@ -79,7 +79,7 @@ class TokenBatch:
     def groups(self) -> list[tuple[int, int, int]]:
         """Return the groups of neighbouring texts with the same length.
 
-        Each group is (index of its first token, number of texts, length of each text).
+        Each group is (index of the group's first token, number of texts, length of each text).
         """
         groups = []
         start = 0
@@ -113,7 +113,7 @@ class TokenBatch:
         return torch.arange(len(self.token_ids), device=self.token_ids.device) - first + offset
 
     def mask(self) -> Tensor:
-        """Return the mask of a padded batch, bool [num_texts, longest]. True means a token."""
+        """Return the mask of a padded batch, bool [num_texts, longest]. False means padding."""
         return self._mask_of(self.lens)
 
     def attention_mask(self) -> Tensor:
@@ -149,7 +149,7 @@ class PackedAttention:
     Attributes:
         groups: the groups of the batch (see TokenBatch.groups).
         is_causal: whether a token attends only to earlier tokens.
-        windows: the sizes of the sliding windows in the calls so far.
+        windows: the sizes of the sliding windows that the calls so far have used.
     """
 
     groups: list[tuple[int, int, int]]
@@ -182,7 +182,7 @@ class PackedAttention:
     def _group_attention(
         self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
     ) -> "_GroupAttention":
-        """Create the attention of one layer from the options that the layer passes.
+        """Create an object that computes the attention of one layer, from the options of the layer.
 
         Raises:
             ValueError: the layer uses an option that is not supported.
@@ -202,7 +202,7 @@ class PackedAttention:
 
 
 def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
-    """Select the texts of a group from a tensor. Return [count, num_heads, length, dim].
+    """Return the elements of a tensor that belong to a group, [count, num_heads, length, dim].
 
     The tensor contains queries, keys or values.
 
@@ -222,11 +222,14 @@ class _GroupAttention:
     Attributes:
         scale: the factor of the scores.
         is_causal: whether a token attends only to earlier tokens.
-        window: a token attends only to tokens at a smaller distance. None means no window.
+        window: the size of the sliding window. A token attends only to tokens whose distance is
+            smaller than `window`. None means no window.
         softcap: if set, scores s become softcap * tanh(s / softcap).
-        sinks: an additional score of each head, [num_heads], whose value is 0.
-        masks: a cache of masks. The key of a mask is the arguments of `_mask` and the window. It
-            does not contain `is_causal`, because all layers that share a cache have the same value.
+        sinks: an additional score for each head, [num_heads]. The value that belongs to this score
+            is 0.
+        masks: a cache of masks. The key of a mask consists of the arguments of `_mask` and the
+            window. The key does not contain `is_causal`, because `is_causal` is equal in all layers
+            that share a cache.
     """
 
     scale: float
@@ -260,7 +263,7 @@ class _GroupAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
-        """Return which keys a block of queries can attend to: the range [first, last).
+        """Return the range [first, last) of the keys to which a block of queries can attend.
 
         The block consists of the queries [start, end). Example: for a window of 3 without
         causality, the queries [10, 12) return (8, 14).
@@ -273,7 +276,7 @@ class _GroupAttention:
         return first, min(last, end) if self.is_causal else last
 
     def _block(self, query: Tensor) -> int:
-        """Return the number of queries that are computed together."""
+        """Return the number of queries that one attention call computes."""
         count, num_heads, length, _ = query.shape
         if self.window is not None and length > self.window:
             return max(self.window, _MIN_BLOCK)
@@ -326,7 +329,10 @@ class _GroupAttention:
     def _attend_block(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Compute the attention of a block of queries. `attend` documents the shapes."""
+        """Compute the attention of a block of queries.
+
+        The docstring of `attend` describes the shapes.
+        """
         if self._is_stepwise(query):
             return self._stepwise(query, key, value, mask)
         return functional.scaled_dot_product_attention(

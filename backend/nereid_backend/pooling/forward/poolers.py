@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools the token vectors of a text to one vector.
+"""Combines the token vectors of a text into one vector. This is called pooling.
 
 All computations are in float32, whatever the model's data type, because they are cheap.
 """
@@ -9,19 +9,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# For each text, the index of its first pooled token and the index after its last pooled token. Each
-# range contains at least one token. Example: [(0, 5), (6, 9)] pools the tokens 0 to 4, and the
-# tokens 6 to 8.
+# One pair for each text: the index of the first pooled token, and the index after the last pooled
+# token. Each range contains at least one token. Example: [(0, 5), (6, 9)] pools the tokens 0 to 4,
+# and the tokens 6 to 8.
 Ranges = list[tuple[int, int]]
 
 
 def pool(hidden: Tensor, ranges: Ranges, poolers: tuple[str, ...]) -> Tensor:
-    """Pool the token vectors of each text to one vector.
+    """Combine the token vectors of each text into one vector.
 
     Args:
         hidden: the token vectors of all texts, [num_tokens, hidden_size].
         ranges: the pooled tokens of each text.
-        poolers: the names of pooling methods. Their results are concatenated.
+        poolers: the names of pooling methods. The results of several methods are concatenated.
 
     Returns:
         The pooled vectors, float32 [num_texts, len(poolers) * hidden_size].
@@ -36,7 +36,10 @@ def _rows(index: list[int], hidden: Tensor) -> Tensor:
 
 
 def _sums(hidden: Tensor, ranges: Ranges, weights: list[Tensor] | None) -> Tensor:
-    """Return the sum of the token vectors of each range, weighted if `weights` is given."""
+    """Return the sum of the token vectors of each range.
+
+    If `weights` is given, the sum is weighted.
+    """
     parts = []
     for number, (start, end) in enumerate(ranges):
         rows = hidden[start:end].float()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the token vectors and the output of a model's head for a batch of texts.
 
-There are three methods for the token vectors: packed, padded, and batches of equal lengths. Each
-method returns packed token vectors. The heads of transformers' models need a batch of rows, such as
-the first or the last token of each text. A head has no function of its own that accepts rows.
-Therefore the whole model is called, while a function that returns the rows replaces its base.
+There are three methods of computing token vectors: packed batches, padded batches, and batches of
+texts with equal lengths. Each method returns packed token vectors. The head of a model of
+transformers needs rows of token vectors, such as the vector of each text's first or last token. A
+head has no function of its own that accepts rows. Therefore the whole model is called while its
+base is replaced by a function that returns the rows.
 """
 
 import itertools
@@ -27,10 +28,10 @@ _LOGIT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PackedForward:
-    """Runs the base model on one packed row with the tokens of all texts.
+    """Runs the base model on one packed row that contains the tokens of all texts.
 
     Attributes:
-        encoder: the model. It must use the attention of `hook`.
+        encoder: the model. The model must use the attention implementation of `hook`.
         hook: Nereid's entry in transformers' attention interface.
         position_offset: the position id of a text's first token.
         is_causal: whether a token attends only to earlier tokens.
@@ -74,9 +75,9 @@ class PaddedForward:
 
 @dataclass(frozen=True, slots=True)
 class RowsForward:
-    """Runs the base model on batches of texts with equal lengths.
+    """Runs the base model on several batches. All texts of a batch have the same length.
 
-    This is for models whose output depends on padding.
+    This class is for models whose output changes if texts are padded.
     """
 
     encoder: Encoder
@@ -98,10 +99,10 @@ class Head:
 
     Attributes:
         encoder: the model.
-        rows: the token vectors of each text that the head needs: "first", "last" or "all" (padded).
-            "whole" means that the head cannot be separated from the base, so the whole model is
-            run on a padded batch. "tokens" means that the head classifies each token by its vector
-            alone.
+        rows: the token vectors that the head needs. "first" and "last" mean the vector of each
+            text's first or last token. "all" means all vectors, padded. "whole" means that the head
+            cannot be separated from the base, so the whole model is run on a padded batch. "tokens"
+            means that the head classifies each token by its vector alone.
         is_per_token: whether the head classifies single tokens instead of whole texts.
     """
 
@@ -116,7 +117,8 @@ class Head:
         [num_tokens, num_labels].
 
         Args:
-            hidden: the token vectors [num_tokens, hidden_size]. Not needed if rows is "whole".
+            hidden: the token vectors [num_tokens, hidden_size]. They can be None if `rows` is
+                "whole".
             batch: the texts.
         """
         if self.rows == "whole":
@@ -131,22 +133,22 @@ class Head:
         return self._logits_of_one_token(hidden, batch)
 
     def _logits_of_padded(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of the head from the vectors of all tokens of each text."""
+        """Compute the logits of a head that needs the vectors of all tokens of each text."""
         padding = self.encoder.model.config.get_text_config().pad_token_id or 0
         ids = batch.pad(batch.token_ids, padding)
         return self._run(batch.pad(hidden), ids, batch.mask().long())
 
     def _logits_of_one_token(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
-        """Compute the logits of the head from the vector of one token of each text."""
+        """Compute the logits of a head that needs the vector of one token of each text."""
         index = torch.tensor(self._token_indices(batch), device=hidden.device)
         ids = batch.token_ids[index][:, None]
         return self._run(hidden[index][:, None], ids, torch.ones_like(ids))
 
     def _run(self, rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits of the head for token vectors, [num_texts, num_labels].
+        """Run the head on token vectors, and return the logits, [num_texts, num_labels].
 
-        The base ignores the token ids, but the heads of some models search them for the last token
-        that is not the padding token.
+        The base ignores the token ids, but some heads search the token ids for the last token that
+        is not the padding token.
 
         Shapes: rows [num_texts, length, hidden_size], ids and mask [num_texts, length].
         """
@@ -157,7 +159,8 @@ class Head:
     def _token_indices(self, batch: TokenBatch) -> list[int]:
         """Return the index of the one token that the head needs from each text.
 
-        The attribute `rows` determines whether this is the first or the last token of the text.
+        The attribute `rows` determines whether the head needs the first or the last token of the
+        text.
 
         Example: for the texts [5, 6] and [7, 8, 9], which are packed as [5, 6, 7, 8, 9], the result
         is [0, 2] for the first tokens, and [1, 4] for the last tokens.
@@ -182,8 +185,8 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
 
     The logits are computed and yielded in slices of at most 256 tokens, which limits the memory.
 
-    Shapes: hidden [num_tokens, hidden_size]; yields pairs of the index of a slice's first token and
-    the logits of the slice [n, vocab_size].
+    Shapes: hidden [num_tokens, hidden_size]; yields one pair for each slice: the index of the
+    slice's first token, and the logits of the slice [n, vocab_size].
     """
     for start in range(0, len(hidden), _LOGIT_TOKENS):
         rows = hidden[start : start + _LOGIT_TOKENS][None]
@@ -220,7 +223,9 @@ def _run_padded(encoder: Encoder, model: torch.nn.Module, batch: TokenBatch) -> 
 
 
 def _arguments(model: torch.nn.Module, ids: Tensor, types: Tensor | None) -> dict[str, Any]:
-    """Return the arguments for a call of `model`. Arguments that it does not accept are left out.
+    """Return the arguments for a call of `model`.
+
+    Arguments that `model` does not accept are left out.
 
     Shapes: ids and types [num_texts, length].
     """

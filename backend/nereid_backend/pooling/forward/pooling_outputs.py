@@ -21,15 +21,16 @@ _MIN_NORM = 1e-12
 def dense_outputs(
     vectors: Tensor, items: Sequence[Prepared], *, normalizes: bool
 ) -> list[Value | None]:
-    """Truncate each vector to the item's `dimensions`, and scale it to length 1 if requested.
+    """Truncate each vector to the item's `dimensions`. Scale the vector to length 1 if requested.
 
     Args:
         vectors: [num_items, dimension], any float dtype.
         items: the items. The field `normalize` of an item overrides `normalizes`.
-        normalizes: whether vectors are scaled to length 1 by default.
+        normalizes: whether a vector is scaled to length 1 if the field `normalize` of its item is
+            None.
 
     Returns:
-        One float32 vector for each item; None if the vector is not finite.
+        One float32 vector for each item. If a vector is not finite, None replaces the vector.
     """
     outputs: list[Value | None] = []
     for row, prepared in zip(_array(vectors), items, strict=True):
@@ -55,8 +56,8 @@ def score_outputs(
         activation: the default activation: "none", "sigmoid" or "softmax".
 
     Returns:
-        For each item a float (kind "score") or float32 [num_labels] (kind "classify"); None if a
-        number is not finite.
+        One value for each item: a float for the kind "score", and a float32 array [num_labels] for
+        the kind "classify". If a number is not finite, None replaces the value.
     """
     outputs: list[Value | None] = []
     for row, prepared in zip(logits, items, strict=True):
@@ -81,7 +82,8 @@ def token_score_outputs(
         activation: the default activation: "none", "sigmoid" or "softmax".
 
     Returns:
-        For each item float32 [num_tokens, num_labels]; None if a number is not finite.
+        One float32 array [num_tokens, num_labels] for each item. If a number is not finite, None
+        replaces the array.
     """
     outputs: list[Value | None] = []
     counts = [len(prepared.token_ids) for prepared in items]
@@ -94,20 +96,21 @@ def token_score_outputs(
 def splade_outputs(
     logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch, strategy: str, num_log1p: int
 ) -> list[Value | None]:
-    """Return the SPLADE weights of each text by token id, without weights of 0.
+    """Return one mapping for each text, from token ids to nonzero SPLADE weights.
 
     The weight of a vocabulary entry is the maximum (or the sum) of log1p(relu(logit)) over the
     tokens of the text.
 
     Args:
         logit_slices: the logits over the vocabulary for each token, in slices of consecutive
-            tokens: pairs of the index of a slice's first token and the logits [n, vocab_size].
-        batch: the texts. There is at least one.
+            tokens. Each slice is a pair: the index of its first token, and its logits [n,
+            vocab_size].
+        batch: the texts. There is at least one text.
         strategy: how the weights of a text's tokens are combined: "max" or "sum".
         num_log1p: the number of times that log1p is applied to the logits.
 
     Returns:
-        One mapping for each text; None if a weight is not finite.
+        One mapping for each text. If a weight is not finite, None replaces the mapping.
     """
     weights: Tensor | None = None
     for first, slice_logits in logit_slices:
@@ -117,7 +120,7 @@ def splade_outputs(
             # largest logit.
             weights = logits.new_zeros(len(batch.lens), logits.shape[1])
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            # The slice begins at the token `first`. Take the part that belongs to the text.
+            # The slice begins at the token `first`. Select the rows that belong to the text.
             text_logits = logits[max(0, start - first) : max(0, end - first)]
             if len(text_logits) == 0:
                 continue
@@ -136,7 +139,7 @@ def splade_outputs(
 def sparse_output(
     token_vectors: Tensor, token_ids: list[int], layers: OutputLayers
 ) -> Value | None:
-    """Return the weights of a text by token id; None if a weight is not finite.
+    """Return a mapping from the token ids of a text to weights, or None if a weight is not finite.
 
     A token that occurs several times gets its largest weight. Example: the tokens [7, 9, 7] with
     the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}.
@@ -160,7 +163,9 @@ def sparse_output(
 def multi_vector_output(
     token_vectors: Tensor, prepared: Prepared, layers: OutputLayers
 ) -> Value | None:
-    """Return the token vectors of a text, float32 [n, dimension]; None if a vector is not finite.
+    """Return the token vectors of a text, float32 [n, dimension].
+
+    Return None if a vector is not finite.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.
@@ -182,13 +187,13 @@ def multi_vector_output(
 
 
 def _array(values: Tensor) -> Floats:
-    """Return a tensor as a float32 array on the CPU."""
+    """Convert a tensor to a float32 array on the CPU."""
     array: Floats = values.float().cpu().numpy()
     return array
 
 
 def _nonzero_weights(row: Tensor) -> Value | None:
-    """Return the nonzero weights as a dict by token id; None if a weight is not finite.
+    """Return a dict from token ids to nonzero weights, or None if a weight is not finite.
 
     Example: [0, 0.5, 0, 2] returns {1: 0.5, 3: 2.0}.
     """
@@ -206,7 +211,7 @@ def _log1p(values: Tensor, times: int) -> Tensor:
 
 
 def _activate(logits: Tensor, activation: str) -> Tensor:
-    """Apply an activation to the logits [..., num_labels] of one text or of its tokens."""
+    """Apply an activation to logits [..., num_labels], and return the result."""
     if activation == "none":
         return logits
     return logits.sigmoid() if activation == "sigmoid" else logits.softmax(-1)

@@ -35,10 +35,10 @@ class ItemChecker:
         self._is_generative = spec.loader in (CAUSAL, IMAGE_CAUSAL)
 
     def check(self, item: PoolingItem) -> PoolingItem:
-        """Validate an item, and return a copy in which defaults are filled in.
+        """Validate an item, and return a copy. The copy contains the defaults for missing fields.
 
-        The copy has a kind, and the name and the text of its prompt. If the item permits
-        truncation, the size of its texts is limited.
+        The copy contains the kind, the name of the prompt and the text of the prompt. If the item
+        permits truncation, the size of its texts is limited.
 
         Raises:
             RequestError: the item is wrong.
@@ -66,7 +66,9 @@ class ItemChecker:
             )
 
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError if the fields with the input do not fit the model or the kind.
+        """Raise a RequestError if the combination of text, token_ids, pair and image is wrong.
+
+        These fields contain the input. They must fit together, fit the kind, and fit the model.
 
         Example: an item with both a text and token ids is refused.
         """
@@ -115,9 +117,10 @@ class ItemChecker:
             )
 
     def _check_prompt_fields(self, item: PoolingItem) -> None:
-        """Raise RequestError if an item has both prompt fields, or if it has a prompt but no text.
+        """Raise a RequestError if an item has both prompt fields, or has a prompt but no text.
 
-        For a vision-language model, a prompt is a system message, which can also precede an image.
+        Exception: for a vision-language model, a prompt is a system message. A system message can
+        also precede an image.
         """
         if item.prompt is not None and item.prompt_name is not None:
             raise RequestError(
@@ -131,10 +134,10 @@ class ItemChecker:
             )
 
     def _prompt_name(self, item: PoolingItem) -> str | None:
-        """Return the name of the checkpoint's prompt that precedes the item's text.
+        """Return the name of the prompt that precedes the item's text.
 
-        None means that the item has its own prompt or no prompt. The item must have passed
-        `_check_prompt_fields`.
+        The prompt is one of the checkpoint's prompts. Return None if the item has its own prompt or
+        no prompt. The item must have passed `_check_prompt_fields`.
         """
         if item.prompt is not None or not (has_text(item) or self._is_vision_language):
             return None

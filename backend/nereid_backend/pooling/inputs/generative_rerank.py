@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for generative rerankers, which answer "yes" or "no" for a query and a document.
+"""Prompts for generative rerankers. They answer "yes" or "no" for a query and a document.
 
-The score of a pair is computed from the logits of "yes" and "no" after the prompt. The prompt is
-rendered with the checkpoint's chat template. If the template supports messages with the roles
-"query" and "document", the query and the document are two such messages. Otherwise one user message
-contains an instruction, the query and the document, as documented in the model card of
-Qwen3-Reranker (June 2025).
+The score of a pair is computed from the logits of "yes" and "no" for the token after the prompt.
+The prompt is rendered with the checkpoint's chat template. If the template supports messages with
+the roles "query" and "document", one message contains the query, and another message contains the
+document. Otherwise one user message contains an instruction, the query and the document, as
+documented in the model card of Qwen3-Reranker (June 2025).
 """
 
 from typing import Any
@@ -21,15 +21,16 @@ _SYSTEM = (
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _ROLES = ("query", "document")
-# Two texts that no template contains. A template is rendered with these texts as the query and the
-# document. If one of the texts is missing in the result, the template does not support the roles.
+# Two texts that do not occur in any template. A template is rendered with these texts as the query
+# and the document. If one of the texts is missing in the result, the template does not support the
+# roles.
 _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
-# A truncated document can have more tokens in the prompt than it had alone, because its end is
-# tokenised together with the text after it. If the prompt is then too long, the document is
-# shortened by 4 more tokens, and if necessary by 16.
+# A truncated document can have more tokens inside the prompt than it has alone, because the end of
+# the document is tokenised together with the text after the document. If the prompt is then too
+# long, the document is shortened by 4 more tokens, and if necessary by 16.
 _SPARE_TOKENS = (0, 4, 16)
 
 
@@ -38,9 +39,9 @@ class GenerativeReranker:
 
     Attributes:
         yes: the token id of "yes". Its logit is the score.
-        no: the token id of "no", whose logit is subtracted from the score. None means that nothing
-            is subtracted.
-        truncation_side: the side of a text that `tokens` cuts off, "right" or "left".
+        no: the token id of "no". Its logit is subtracted from the logit of "yes". None means that
+            nothing is subtracted.
+        truncation_side: the end of a document at which `tokens` removes text: "right" or "left".
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class GenerativeReranker:
         *,
         has_parts: bool = False,
     ) -> None:
-        """Determine the token ids of the answers, and how prompts are built.
+        """Determine the token ids of the answers, and the form of the prompts.
 
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
-            answers: the token ids of the two answers, if the checkpoint's files name them. None
-                means the tokens "yes" and "no".
-            template_kwargs: the variables with which the chat template is rendered.
+            answers: the token ids of the two answers that the checkpoint's files name. None means
+                that the files name no answers. The tokens "yes" and "no" are then used.
+            template_kwargs: the variables of the chat template.
             has_parts: whether the template expects the content of a message as a list of parts, as
                 the templates of vision-language models do.
 
@@ -86,17 +87,17 @@ class GenerativeReranker:
     ) -> list[int]:
         """Return the token ids of the prompt for a pair.
 
-        Example: if the prompt has 120 tokens, of which 100 are the document's, and the limit is 80,
-        only the first 60 tokens of the document stay in the prompt.
+        Example: a prompt has 120 tokens, and 100 of them belong to the document. If the limit is
+        80, only the first 60 tokens of the document stay in the prompt.
 
         Args:
             pair: the query and the document.
             instruction: a sentence that says when a document is relevant. None means the default.
-            limit: the largest number of tokens. The end of the document is truncated to fit. None
-                means no limit.
+            limit: the largest number of tokens. If the prompt has more tokens, the end of the
+                document is removed. None means no limit.
 
         Raises:
-            RequestError: the prompt without the document is longer than the limit.
+            RequestError: the prompt is longer than the limit even without the document.
         """
         query, document = pair
         if self._uses_pair:
@@ -122,7 +123,7 @@ class GenerativeReranker:
         )
 
     def _encode_pair(self, query: str, document: str, limit: int | None) -> list[int]:
-        """Return the token ids of a pair without a prompt, truncated to `limit` tokens."""
+        """Tokenise a pair without a prompt, and return at most `limit` token ids."""
         truncation: dict[str, Any] = {}
         if limit is not None:
             truncation = {"truncation": "longest_first", "max_length": limit}
@@ -140,7 +141,7 @@ class GenerativeReranker:
     def messages(
         self, query: str, document: str, instruction: str | None
     ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-        """Return the messages of a prompt, and the variables of the chat template.
+        """Return the messages for the chat template, and the variables for the chat template.
 
         Example: the query "a" and the document "b" return the messages [{"role": "query",
         "content": "a"}, {"role": "document", "content": "b"}] if the template supports these roles.
@@ -167,14 +168,15 @@ class GenerativeReranker:
             return False
         if not must_be_known:
             return True
-        # A template that copies any role renders the same text, except for the names of the roles.
+        # A template that copies any role renders the same text for unknown roles, except for the
+        # names of the roles.
         unknown_text = self._render_roles(*probes, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             unknown_text = unknown_text.replace(unknown_role, role)
         return unknown_text != text
 
     def _render_roles(self, query: str, document: str, roles: tuple[str, str] = _ROLES) -> str:
-        """Return the rendered messages with the roles `roles`; "" if the template fails."""
+        """Render messages with the roles `roles`, and return the text; "" if the template fails."""
         try:
             return self._template(
                 _role_messages(roles, query, document, None), **self._template_kwargs
@@ -184,7 +186,7 @@ class GenerativeReranker:
             return ""
 
     def _template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:  # noqa: ANN401
-        """Return the messages as text, rendered with the chat template."""
+        """Render messages with the chat template, and return the text."""
         rendered: list[Any] = [
             {**message, "content": [{"type": "text", "text": message["content"]}]}
             if self._has_parts
@@ -216,7 +218,11 @@ class GenerativeReranker:
 def _role_messages(
     roles: tuple[str, str], query: str, document: str, instruction: str | None
 ) -> list[dict[str, str]]:
-    """Return a message for the query and one for the document, and before them the instruction."""
+    """Return two or three messages: the instruction (if there is one), the query and the document.
+
+    The first role of `roles` is for the query, and the second role is for the document. The
+    instruction is a system message. If the instruction is None, the list has only two messages.
+    """
     messages = [
         {"role": role, "content": text} for role, text in zip(roles, (query, document), strict=True)
     ]

@@ -14,7 +14,8 @@ from nereid_backend.vision.load_processor import load_processor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Outputs of a processor that are no arguments for images. The labels are for training.
+# The outputs of a processor with these names are not passed to the model as arguments for images.
+# The labels are for training.
 _NOT_FOR_IMAGES = ("input_ids", "attention_mask", "labels")
 
 # Converts an image to the token ids of a prompt and to the model's arguments for the image.
@@ -22,7 +23,7 @@ ImageProcessor = Callable[["Image"], tuple[list[int], dict[str, Any]]]
 
 
 def load_image_processor(folder: Path, config: PretrainedConfig) -> ImageProcessor:
-    """Load the processor for pages or for the images of an image tower.
+    """Load the image processor of a model such as ColPali, or of a model with an image tower.
 
     Raises:
         ModelError: the processor is missing or broken, or needs a package that is not installed.
@@ -36,7 +37,7 @@ def load_image_processor(folder: Path, config: PretrainedConfig) -> ImageProcess
 
 
 def load_page_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - a processor of transformers
-    """Load the processor for pages and queries of a model such as ColPali.
+    """Load the processor of a model such as ColPali. It prepares pages and queries.
 
     Raises:
         ModelError: the processor is missing or broken, or has no prompts for retrieval.
@@ -71,7 +72,7 @@ def load_tower_processor(folder: Path) -> Any:  # noqa: ANN401 - a processor of 
 
 
 def run_processor(process: Callable[..., Any], **inputs: object) -> dict[str, Any]:
-    """Return the outputs of a method of a processor.
+    """Call a method of a processor, and return its outputs.
 
     Raises:
         RequestError: the method refuses the inputs.
@@ -79,7 +80,8 @@ def run_processor(process: Callable[..., Any], **inputs: object) -> dict[str, An
     try:
         return dict(process(**inputs))
     except Exception as error:
-        # A processor can raise any exception. Only the request with this input ends.
+        # A processor can raise any exception. This exception must end only the request with this
+        # input.
         raise RequestError(
             f"input: the checkpoint's processor cannot prepare the input: {type(error).__name__}: "
             f"{first_line(error)}"
@@ -99,7 +101,7 @@ def split_outputs(outputs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
 
 
 def _tower_pixels(processor: Any, image: "Image") -> tuple[list[int], dict[str, Any]]:  # noqa: ANN401
-    """Return the pixels of an image for an image tower, without token ids.
+    """Return no token ids, and the pixels of an image for an image tower.
 
     The pixels are the argument "pixel_values", float32 [channels, height, width].
     """

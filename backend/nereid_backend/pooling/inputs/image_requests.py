@@ -12,10 +12,11 @@ from nereid_backend.pooling.loading.checkpoint_spec import CheckpointSpec
 from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.packed_tensors import unpack_images
 
-# The worker for pages and for the images of an image tower (see pooling_image_worker.py).
+# The worker process for models such as ColPali and for models with an image tower (see
+# pooling_image_worker.py).
 IMAGE_WORKER = "nereid_backend.pooling.inputs.pooling_image_worker"
-# The image worker begins its messages with the name of the field of a chat, and then names the
-# number of the image. An input of a pooling model has at most one image.
+# An error message of the image worker begins with the name of a chat's field, followed by the
+# number of the image. An input of a pooling model has no such field, and has at most one image.
 _CHAT_FIELD = "messages: "
 _FIRST_IMAGE = "image 1: "
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates items and tokenises them. The model itself is not needed.
+"""Validates and tokenises items. The weights of the model are not needed.
 
 The sizes of texts and of lists of token ids are checked before anything is tokenised, because a
 text of 5 MB would occupy the tokenizer for seconds and take hundreds of MB of memory.
@@ -39,17 +39,20 @@ class Prepared:
 
     Attributes:
         item: the item with its kind and its prompt filled in.
-        token_ids: the tokens of the text; empty for the image of a model with an image tower.
-        type_ids: for each token 0 for the first text of a pair and 1 for the second one. None means
-            the model's default.
-        prompt_len: the number of the prompt's tokens at the beginning that are not pooled.
-        pixels: the pixels of an image for a model with an image tower, [channels, height, width].
-        images: the image of a prompt for a vision-language model; None without an image.
+        token_ids: the tokens of the text. The list is empty if the item is an image for an image
+            tower.
+        type_ids: one number for each token. The number is 0 in the first text of a pair, and 1 in
+            the second text. None means the model's default.
+        prompt_len: the number of leading tokens that belong to the prompt and are not pooled.
+        pixels: the pixels of an image for an image tower, [channels, height, width]; None for other
+            items.
+        images: the image in a prompt for a vision-language model; None if there is no such image.
         num_tokens: the number of tokens that count towards limits and usage.
-        num_attended: the number of tokens at the beginning to which the tokens attend; None means
-            all tokens. The other tokens are the mask tokens of a query expansion.
+        num_attended: the number of leading tokens to which all tokens attend. None means that they
+            attend to all tokens. The tokens after the leading tokens are the mask tokens of a query
+            expansion.
         skips_words: whether the multi-vector output leaves out tokens such as punctuation.
-        offsets: the characters of each token in the text (see PoolingResult.offsets).
+        offsets: the range of characters that belongs to each token (see PoolingResult.offsets).
     """
 
     item: PoolingItem
@@ -77,7 +80,7 @@ class ItemPreparer:
         images: TowerImages | None,
         prompts: Prompts | None = None,
     ) -> None:
-        """Store the arguments, and check the rules for queries and documents.
+        """Store the arguments. Check that the model can follow the rules for queries and documents.
 
         Args:
             spec: the description of the checkpoint.
@@ -114,7 +117,7 @@ class ItemPreparer:
         self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
 
     def start_image_process(self) -> None:
-        """Start the process that decodes images and wait until it is ready.
+        """Start the process that decodes images, and wait until the process is ready.
 
         Do nothing if the model accepts no images. Without this call, the first image waits until
         the process is ready.
@@ -152,14 +155,14 @@ class ItemPreparer:
         return [prepared[index] for index in range(len(items))]
 
     def _with_prompt(self, prompts: Prompts, item: PoolingItem) -> Prepared:
-        """Render an input of a vision-language model as a prompt."""
+        """Convert an input of a vision-language model to a prompt, and prepare the prompt."""
         prompt = prompts.prepare(item)
         check_length(prompt, self._info.max_model_len, truncate=item.truncate)
         ids = prompt.token_ids
         return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
 
     def _without_text(self, item: PoolingItem) -> Prepared:
-        """Validate an image or token ids."""
+        """Prepare an item that is an image or a list of token ids."""
         if item.image is not None:
             assert self._images is not None
             pixels = self._images.pixels(item.image)
@@ -181,15 +184,15 @@ class ItemPreparer:
                     f"input: each token id must be from 0 to {self._info.vocab_size - 1}, but one "
                     f"is {token_id}."
                 )
-        # The request contains token ids instead of a text, so no characters belong to the tokens.
+        # The input has no text, so no characters belong to the tokens.
         offsets = np.zeros((len(ids), 2), dtype=np.int32)
         return Prepared(item, list(ids), num_tokens=len(ids), offsets=offsets)
 
     def _tokenise(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
-        """Yield the tokens of texts and pairs.
+        """Tokenise texts and pairs, and yield the tokens of each item.
 
         Args:
-            items: the items by their index in the request. Each has a text or a pair.
+            items: the items by their index in the request. Each item has a text or a pair.
         """
         if self._reranker is not None:
             yield from self._rerank_tokens(self._reranker, items)
@@ -215,7 +218,10 @@ class ItemPreparer:
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
     ) -> Iterator[_Tokens]:
-        """Yield the tokens of the prompts for a generative reranker; see `_tokenise`."""
+        """Yield the tokens of the prompt for each item. This method is for generative rerankers.
+
+        The docstring of `_tokenise` describes the argument `items`.
+        """
         for index, item in items.items():
             assert item.pair is not None
             query, document = item.pair
@@ -225,7 +231,7 @@ class ItemPreparer:
             yield index, reranker.tokens((query, document), instruction, limit), None
 
     def _with_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
-        """Truncate or refuse a text that is too long, and return the prepared item."""
+        """Return the prepared item for a text. A text that is too long is truncated or refused."""
         limit, limit_name = self._rules.limit(item)
         if len(ids) > limit:
             self._refuse_length(item, len(ids), limit, limit_name)
@@ -260,7 +266,7 @@ class ItemPreparer:
         )
 
     def _offsets(self, item: PoolingItem, limit: int) -> NDArray[np.int32]:
-        """Return the characters of each token of a text (see PoolingResult.offsets)."""
+        """Return the range of characters for each token of a text (see PoolingResult.offsets)."""
         encoded: Any = self._tokenizer(
             item.text, truncation=True, max_length=limit, return_offsets_mapping=True, verbose=False
         )
@@ -269,9 +275,9 @@ class ItemPreparer:
     def _refuse_length(
         self, item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
     ) -> None:
-        """Raise a RequestError if an item that is too long does not permit truncation.
+        """Raise a RequestError unless an item permits truncation.
 
-        The item has `length` tokens, which is more than the limit.
+        The item has `length` tokens. This number exceeds the limit.
         """
         if not item.truncate:
             raise RequestError(
@@ -308,7 +314,7 @@ def _error_index(index: int, count: int) -> Iterator[None]:
 
 
 def _texts_of(item: PoolingItem) -> tuple[str, ...]:
-    """Return the text or the two texts of an item. The prompt is put before the first text.
+    """Return the text of an item, or the two texts of a pair. Prepend the prompt to the first text.
 
     Example: the prompt "query: " and the pair ("a", "b") return ("query: a", "b").
     """

@@ -12,14 +12,14 @@ from nereid_backend.pooling.pooling_items import PoolingItem
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """The rules for the queries and the documents of a checkpoint.
+    """The rules of a checkpoint for queries and documents.
 
     A text with the prompt "query" is a query. Every other text is a document.
 
     Attributes:
         late: the rules in the files of the checkpoint.
         max_model_len: the length limit of all inputs in tokens.
-        mask_id: the token that is appended to short queries; None if nothing is appended.
+        mask_id: the id of the token that is appended to short queries; None if nothing is appended.
     """
 
     late: LateInteraction
@@ -33,7 +33,7 @@ class TextRules:
         """Return the rules, and check that the loaded model can follow them.
 
         Raises:
-            ConfigError: max_model_len is smaller than the length of an expanded query.
+            ConfigError: `max_model_len` is smaller than the length of an expanded query.
             ModelError: the tokenizer has no token that can be appended to queries.
             UnsupportedModelError: the tokenizer pads at the beginning of a text.
         """
@@ -60,7 +60,7 @@ class TextRules:
         return cls(late, max_model_len, vocabulary[token])
 
     def limit(self, item: PoolingItem) -> tuple[int, str]:
-        """Return the length limit of an item's text in tokens, and the name of the limit."""
+        """Return the largest number of tokens of an item's text, and the name of this limit."""
         role = _role_of(item)
         length = self.late.length(role)
         if length is None or length > self.max_model_len:
@@ -68,16 +68,16 @@ class TextRules:
         return length, f"{role}_length"
 
     def skips_words(self, item: PoolingItem) -> bool:
-        """Return whether the output leaves out the vectors of tokens such as punctuation."""
+        """Return whether the output for an item leaves out tokens such as punctuation."""
         return _role_of(item) in self.late.skip_roles
 
     def expand(
         self, item: PoolingItem, ids: list[int], types: list[int] | None
     ) -> tuple[list[int], list[int] | None, int | None]:
-        """Append mask tokens to a short query. Other texts are returned unchanged.
+        """Append mask tokens to a short query. Return any other text unchanged.
 
         Example: for a length of 5, the query [7, 8, 9] becomes [7, 8, 9, mask, mask]. The number of
-        attended tokens is 3, unless the tokens attend to the mask tokens.
+        attended tokens is 3. It is None if the tokens attend to the mask tokens.
 
         Args:
             item: the item of the text.

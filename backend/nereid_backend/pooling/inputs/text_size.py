@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits on the size of a text and on the number of inputs, checked before tokenising.
+"""The limits on the size of a text and on the number of inputs.
+
+These limits are checked before anything is tokenised.
 
 A text of n bytes usually has at least n / b tokens, where b is the number of bytes of the longest
 token. A text with more than max_model_len * b bytes is therefore too long. This module does not
@@ -10,14 +12,14 @@ from dataclasses import dataclass
 
 from nereid_backend.errors import RequestError
 
-# For the size limit, the longest token counts as at least this number of bytes. Some tokenizers
-# have only short tokens. However, they shorten a text before they divide it into tokens, so they
-# can accept texts that are longer than expected.
+# If the longest token has fewer bytes than this number, the size limit is computed with this
+# number. Some tokenizers have only short tokens, but shorten a text before they divide the text
+# into tokens. For such a tokenizer, a long text can have few tokens.
 _MIN_TOKEN_BYTES = 16
 TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
-# A long text does not always have many tokens: some tokenizers drop white space, or write a long
-# unknown word as one token. A text of at most this number of bytes is therefore always tokenised
-# (in at most about 50 ms), and the number of its tokens is checked.
+# A long text does not always have many tokens: some tokenizers drop white space, or convert a long
+# unknown word to one token. A text of at most this number of bytes is therefore always tokenised,
+# and the number of its tokens is checked. Tokenising such a text takes at most about 50 ms.
 _MIN_TEXT_BYTES = 2**16
 # The default length of the queue is chosen so that a full queue of the largest inputs needs at most
 # this number of bytes. However, the length is at least 2048, because OpenAI's API permits 2048
@@ -36,7 +38,7 @@ class TextLimit:
     Attributes:
         max_model_len: the length limit of inputs in tokens.
         max_token_bytes: the number of bytes of the longest token.
-        truncation_side: the side of a text that is cut off, "right" or "left".
+        truncation_side: the end of a text that is removed by truncation: "right" or "left".
     """
 
     max_model_len: int
@@ -45,7 +47,7 @@ class TextLimit:
 
     @property
     def max_text_bytes(self) -> int:
-        """The largest number of bytes of a text that is tokenised."""
+        """The largest number of bytes that a text may have. Only such a text is tokenised."""
         return max(self.max_model_len * self._token_bytes, _MIN_TEXT_BYTES)
 
     @property
@@ -67,11 +69,11 @@ class TextLimit:
         return self._least_bytes(text) <= self.max_text_bytes
 
     def check(self, subject: str, text: str | bytes, remedy: str = "Send a shorter text.") -> None:
-        """Raise a RequestError if a text has more bytes than the limit allows.
+        """Raise a RequestError if a text has more than `max_text_bytes` bytes.
 
         Args:
             subject: the beginning of the error message, such as "prompt: the prompt".
-            text: the text, as a string or in UTF-8.
+            text: the text, as a string or as bytes in UTF-8.
             remedy: the last sentence of the error message.
 
         Raises:
@@ -90,10 +92,11 @@ class TextLimit:
             )
 
     def truncate(self, text: str) -> str:
-        """Return the part of a text that has at most `max_text_bytes` bytes in UTF-8.
+        """Cut a text to at most `max_text_bytes` bytes in UTF-8, and return the rest of the text.
 
-        Only whole characters are kept. Example: with a limit of 3 bytes, "aää" returns "aä" if the
-        right side is cut off, and "ä" if the left side is cut off.
+        Characters are removed at the end that `truncation_side` names. A character is removed as a
+        whole. Example: the limit is 3 bytes, and the text is "aää". If `truncation_side` is
+        "right", "aä" is returned. If it is "left", "ä" is returned.
         """
         if self.fits(text):
             return text
@@ -107,11 +110,10 @@ class TextLimit:
         return encoded.decode("utf-8", "ignore")
 
     def _least_bytes(self, text: str) -> int:
-        """Return the number of bytes of a text in UTF-8.
+        """Return the number of bytes of a text in UTF-8, or a smaller number above the limit.
 
-        If the number of characters already exceeds the limit of bytes, return the number of
-        characters. A text with too many characters is not encoded, because that would take time and
-        memory.
+        If the number of characters exceeds `max_text_bytes`, return the number of characters. A
+        text with too many characters is not encoded, because that would take time and memory.
         """
         if len(text) > self.max_text_bytes or text.isascii():
             return len(text)

@@ -3,9 +3,9 @@
 
 The checkpoint's own processor prepares the inputs. Images are decoded in a separate process,
 because an image file may be hostile. There are two types of checkpoints. Checkpoints of the first
-type have a chat template, which renders a text, an image or both as a chat message. Checkpoints of
-the second type, such as ColPali, have one fixed prompt for pages (images) and one for queries
-(texts).
+type have a chat template. It renders a text, an image or both as a chat message. Checkpoints of the
+second type, such as ColPali, have two fixed prompts: one prompt for pages (images), and one prompt
+for queries (texts).
 """
 
 import base64
@@ -26,8 +26,8 @@ from nereid_backend.vision.image_process import ImageProcess
 
 # The worker for checkpoints with a chat template. The worker expects images in base64.
 _CHAT_IMAGE_WORKER = "nereid_backend.vision.image_worker"
-# A text that no query contains. A message is first built with this text as the document, and then
-# the text is replaced by a placeholder for the image.
+# A text that does not occur in queries. If the document is an image, a message is first built with
+# this text as the document. Then this text is replaced by a placeholder for the image.
 _IMAGE_MARK = "mark7image7mark"
 _TRUNCATE = "truncate: prompts of vision-language models cannot be truncated."
 
@@ -43,12 +43,14 @@ class ChatPrompts:
         """Load the processor.
 
         Raises:
-            ModelError: the processor is missing or broken, or a reranker has no chat template.
+            ModelError: the processor is missing or broken, or the checkpoint of a reranker has no
+                chat template.
         """
         self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
-        # sentence-transformers adds the beginning of an answer only if its files say so.
+        # sentence-transformers adds the beginning of an answer only if its files set
+        # add_generation_prompt.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
         if reranker is not None and not self._processor.has_template:
             raise ModelError(
@@ -56,7 +58,9 @@ class ChatPrompts:
             )
 
     def prepare(self, item: PoolingItem) -> ImagePrompt:
-        """Return the prompt of a text, of an image, of both, or of a query and a document.
+        """Convert an input to a prompt, and return the prompt.
+
+        The input is a text, an image, a text with an image, or a pair of a query and a document.
 
         Raises:
             RequestError: the image or the text is invalid.
@@ -75,7 +79,7 @@ class ChatPrompts:
         return self._prepare(messages, item.image, self._variables)
 
     def _prepare_pair(self, pair: tuple[str, str | bytes], instruction: str | None) -> ImagePrompt:
-        """Return the prompt of a query and a document, which may be an image."""
+        """Convert a pair of a query and a document to a prompt. The document may be an image."""
         assert self._reranker is not None
         query, document = pair
         image = document if isinstance(document, bytes) else None
@@ -87,11 +91,11 @@ class ChatPrompts:
     def _prepare(
         self, messages: list[dict[str, Any]], image: bytes | None, variables: dict[str, Any]
     ) -> ImagePrompt:
-        """Return the prompt of messages. A separate process decodes and prepares the image.
+        """Convert messages to a prompt. A separate process decodes and prepares the image.
 
         Args:
             messages: the messages, with a placeholder for the image.
-            image: the content of an image file; None without an image.
+            image: the content of an image file; None if the messages contain no image.
             variables: the variables of the chat template.
         """
         if image is None:
@@ -102,7 +106,7 @@ class ChatPrompts:
 
 
 class RetrievalPrompts:
-    """Prepares queries and pages for a checkpoint with one vector for each token.
+    """Prepares queries and pages for a checkpoint such as ColPali, with one vector for each token.
 
     Attributes:
         process: the process that decodes and prepares pages.
@@ -118,7 +122,7 @@ class RetrievalPrompts:
         self._processor = load_page_processor(spec.folder, spec.config)
 
     def prepare(self, item: PoolingItem) -> ImagePrompt:
-        """Return the prompt of a query (a text) or of a page (an image).
+        """Convert an input to a prompt. The input is a query (a text) or a page (an image).
 
         Raises:
             RequestError: the image is invalid, or the input has both a text and an image.
@@ -155,7 +159,7 @@ def check_length(prompt: ImagePrompt, limit: int, *, truncate: bool) -> None:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Return the content of a message as content parts, with an image in place of _IMAGE_MARK.
+    """Convert the content of a message to content parts. Replace _IMAGE_MARK by an image part.
 
     Example: "<Document>: mark7image7mark" returns [{"type": "text", "text": "<Document>: "},
     {"type": "image"}].

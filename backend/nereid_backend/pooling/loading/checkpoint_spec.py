@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of a checkpoint: its task, and how its vectors or scores are computed."""
+"""The description of a checkpoint: its task, and the computation of its vectors or scores."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 from nereid_backend.pooling.loading.late_interaction_files import LateInteraction
 from nereid_backend.pooling.loading.sentence_modules import ModuleSpec
 
-# The kinds of model that are loaded. Each kind has its own auto class of transformers, or is loaded
-# by the class that the config names (RETRIEVAL).
+# The kinds of models. For each kind except RETRIEVAL, transformers has an auto class that loads the
+# model. A RETRIEVAL model is loaded by the class that its config names.
 BASE = "base"  # a model without a head, whose token vectors are pooled
 SEQUENCE = "sequence"  # a classifier or reranker of whole texts
 TOKENS = "tokens"  # a classifier of single tokens
@@ -26,35 +26,37 @@ RETRIEVAL_HEAD = "ForRetrieval"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
-    """The description of a checkpoint, as read from its files.
+    """The description of a checkpoint. It is read from the checkpoint's files.
 
     Attributes:
         folder: the folder of the transformers model.
         config: the model's config.
         architecture: the name of the model's class in the config.
         task: "embed", "rerank" or "classify".
-        kinds: the kinds of output, the default one first (see PoolingItem.kind).
+        kinds: the kinds of output. The default kind is first (see PoolingItem.kind).
         loader: the kind of model that is loaded: BASE, SEQUENCE, TOKENS, MASKED, CAUSAL, TOWERS,
             IMAGE_CAUSAL or RETRIEVAL.
         has_modules: whether the checkpoint has a modules.json.
-        takes_messages: whether inputs are chat messages that the checkpoint's processor renders.
-            They can contain images.
-        poolers: the methods that turn token vectors into one vector. The results of several methods
-            are concatenated. Empty means the default for the model.
+        takes_messages: whether inputs are converted to chat messages, which the checkpoint's
+            processor renders. The messages can contain images.
+        poolers: the methods that combine token vectors into one vector. The results of several
+            methods are concatenated. An empty tuple means the default for the model.
         include_prompt: whether the tokens of a prompt are pooled, too.
-        token_modules: the modules that map token vectors, in order.
-        vector_modules: the modules that map the pooled vector, in order.
+        token_modules: the modules that convert token vectors to token vectors, in order.
+        vector_modules: the modules that convert the pooled vector to a vector, in order.
         normalizes: whether the vector is scaled to length 1. None means the default for the model.
         activation: the activation of scores: "none", "sigmoid" or "softmax".
-        answer_tokens: the token ids of "yes" and "no" of a generative reranker, if its files name
-            them. If the second id is None, the score is the logit of "yes" alone.
-        template_kwargs: the variables with which a generative reranker's chat template is rendered.
+        answer_tokens: for a generative reranker, the token ids of "yes" and "no" that its files
+            name. None means that the files name no token ids. If the second id is None, the score
+            is the logit of "yes" alone.
+        template_kwargs: the variables of the chat template.
         splade: the SPLADE pooling: "max" or "sum", and the number of times that log1p is applied.
-        late_interaction: how a checkpoint with only multi-vector output treats queries and
+        late_interaction: for a checkpoint with only multi-vector output, the rules for queries and
             documents.
         prompts: the texts of prompts by name.
         default_prompt_name: the name of the prompt for inputs that name no prompt.
-        max_seq_length: the length limit of inputs in tokens, if the files have one.
+        max_seq_length: the length limit of inputs in tokens. None means that the files contain no
+            limit.
         lower_case: whether text is converted to lower case before the text is tokenised.
     """
 

@@ -27,14 +27,14 @@ def choose_task(
     """Return the task of the checkpoint: "embed", "rerank" or "classify".
 
     Args:
-        settings: the settings, of which `task` and `pooling` are read.
+        settings: the settings. Only `task` and `pooling` are read.
         architecture: the name of the model's class in the config.
-        modules: the modules in modules.json; empty if the checkpoint has no such file.
+        modules: the modules in modules.json. The list is empty if the checkpoint has no such file.
         config: the config of the transformers model.
         folder: the folder of the transformers model, for error messages.
 
     Raises:
-        ConfigError: the checkpoint does not support the task in the settings, or any task.
+        ConfigError: the checkpoint supports no task, or does not support the task in the settings.
     """
     if settings.pooling is not None and settings.task in ("rerank", "classify"):
         raise ConfigError(
@@ -69,7 +69,7 @@ def choose_task(
 def _task_from_files(
     architecture: str, modules: list[ModuleSpec], config: PretrainedConfig, folder: Path
 ) -> str:
-    """Return the task of the checkpoint for task=auto, derived from its files.
+    """Derive the task of a checkpoint from its files. This is for the setting task=auto.
 
     Raises:
         ConfigError: the files describe a generative checkpoint, whose task must be set.

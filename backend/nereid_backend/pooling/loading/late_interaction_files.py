@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads how a checkpoint with late interaction, such as ColBERT, treats queries and documents.
+"""Reads the rules of a checkpoint with late interaction, such as ColBERT.
+
+The rules describe the treatment of queries and documents.
 
 Such a model returns one vector for each token. Three formats of files describe the differences
 between queries and documents:
@@ -23,11 +25,12 @@ QUERY = "query"
 DOCUMENT = "document"
 # The architecture in the config.json of Stanford's checkpoints. transformers has no such class.
 STANFORD_ARCHITECTURE = "HF_ColBERT"
-# Stanford's checkpoints store the projection of token vectors next to the weights of the encoder.
+# The name of a weight in Stanford's checkpoints: the projection of token vectors. It is in the same
+# file as the weights of the encoder.
 STANFORD_PROJECTION = "linear.weight"
 _STANFORD_FILE = "artifact.metadata"
 _PYLATE_TYPE = "ColBERT"
-# Each of these keys in config_sentence_transformers.json shows that PyLate wrote the file.
+# If config_sentence_transformers.json contains one of these keys, PyLate has written the file.
 _PYLATE_KEYS = {
     *("query_prefix", "document_prefix", "query_length", "document_length", "skiplist_words"),
     *("do_query_expansion", "attend_to_expansion_tokens", "attend_to_mask_tokens"),
@@ -38,11 +41,11 @@ _DEFAULT_QUERY_LENGTH = 32
 
 @dataclass(frozen=True, slots=True)
 class QueryExpansion:
-    """Mask tokens that are appended to short queries.
+    """The rule that appends mask tokens to short queries.
 
     Attributes:
         length: the number of tokens to which a query is expanded.
-        is_limit: whether a query may have at most `length` tokens.
+        is_limit: whether `length` is also the length limit of queries.
         is_attended: whether the other tokens attend to the mask tokens. If False, the mask tokens
             attend to the query, but no token attends to a mask token.
         token: the text of the appended token. None means the tokenizer's mask token.
@@ -59,14 +62,17 @@ class LateInteraction:
     """The differences between the queries and the documents of a checkpoint.
 
     Attributes:
-        query_length: the length limit of queries in tokens; None if queries have no separate limit.
-        document_length: the length limit of documents in tokens; None if documents have no separate
-            limit.
-        expansion: the mask tokens that are appended to short queries; None without them.
-        markers: the markers of queries and documents, by "query" and "document". A marker is one
-            token that precedes a text, such as "[unused0] ".
-        skip_words: tokens without a vector, such as punctuation.
-        skip_roles: the texts to which `skip_words` applies: "query", "document" or both.
+        query_length: the length limit of queries in tokens. None means that queries have no
+            separate limit.
+        document_length: the length limit of documents in tokens. None means that documents have no
+            separate limit.
+        expansion: the rule that appends mask tokens to short queries. None means that nothing is
+            appended.
+        markers: maps "query" and "document" to a marker. A marker is one token that precedes a
+            text, such as "[unused0] ".
+        skip_words: the tokens that have no vector in the output, such as punctuation.
+        skip_roles: the roles of the texts to which `skip_words` applies: "query", "document" or
+            both.
     """
 
     query_length: int | None = None
@@ -78,23 +84,23 @@ class LateInteraction:
 
     @property
     def treats_queries(self) -> bool:
-        """Whether a query is treated differently from a document, apart from the prompts."""
+        """Whether queries and documents are treated differently. Different prompts do not count."""
         skips_only_documents = bool(self.skip_words) and QUERY not in self.skip_roles
         return self.query_length is not None or self.expansion is not None or skips_only_documents
 
     def length(self, role: str) -> int | None:
-        """Return the length limit of queries or documents in tokens; None without one.
+        """Return the largest number of tokens of a query or of a document; None for no limit.
 
         `role` is "query" or "document".
         """
         return self.query_length if role == QUERY else self.document_length
 
     def longest(self, max_seq_length: int | None) -> int | None:
-        """Return the length limit of the longer kind of text: queries or documents.
+        """Return the larger of two length limits: the limit of queries and the limit of documents.
 
         Args:
-            max_seq_length: the limit for documents if there is no separate limit for them. None
-                means that the files have no limit for documents, so None is returned.
+            max_seq_length: the length limit of documents if `document_length` is None. If both are
+                None, documents have no limit, and the result is None.
         """
         document_length = self.document_length or max_seq_length
         if document_length is None:
@@ -102,9 +108,10 @@ class LateInteraction:
         return max(document_length, self.query_length or 0)
 
     def mark(self, prompts: Mapping[str, str]) -> dict[str, str]:
-        """Return the prompts of a checkpoint, by name, with the markers of queries and documents.
+        """Add the markers of queries and documents to the prompts of a checkpoint.
 
-        The name "query" is added if queries are treated differently, so that clients can select it.
+        Return the new prompts by name. If queries are treated differently, the result contains the
+        name "query", so that clients can select this name.
 
         Example: {"query": "find: "} and the marker "[Q] " of queries return
         {"query": "[Q] find: "}.
@@ -124,7 +131,7 @@ def read_late_interaction(
     saved: Mapping[str, Any],
     modules: Sequence[ModuleSpec],
 ) -> LateInteraction:
-    """Return the treatment of queries and documents that a checkpoint's files describe.
+    """Return the rules for queries and documents that a checkpoint's files describe.
 
     Args:
         root: the folder of the checkpoint.
@@ -161,7 +168,7 @@ def read_late_interaction(
     )
 
 
-# The keys of the settings file. They override the values of PyLate's file.
+# The keys that are read from the settings file. Their values override the values in PyLate's file.
 _SETTINGS = ("query_length", "document_length", "query_expansion")
 
 
@@ -178,7 +185,10 @@ def is_pylate(saved: Mapping[str, Any]) -> bool:
 
 
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in PyLate's file, by the names that sentence-transformers uses."""
+    """Return the values in PyLate's file.
+
+    The keys are the names that sentence-transformers uses.
+    """
     values = {name: saved.get(name) for name in (*_SETTINGS, "skiplist_words")}
     if is_pylate(saved) and values["skiplist_words"] is None:
         values["skiplist_words"] = list(string.punctuation)
@@ -197,7 +207,10 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in Stanford's file, by the names that sentence-transformers uses."""
+    """Return the values in Stanford's file.
+
+    The keys are the names that sentence-transformers uses.
+    """
     skips_punctuation = metadata.get("mask_punctuation", True)
     return {
         "document_length": metadata.get("doc_maxlen"),
@@ -215,7 +228,7 @@ def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401 - JSON
-    """Return the query expansion that a JSON object of sentence-transformers describes.
+    """Convert a JSON object of sentence-transformers to a QueryExpansion.
 
     Example: {"strategy": "fixed", "length": 32} returns QueryExpansion(length=32, is_limit=True,
     is_attended=False).
@@ -242,7 +255,10 @@ def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401
 
 
 def _length(root: Path, name: str, value: Any) -> int | None:  # noqa: ANN401 - JSON
-    """Return a number of tokens in the checkpoint's files; None if the files contain none."""
+    """Validate a number of tokens from the checkpoint's files, and return the number.
+
+    If the files do not contain the number, return None.
+    """
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -56,8 +56,8 @@ _AUTO: dict[str, Any] = {
     IMAGE_CAUSAL: AutoModelForImageTextToText,
     TOWERS: AutoModel,
 }
-# A tensor whose name ends with one of these texts is constant. A checkpoint may lack such a tensor,
-# or contain such a tensor although the model does not need it. Neither case is an error.
+# A tensor whose name ends with one of these texts is constant. If a checkpoint lacks such a tensor,
+# or contains such a tensor that the model does not need, this is not an error.
 _NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
 
 
@@ -67,13 +67,14 @@ class Encoder:
 
     Attributes:
         model: the model with its head, on `device`, in eval mode.
-        base: the part of the model that computes token vectors. It is the model itself if there is
-            no head, and the text tower of a model with a text and an image tower.
+        base: the submodule that computes token vectors. If the model has no head, `base` is the
+            model itself. If the model has a text tower and an image tower, `base` is the text
+            tower.
         tokenizer: the tokenizer of the checkpoint.
         device: the device of the weights.
         own_attention: the name of the attention implementation with which the model was loaded.
-        takes_hook: whether the model accepts Nereid's attention implementation. The model's code
-            may still ignore it.
+        takes_hook: whether the model accepts Nereid's attention implementation. The code of a model
+            that accepts the implementation may still ignore it.
     """
 
     model: PreTrainedModel
@@ -131,8 +132,9 @@ def load_encoder(
     model.train(False)
     text = model.config.get_text_config()
     if spec.loader == SEQUENCE and text.pad_token_id is None:
-        # Some heads use the last token that is not padding, and fail if the config names no padding
-        # token. The id -1 occurs in no text, so these heads use the last token of each text.
+        # Some heads use the last token that is not padding. If the config names no padding token,
+        # such a head fails. The id -1 occurs in no text, so with this id the head uses the last
+        # token of each text.
         text.pad_token_id = -1
     own_attention = str(model.config._attn_implementation)
     takes_hook = _accepts_attention(model, attention, own_attention)
@@ -147,7 +149,7 @@ def load_encoder(
 
 
 def _base_module(spec: CheckpointSpec, model: PreTrainedModel) -> Any:  # noqa: ANN401 - transformers types base_model as a plain module
-    """Return the part of the model that computes token vectors (see Encoder.base)."""
+    """Return the submodule that computes token vectors (see Encoder.base)."""
     if spec.loader in (BASE, RETRIEVAL):
         return model
     if spec.loader == TOWERS:
@@ -160,8 +162,8 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
 
     Raises:
         ModelError: the tokenizer is missing or broken.
-        UnsupportedModelError: the tokenizer cannot report the characters of each token, which a
-            classifier of single tokens needs.
+        UnsupportedModelError: the model classifies single tokens, but the tokenizer cannot report
+            the characters of each token.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -188,7 +190,7 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
 
 
 def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) -> None:
-    """Make the tokenizer convert the marker of queries or documents to one token.
+    """Change the tokenizer, so that it converts each marker of queries or documents to one token.
 
     Without this function, a tokenizer may split the marker "[unused0]" into several tokens, because
     the marker is an ordinary entry of the vocabulary. A marker that the vocabulary does not contain
@@ -196,7 +198,8 @@ def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) 
     """
     vocabulary = tokenizer.get_vocab()
     for _, marker in spec.late_interaction.markers:
-        # The vocabulary may contain the marker with the space at its end or without it.
+        # The marker ends with a space. The vocabulary may contain the marker with or without this
+        # space.
         known = next((text for text in (marker, marker.strip()) if text in vocabulary), None)
         if known is not None and tokenizer.tokenize(known) != [known]:
             token = AddedToken(known, normalized=False, special=True)
@@ -210,7 +213,10 @@ def accepts(function: Callable[..., object], name: str) -> bool:
 
 
 def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model with its weights on the CPU. `load_encoder` documents the errors."""
+    """Load the model and its weights to the CPU.
+
+    The docstring of `load_encoder` lists the errors.
+    """
     arguments = weight_arguments(spec.folder, spec.config, dtype)
     try:
         load, extra = _loader(
@@ -241,7 +247,7 @@ def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the progress bars and the reports of transformers."""
+    """Return a context without progress bars and reports of transformers."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -270,7 +276,7 @@ def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: st
 
 
 def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
-    """Raise an error if weights of the model are missing, or if weights of the file are unused.
+    """Raise an error if the file lacks weights of the model, or contains unused weights.
 
     Args:
         spec: the description of the checkpoint.
@@ -278,7 +284,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
 
     Raises:
         ModelError: weights are missing.
-        UnsupportedModelError: weights are unused, and the model has a class of its own.
+        UnsupportedModelError: weights are unused, and transformers has no class for the model.
     """
     missing = sorted(k for k in report["missing_keys"] if not k.endswith(_NOT_SAVED))
     if missing:
@@ -295,8 +301,9 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
     )
     if spec.architecture == STANFORD_ARCHITECTURE and STANFORD_PROJECTION in unused:
         unused.remove(STANFORD_PROJECTION)  # OutputLayers contains the projection
-    # A class of transformers has weights of a head that another task leaves out, so unused weights
-    # are normal. A class that transformers does not have may compute something else with them.
+    # If transformers has the class of the model, unused weights are normal: they belong to a head
+    # that this task does not need. If transformers does not have the class, the class may need the
+    # unused weights for a different computation.
     if unused and not hasattr(transformers, spec.architecture):
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: transformers has no such class, and the class "
@@ -306,9 +313,9 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
 
 
 def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return a function that loads the model, and the keyword arguments for this function.
+    """Return two values: a function that loads the model, and its keyword arguments.
 
-    `has_folder` is whether transformers reads the weights from the folder of the checkpoint. The
+    `has_folder` determines whether transformers reads the weights from the checkpoint's folder. The
     auto classes cannot load a model without a folder.
     """
     if spec.loader == RETRIEVAL:
@@ -326,8 +333,8 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
         return load_with_auto_class
     if spec.loader != BASE:
         return model_class.from_pretrained, {}
-    # The model is loaded without an output layer for a task. In an encoder-decoder model, only the
-    # encoder then computes the token vectors.
+    # The model has no head here. In an encoder-decoder model without a head, only the encoder
+    # computes the token vectors.
     if getattr(spec.config, "is_encoder_decoder", False):
         model_class = _encoder_alone(spec, model_class)
     # The model's own pooler is not used, and its weights are often untrained.
@@ -336,7 +343,7 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
 
 
 def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers
-    """Return the class that the auto class `auto` has for a config; None if it has no class."""
+    """Return the class that the auto class `auto` assigns to a config, or None."""
     try:
         mapped = auto._model_mapping[type(spec.config)]
     except KeyError:

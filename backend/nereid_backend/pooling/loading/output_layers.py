@@ -18,8 +18,8 @@ from nereid_backend.pooling.loading.vector_layers import (
     load_projection,
 )
 
-# If a model has dense and sparse output, the sparse output contains no weights for these special
-# tokens. The names are attributes of the tokenizer.
+# If a model has dense and sparse output, the sparse output contains no weights for certain special
+# tokens. The following names are the tokenizer's attributes for these tokens.
 _TOKENS_WITHOUT_WEIGHT = (
     *("cls_token_id", "eos_token_id", "sep_token_id"),
     *("pad_token_id", "unk_token_id"),
@@ -28,16 +28,16 @@ _TOKENS_WITHOUT_WEIGHT = (
 
 @dataclass(frozen=True, slots=True)
 class OutputLayers:
-    """The layers between token vectors and the outputs.
+    """The layers that convert token vectors to the outputs.
 
     Attributes:
-        tokens: the layers that map token vectors, in order.
-        vector: the layers that map the pooled vector, in order.
-        sparse: the layer that maps a token vector to its weight, for models with dense and sparse
-            output.
-        multi_vector: the layer that maps token vectors, for models with dense and multi-vector
-            output.
-        skipped: the tokens without a weight in the sparse output, and without a vector in a
+        tokens: the layers that convert token vectors to token vectors, in order.
+        vector: the layers that convert the pooled vector to a vector, in order.
+        sparse: for a model with dense and sparse output, the layer that converts a token vector to
+            a weight.
+        multi_vector: for a model with dense and multi-vector output, the layer that converts token
+            vectors to the output vectors.
+        skipped: the ids of the tokens that have no weight in the sparse output, and no vector in a
             multi-vector output (see LateInteraction.skip_roles).
     """
 
@@ -49,7 +49,7 @@ class OutputLayers:
 
 
 def load_output_layers(root: Path, spec: CheckpointSpec, encoder: Encoder) -> OutputLayers:
-    """Load the layers between token vectors and the outputs.
+    """Load the layers that convert token vectors to the outputs.
 
     Args:
         root: the folder of the checkpoint.
@@ -82,8 +82,8 @@ def _skipped_tokens(
 ) -> frozenset[int]:
     """Return the ids of the tokens that the sparse and multi-vector outputs leave out.
 
-    With a sparse layer, these are special tokens. The files of a multi-vector model name further
-    tokens, such as punctuation.
+    If the model has a sparse layer, the result contains special tokens. If the files of a
+    multi-vector model name further tokens, such as punctuation, the result contains these tokens.
     """
     skipped: set[int] = set()
     if has_sparse_layer:

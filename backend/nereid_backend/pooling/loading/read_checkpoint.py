@@ -48,8 +48,8 @@ from nereid_backend.pooling.loading.sentence_modules import (
 from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
 from nereid_backend.vision.load_processor import has_chat_template, has_processor
 
-# In older configs, the module Pooling has one boolean field for each pooling method. This dict maps
-# the name of each field to the pooling method.
+# In an older checkpoint, the config of the module Pooling has one boolean field for each pooling
+# method. This dict maps the name of each field to the pooling method.
 _LEGACY_POOLERS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -63,8 +63,8 @@ _LEGACY_POOLERS = {
 _SETTINGS_FILES = "sentence_*_config.json"
 # The file with the settings of the whole checkpoint, such as its prompts.
 _SAVED_FILE = "config_sentence_transformers.json"
-# The settings file stores the variables of the chat template together with these settings of the
-# tokenizer. The settings are not passed to the template.
+# In the settings file, one object contains the variables of the chat template and these settings of
+# the tokenizer. The settings are not passed to the template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 
 
@@ -72,7 +72,7 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     """Return the description of the checkpoint in the folder `settings.model`.
 
     Raises:
-        ModelError: a file is missing or broken, or names something that is not supported.
+        ModelError: a file is missing or broken, or requires something that is not supported.
         ConfigError: the setting `task` or `pooling` does not fit the checkpoint.
     """
     root = Path(settings.model)
@@ -117,7 +117,7 @@ def _read_base(
     task: str,
     saved: dict[str, Any],
 ) -> CheckpointSpec:
-    """Return a description with only the fields that every task has.
+    """Return a description in which only the fields of every task are set.
 
     `saved` is the content of config_sentence_transformers.json. The other arguments are fields of
     the description.
@@ -183,9 +183,9 @@ def _describe_scoring(
 
 
 def _describe_head(base: CheckpointSpec, activation: str | None) -> CheckpointSpec:
-    """Return the description of a model with a head for scores.
+    """Return the description of a model whose head computes scores.
 
-    `activation` is the activation in the checkpoint's files; None if they name none.
+    `activation` is the activation that the checkpoint's files name, or None.
     """
     if base.config.num_labels != 1:
         return replace(
@@ -199,9 +199,9 @@ def _describe_head(base: CheckpointSpec, activation: str | None) -> CheckpointSp
 def _describe_generative_reranker(
     base: CheckpointSpec, modules: list[ModuleSpec], activation: str | None
 ) -> CheckpointSpec:
-    """Return the description of a model that answers "yes" or "no".
+    """Return the description of a generative reranker.
 
-    `activation` is the activation in the checkpoint's files; None if they name none.
+    `activation` is the activation that the checkpoint's files name, or None.
     """
     answer_tokens = None
     logit_score = find_config(modules, "LogitScore")
@@ -258,7 +258,7 @@ def _describe_embedding(
     """
     if settings.pooling == "splade":
         return replace(base, kinds=("sparse",), loader=MASKED)
-    # The modules after the transformers model.
+    # The modules that follow the transformers model.
     later = [module for module in modules[1:] if module.kind != "Dropout"]
     splade = find_config(later, "SpladePooling")
     if splade is not None:
@@ -292,8 +292,8 @@ def _describe_multi_vector(
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with only multi-vector output, such as ColBERT.
 
-    The modules `later` after the transformers model do not include a Pooling module. The list is
-    empty for a checkpoint in the format of Stanford's ColBERT.
+    `later` contains the modules that follow the transformers model, and no Pooling module. The list
+    is empty for a checkpoint in the format of Stanford's ColBERT.
     """
     is_stanford = base.architecture == STANFORD_ARCHITECTURE
     saved = read_json(root / _SAVED_FILE)
@@ -329,8 +329,8 @@ def _describe_dense(
 ) -> CheckpointSpec:
     """Return the description of a checkpoint with dense output.
 
-    The checkpoint may have sparse and multi-vector output, too. `later` is the list of the modules
-    after the transformers model. It may be empty.
+    The checkpoint may have sparse and multi-vector output, too. `later` contains the modules that
+    follow the transformers model. The list may be empty.
     """
     pooling = next((module for module in later if module.kind == "Pooling"), None)
     includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
@@ -360,13 +360,13 @@ def _describe_dense(
 
 
 def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
-    """Return the pooling methods in the config of the module `pooling`, in the order of the config.
+    """Return the pooling methods that the config of the module `pooling` names, in order.
 
     If `pooling` is None, the result is empty, and the model determines the method. If the config of
     the module names no method, the result is ("mean",).
 
-    Examples: {"pooling_mode": "cls"} and, in older checkpoints, {"pooling_mode_cls_token": true}
-    return ("cls",).
+    Example: {"pooling_mode": "cls"} returns ("cls",). In an older checkpoint,
+    {"pooling_mode_cls_token": true} returns ("cls",).
 
     Raises:
         UnsupportedModelError: a method is not supported.
@@ -390,7 +390,7 @@ def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
 
 
 def _has_towers(config: PretrainedConfig) -> bool:
-    """Return whether the model has a text encoder and an image encoder with a common space."""
+    """Return whether the model has a text encoder and an image encoder with comparable vectors."""
     modules = (getattr(config, name, None) for name in ("text_config", "vision_config"))
     return all(modules) and hasattr(config, "projection_dim")
 
@@ -400,9 +400,9 @@ def _takes_messages(
 ) -> bool:
     """Return whether a checkpoint is a vision-language model whose inputs are chat messages.
 
-    The settings of sentence-transformers name the kinds of inputs in `modality_config`. Without
-    this entry, a checkpoint with an image processor and a chat template takes messages, as in
-    sentence-transformers.
+    In the settings of sentence-transformers, `modality_config` names the kinds of inputs. If this
+    entry is missing, the rule of sentence-transformers applies: inputs are chat messages if the
+    checkpoint has an image processor and a chat template.
     """
     modalities = settings.get("modality_config")
     if modalities is not None and "message" not in modalities:

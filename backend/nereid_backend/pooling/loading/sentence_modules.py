@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the list of modules of a sentence-transformers checkpoint, modules.json."""
+"""Reads the file modules.json, the list of modules of a sentence-transformers checkpoint."""
 
 import json
 from collections.abc import Iterable
@@ -9,8 +9,9 @@ from typing import Any
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# A model with dense output may have these additional files, each with one linear layer. The first
-# layer computes a sparse output, and the second layer computes a multi-vector output.
+# A model with dense output may have these additional files. Each file contains one linear layer.
+# The layer of the first file computes a sparse output. The layer of the second file computes a
+# multi-vector output.
 SPARSE_FILE = "sparse_linear.pt"
 MULTI_VECTOR_FILE = "colbert_linear.pt"
 
@@ -45,9 +46,9 @@ class ModuleSpec:
 
     @property
     def maps_tokens(self) -> bool:
-        """Whether the input of the module is token vectors.
+        """Whether the module converts token vectors.
 
-        Otherwise, the input is the pooled vector.
+        Otherwise, the module converts the pooled vector.
         """
         return self.config.get("module_input_name") == _TOKEN_VECTORS
 
@@ -83,12 +84,12 @@ def read_modules(root: Path) -> list[ModuleSpec]:
 
 
 def is_embedder(modules: Iterable[ModuleSpec]) -> bool:
-    """Return whether the list contains a module that only embedding models have."""
+    """Return whether `modules` contains a module that only embedding models have."""
     return any(module.kind in _EMBEDDING_MODULES for module in modules)
 
 
 def find_config(modules: Iterable[ModuleSpec], kind: str) -> dict[str, Any] | None:
-    """Return the config of the first module of a kind; None if there is no such module."""
+    """Return the config of the first module of the kind `kind`; None if there is no such module."""
     return next((module.config for module in modules if module.kind == kind), None)
 
 

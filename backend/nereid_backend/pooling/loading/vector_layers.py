@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of sentence-transformers that map vectors to vectors, and their weights.
+"""The modules of sentence-transformers that convert vectors to vectors, and their weights.
 
 All computations are in float32, whatever the model's data type, because they are cheap.
 """
@@ -30,13 +30,14 @@ _READ_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module of sentence-transformers that maps vectors to vectors.
+    """A module of sentence-transformers that converts vectors to vectors.
 
     Attributes:
         kind: "Dense", "LayerNorm" or "Normalize".
-        weights: the weights of a Dense or LayerNorm by name, float32.
-        activation: the activation after a Dense; None without one.
-        residual: whether a Dense adds its input to its output.
+        weights: the weights of a module of the kind "Dense" or "LayerNorm" by name, float32.
+        activation: the activation that follows a module of the kind "Dense"; None if no activation
+            follows.
+        residual: whether a module of the kind "Dense" adds its input to its output.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Layer:
     residual: bool = False
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """Map float32 vectors [..., in_features] to float32 vectors [..., out_features]."""
+        """Convert float32 vectors [..., in_features] to float32 vectors [..., out_features]."""
         if self.kind == "Normalize":
             return functional.normalize(vectors, dim=-1)
         weight = self.weights
@@ -111,7 +112,7 @@ def load_linear(path: Path, device: torch.device) -> Layer:
 
 
 def load_projection(folder: Path, name: str, device: torch.device) -> Layer:
-    """Load a linear layer without a bias from the weights of the encoder in the folder `folder`.
+    """Load a linear layer without a bias. Its matrix is among the weights of the encoder.
 
     Args:
         folder: the folder of the checkpoint.
@@ -131,7 +132,7 @@ def load_projection(folder: Path, name: str, device: torch.device) -> Layer:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a module by name, as stored."""
+    """Return the weights of a module by name, without a conversion of the data type."""
     path = folder / "model.safetensors"
     try:
         if path.is_file():
@@ -145,7 +146,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _activation(module: ModuleSpec) -> Callable[[Tensor], Tensor] | None:
-    """Return the activation of a Dense module; None for the identity."""
+    """Return the activation of a module of the kind "Dense"; None for the identity."""
     name = str(module.config.get("activation_function") or "torch.nn.modules.activation.Tanh")
     package, _, class_name = name.rpartition(".")
     activation_class: Any = None

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `executor`, and the engine process to which it sends requests."""
+"""The Triton model `executor`, and the engine process.
+
+`executor` sends requests to this process.
+"""

@@ -9,8 +9,8 @@ A client calls the model `executor` with one of these sets of request parameters
     reload_weights=FOLDER running_requests=MODE     replace the weights ("finish" or "refuse")
 
 The output `state` of the response is JSON text with the names of all adapters: `{"adapters": ["a",
-"b"]}`. Every engine process makes each change. A new engine process begins with the checkpoint and
-the adapters of the settings, so the changes are repeated after a restart.
+"b"]}`. Every engine process makes each change. A restarted engine process begins with the
+checkpoint and the adapters of the settings, so all changes are sent to the process again.
 """
 
 import contextlib
@@ -45,11 +45,11 @@ class _Change:
 
     Attributes:
         sender: the response sender of the request.
-        message: the message that was sent to the engine processes, without its id.
+        message: the message to the engine processes, without the id of the message.
         missing: the numbers of the engine processes that have not answered yet.
         is_made: whether at least one engine process has made the change.
-        refusal: the error of an engine process that has refused the change; None if no process has
-            refused the change.
+        refusal: the error with which an engine process has refused the change; None if no process
+            has refused the change.
     """
 
     sender: Any
@@ -62,22 +62,24 @@ class _Change:
 class AdapterCalls:
     """Stores the unanswered requests about adapters and weights, and the names of all adapters.
 
-    A request is answered when every engine process has made the change, has refused the change, or
-    has died. Any thread may call `put`. Only the loop's thread may call the other methods.
+    An engine process is done with a change when it has made the change, has refused the change, or
+    has died. A request is answered when every engine process is done. Any thread may call `put`.
+    Only the loop's thread may call the other methods.
     """
 
     def __init__(self) -> None:
         self._new: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
         self._ids = itertools.count(1)
-        # The key is the id of the message to the engine processes.
+        # Maps the id of a message to the engine processes to the change.
         self._waiting: dict[str, _Change] = {}
-        # The last successful message about each adapter and about the weights, without its id.
+        # The last successful message about each adapter and about the weights, without the
+        # message's id.
         self._history: dict[str, list[str]] = {}
         # The names of the adapters in each engine process.
         self._names: dict[int, list[str]] = {}
 
     def put(self, parameters: Mapping[str, Any], sender: Any) -> None:  # noqa: ANN401
-        """Queue a request for `take_new`.
+        """Queue a request. `take_new` will return the request.
 
         Args:
             parameters: the parameters of the request.
@@ -91,8 +93,8 @@ class AdapterCalls:
     def take_new(self) -> list[tuple[list[str] | None, Any]]:
         """Remove and return the queued requests.
 
-        Each request is a pair of the message without its id and the response sender. The message of
-        a request that lists the adapters is None.
+        Each request is a pair: the message without an id, and the response sender. If a request
+        lists the adapters, its message is None.
         """
         requests = []
         with contextlib.suppress(queue.Empty):
@@ -115,11 +117,11 @@ class AdapterCalls:
     def answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
         """Record that an engine process has made a change.
 
-        Return the response to the client if all engine processes have answered now, else None.
+        If all engine processes are done now, return the response to the client, otherwise None.
 
         Args:
-            call_id: the id of the message that asked for the change. "" if the process has just
-                started.
+            call_id: the id of the message that requested the change. "" means that the process has
+                just started.
             replica: the number of the process.
             names: the names of all adapters in the process after the change.
         """
@@ -131,7 +133,10 @@ class AdapterCalls:
         return self._note_answer(call_id, change, replica)
 
     def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
-        """Record that an engine process has refused a change; see `answer` for the result."""
+        """Record that an engine process has refused a change.
+
+        The docstring of `answer` describes the result.
+        """
         change = self._waiting.get(call_id)
         if change is None:
             return None
@@ -141,8 +146,8 @@ class AdapterCalls:
     def drop(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died, and return the responses that can now be sent.
 
-        These are the responses to the requests that only waited for this process. If no other
-        engine process has made or refused the change, the response is `error`.
+        Some requests waited only for the dead process, and get a response now. If no other engine
+        process has made or refused the change, this response is `error`.
         """
         if len(self._names) > 1:
             self._names.pop(replica, None)
@@ -155,17 +160,20 @@ class AdapterCalls:
         return [answer for answer in answers if answer is not None]
 
     def listing(self) -> Tensors:
-        """Return the output tensors with the names of the adapters that every process has."""
+        """Return the output tensors that contain a list of adapters.
+
+        The list contains the name of each adapter that every engine process has.
+        """
         first, *others = [*self._names.values()] or [[]]
         names = [name for name in first if all(name in other for other in others)]
         text = json.dumps({"adapters": names}).encode()
         return {tensor_names.STATE: np.frombuffer(text, np.uint8)}
 
     def history(self, replica: int) -> list[list[str]]:
-        """Return the messages that repeat all changes in a new engine process.
+        """Return the messages that repeat all changes in a restarted engine process.
 
-        An adapter that the new process does not have need not be unloaded. The unanswered changes
-        are included, because they were sent only to the other processes.
+        The unanswered changes are included, because they were sent only to the other processes. A
+        message that unloads an adapter is included only if the restarted process has the adapter.
 
         Args:
             replica: the number of the process.
@@ -179,16 +187,16 @@ class AdapterCalls:
         ]
 
     def take_waiting(self) -> list[Any]:
-        """Remove all requests, and return their response senders."""
+        """Remove all unanswered and all queued requests, and return their response senders."""
         senders = [change.sender for change in self._waiting.values()]
         senders += [sender for _, sender in self.take_new()]
         self._waiting.clear()
         return senders
 
     def _note_answer(self, call_id: str, change: _Change, replica: int) -> Answer | None:
-        """Record that an engine process has answered, has refused the change, or has died.
+        """Record that an engine process is done with a change.
 
-        Return the response to the client if no other process must answer, else None.
+        If no other process must answer, return the response to the client, otherwise None.
         """
         change.missing.discard(replica)
         if change.missing:
@@ -206,9 +214,9 @@ class AdapterCalls:
 
 
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
-    """Return the message to the engine processes for a request, without its id.
+    """Convert the parameters of a request to the message to the engine processes, without an id.
 
-    Return None for a request that lists the adapters. Example: the parameters load_lora="a" and
+    If the request lists the adapters, return None. Example: the parameters load_lora="a" and
     lora_path="/path" return `["load_lora", "a", "/path"]`.
 
     Raises:
@@ -238,7 +246,7 @@ def is_adapter_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def _with_id(message: list[str], call_id: str) -> list[str]:
-    """Insert an id into a message, after the message's kind.
+    """Insert an id after the first element of a message, and return the new message.
 
     Example: `_with_id(["unload_lora", "a"], "adapter-1")` returns `["unload_lora", "adapter-1",
     "a"]`.

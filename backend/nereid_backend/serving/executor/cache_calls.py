@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that read the statistics of the prefix cache, or extend or drop its sessions.
+"""Requests about the prefix cache: they read its statistics, or extend or drop its sessions.
 
 A client calls the model `executor` with these request parameters:
 
@@ -9,7 +9,8 @@ A client calls the model `executor` with these request parameters:
     cache=drop                                                   remove all cached blocks
 
 The parameter `client_id` limits each call to the sessions of one client. Every engine process
-answers each call, and the output `state` of the response is JSON text with the sums.
+answers each call. The output `state` of the response is JSON text that contains the sum of all
+answers.
 """
 
 import contextlib
@@ -42,7 +43,8 @@ class _Call:
         sender: the response sender of the request.
         missing: the numbers of the engine processes that have not answered yet.
         answers: the answers of the other engine processes.
-        error: the error of an engine process that has refused the call or has died.
+        error: the error of an engine process that has refused the call or has died; None without
+            such a process.
     """
 
     sender: Any
@@ -63,7 +65,7 @@ class CacheCalls:
         self._waiting: dict[str, _Call] = {}
 
     def put(self, parameters: Mapping[str, Any], sender: Any) -> None:  # noqa: ANN401
-        """Queue a request for `take_new`.
+        """Queue a request. `take_new` will return the request.
 
         Raises:
             RequestError: a parameter is missing or wrong.
@@ -96,7 +98,8 @@ class CacheCalls:
     def answer(self, call_id: str, replica: int, values: dict[str, Any]) -> Answer | None:
         """Record the answer of an engine process.
 
-        Return the response to the client if all engine processes have answered now, else None.
+        If all engine processes have answered now, return the response to the client, otherwise
+        None.
         """
         call = self._waiting.get(call_id)
         if call is None:
@@ -105,7 +108,10 @@ class CacheCalls:
         return self._note_answer(call_id, call, replica)
 
     def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
-        """Record that an engine process has refused a call; see `answer` for the result."""
+        """Record that an engine process has refused a call.
+
+        The docstring of `answer` describes the result.
+        """
         call = self._waiting.get(call_id)
         if call is None:
             return None
@@ -113,20 +119,26 @@ class CacheCalls:
         return self._note_answer(call_id, call, replica)
 
     def drop(self, replica: int, error: NereidError) -> list[Answer]:
-        """Record that an engine process has died, and return the responses that can now be sent."""
+        """Record that an engine process has died. Return the responses that can be sent now.
+
+        These responses belong to requests that waited only for the dead process.
+        """
         calls = [(one, call) for one, call in self._waiting.items() if replica in call.missing]
         answers = [self.refuse(call_id, replica, error) for call_id, _ in calls]
         return [answer for answer in answers if answer is not None]
 
     def take_waiting(self) -> list[Any]:
-        """Remove all requests, and return their response senders."""
+        """Remove all unanswered and all queued requests, and return their response senders."""
         senders = [call.sender for call in self._waiting.values()]
         senders += [sender for _, sender in self.take_new()]
         self._waiting.clear()
         return senders
 
     def _note_answer(self, call_id: str, call: _Call, replica: int) -> Answer | None:
-        """Record that an engine process has answered. Return the response after the last answer."""
+        """Record that an engine process has answered a call.
+
+        If no other process must answer, return the response to the client, otherwise None.
+        """
         call.missing.discard(replica)
         if call.missing:
             return None
@@ -144,7 +156,7 @@ def is_cache_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def _read_call(parameters: Mapping[str, Any]) -> list[Any]:
-    """Return the message to the engine processes for a request, without its id.
+    """Convert the parameters of a request to the message to the engine processes, without an id.
 
     Example: the parameters cache="extend", prompt_cache_key="a" and seconds="60" return
     `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.
@@ -181,10 +193,10 @@ def _read_seconds(value: Any) -> float:  # noqa: ANN401 - the value of a request
 
 
 def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one answer for all engine processes.
+    """Combine the answers of all engine processes into one answer.
 
-    Numbers are added. A session with blocks in several processes is listed once, with the sum of
-    its tokens and its latest time.
+    Numbers are added. If a session has blocks in several processes, the answer contains the session
+    once, with the sum of the tokens and with the latest time.
     """
     merged: dict[str, Any] = {}
     sessions: dict[tuple[str, str], dict[str, Any]] = {}

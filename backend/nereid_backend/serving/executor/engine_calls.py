@@ -17,9 +17,10 @@ Respond = Callable[[Any, Tensors | Exception], None]
 
 
 class EngineCalls:
-    """Sends such requests to all running engine processes, and answers the clients.
+    """Sends requests about adapters, weights and the prefix cache to all running engine processes.
 
-    Any thread may call `put`. Only the loop's thread may call the other methods.
+    When the processes have answered, the client gets a response. Any thread may call `put`. Only
+    the loop's thread may call the other methods.
     """
 
     def __init__(
@@ -28,12 +29,13 @@ class EngineCalls:
         respond: Respond,
         outage: Callable[[], str],
     ) -> None:
-        """Create an object without requests.
+        """Store the arguments.
 
         Args:
             processes: the engine processes.
             respond: sends a final response.
-            outage: returns the reason why every request is refused, if no engine process runs.
+            outage: returns the reason why every request is refused. The reason is empty while an
+                engine process runs.
         """
         self._processes = processes
         self._respond = respond
@@ -44,7 +46,8 @@ class EngineCalls:
     def put(self, parameters: Mapping[str, Any], sender: Any) -> bool:  # noqa: ANN401 - the server's own type
         """Queue a request to all engine processes.
 
-        Return False, and do nothing, if the parameters belong to another request.
+        Return True if the request was queued. If the parameters belong to another type of request,
+        do nothing and return False.
 
         Raises:
             RequestError: a parameter is missing or wrong.
@@ -77,8 +80,9 @@ class EngineCalls:
     def note_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
         """Record that an engine process has made a change of its adapters or weights.
 
-        If all engine processes have answered, answer the client's request. A new engine process
-        sends this message with the call id "". It then gets all earlier changes.
+        If all engine processes have answered, answer the client's request. A process that has just
+        started sends its adapters with the call id "". Then send all earlier changes to this
+        process.
         """
         if answer := self._adapter_calls.answer(call_id, process.index, names):
             self._respond(*answer)
@@ -97,7 +101,10 @@ class EngineCalls:
             self._respond(*answer)
 
     def note_refusal(self, process: SupervisedProcess, call_id: str, error: NereidError) -> None:
-        """Record that an engine process refuses a request."""
+        """Record that an engine process has refused a request.
+
+        If all engine processes have answered, answer the client's request.
+        """
         for calls in (self._adapter_calls, self._cache_calls):
             if answer := calls.refuse(call_id, process.index, error):
                 self._respond(*answer)
@@ -109,7 +116,10 @@ class EngineCalls:
             )
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Answer the requests that only waited for the answer of a process that has died."""
+        """Record that an engine process has died.
+
+        Answer each request that waited only for this process.
+        """
         for calls in (self._adapter_calls, self._cache_calls):
             for answer in calls.drop(process.index, error):
                 self._respond(*answer)

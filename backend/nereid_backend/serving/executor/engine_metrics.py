@@ -3,8 +3,9 @@
 
 The name of each metric begins with "nereid:". The manual's page on metrics explains each metric.
 Publishing a changed number costs the stub one round trip to the server. So only the gauges are
-published ten times a second, and all other metrics once a second. The times between tokens, of
-which there are thousands in a second, are published as counters (see published_metrics.py).
+published ten times a second. All other metrics are published once a second. There are thousands of
+times between tokens in a second, so these times are published as counters (see
+published_metrics.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ _COUNTERS = {
     "merged_responses_total": "Engine updates that were merged with others into one response",
     "heartbeats_total": "Empty steps that were sent to detect disconnected clients",
 }
-# Counters of the engine process, which start at 0 with each engine process.
+# The counters that an engine process reports. In a restarted engine process, they start at 0 again.
 _ENGINE_COUNTERS = {
     "num_preemptions": "num_preemptions_total",
     "num_prefix_cache_queries": "prefix_cache_queries_total",
@@ -91,15 +92,16 @@ class EngineMetrics:
     """Publishes metrics. Only the executor's loop may call it.
 
     Args:
-        executor: the name of the executor model. The ensemble of the executor "chat-executor" has
-            the name "chat", and that of "executor" has the name "llm". The label `model_name` of
-            all metrics is the name of the ensemble.
-        num_engines: the number of engine processes. If there are several, the gauges of each
-            process have the label `engine` with the number of the process.
+        executor: the name of the executor model. The executor "chat-executor" belongs to the
+            ensemble "chat", and the executor "executor" belongs to the ensemble "llm". The label
+            `model_name` of all metrics is the name of the ensemble.
+        num_engines: the number of engine processes. If there are several engine processes, the
+            gauges of each process have the label `engine`. The value of the label is the number of
+            the process.
     """
 
     def __init__(self, executor: str = _EXECUTOR, num_engines: int = 1) -> None:
-        """Create the metrics at the server, with the value 0.
+        """Create the metrics in Triton server. Each metric has the value 0.
 
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
@@ -110,7 +112,7 @@ class EngineMetrics:
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(self._labels)
         self._published_num_requests: int | None = None
-        # The gauges and the state of each engine process, by its number.
+        # The gauges and the state of each engine process. The index is the number of the process.
         self._engines = _create_engines(families, self._labels, num_engines)
         # The counters and histograms of all engine processes together, by name.
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
@@ -135,7 +137,7 @@ class EngineMetrics:
         Args:
             engines: the gauges and counters of each engine process.
             num_requests: the number of requests in the executor.
-            statistics: the counters and the histograms' values of requests.
+            statistics: the counters of requests, and the values for the histograms of requests.
         """
         if num_requests != self._published_num_requests:
             self._num_requests.set(float(num_requests))
@@ -197,7 +199,7 @@ def _create_histograms(families: MetricFamilies, labels: Mapping[str, str]) -> d
 
 
 def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:
-    """Publish the gauges of an engine process that have changed."""
+    """Publish the changed gauges of an engine process."""
     blocks = stats.get("kv_cache_blocks", 0)
     usage = {"kv_cache_usage_perc": stats["kv_cache_blocks_used"] / blocks} if blocks else {}
     for name, value in {**stats, **usage}.items():
@@ -209,10 +211,11 @@ def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:
 def _add_engine_counts(
     engine: _EngineState, stats: Mapping[str, int], statistics: RequestStatistics
 ) -> None:
-    """Add to `statistics` the increase of an engine's counters since the last call."""
+    """Add the increase of an engine's counters since the last call to `statistics`."""
     for source, name in _ENGINE_COUNTERS.items():
         before = engine.last_stats.get(source, 0)
         now = stats.get(source, 0)
-        # A smaller value comes from a new engine process, whose counters started at 0.
+        # A value below the previous value comes from a restarted engine process. Its counters
+        # started at 0.
         statistics.counts[name] += now - before if now >= before else now
     engine.last_stats = dict(stats)

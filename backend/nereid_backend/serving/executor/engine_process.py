@@ -52,16 +52,16 @@ class EngineService:
         self._engine = engine
         self._send = send
         self._stats_due = 0.0
-        # The number of unfinished sequences of each request.
+        # The number of unfinished sequences of each request, by request id.
         self._running: dict[str, int] = {}
-        # The values of a message "reload_weights" that waits until the running requests have ended;
-        # None if there is no such message. Later messages are added to `_held` until the weights
-        # are replaced.
+        # The values of a message "reload_weights". The message waits until the running requests
+        # have ended. None means that no such message waits. While it waits, later messages are
+        # added to `_held`.
         self._reload: list[str] | None = None
         self._held: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
-        """Return whether the engine computes tokens, or checks a compiled forward pass."""
+        """Return whether the engine has requests to compute, or checks a compiled forward pass."""
         return self._engine.has_work() or self._engine.is_swapping()
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class EngineService:
         self._send(["stats", self._engine.stats()._asdict()])
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message from the stub. An error ends only the request in this message."""
+        """Handle a message from the stub. An error ends only the request of the message."""
         if self._reload is not None and (kind != "abort" or values[0] not in self._running):
             self._held.append((kind, values))
             return
@@ -87,12 +87,15 @@ class EngineService:
         except (RequestError, CapacityError) as error:
             self._send(["refused", request_id, type(error).__name__, str(error)])
         except Exception as error:
-            # The request ends here. An error of one request must not end the other requests.
+            # Catch every exception, because an error of one request must not end the other
+            # requests.
             log.exception("request %s could not be added", request_id)
             self._send(["refused", request_id, EngineError.__name__, error_text(error)])
 
     def _make_call(self, kind: str, values: list[Any]) -> None:
-        """Pass a request to the engine, and send the answer if the request has no updates.
+        """Pass a message to the engine. A message other than "add" is answered at once.
+
+        A message "add" is not answered here, because the engine sends updates for the request.
 
         The methods of StepEngine document the errors.
         """
@@ -139,7 +142,8 @@ class EngineService:
     def _begin_reload(self, values: list[str]) -> None:
         """Replace the weights as soon as no request runs.
 
-        In the mode "refuse", end the running requests now. In the mode "finish", let them continue.
+        In the mode "refuse", end the running requests now. In the mode "finish", the running
+        requests continue until they end.
         """
         self._reload = values
         if values[2] == "refuse":
@@ -150,9 +154,9 @@ class EngineService:
         self._reload_if_idle()
 
     def _reload_if_idle(self) -> None:
-        """Replace the weights if a message "reload_weights" waits and no request runs.
+        """Replace the weights if a message "reload_weights" waits and no request is running.
 
-        Then handle the messages that have arrived in the meantime.
+        Then handle the messages that arrived while the message "reload_weights" waited.
         """
         if self._reload is None or self._engine.has_work():
             return
@@ -170,7 +174,7 @@ class EngineService:
             self.handle(kind, values)
 
     def advance(self) -> None:
-        """Compute one step, and send its updates."""
+        """Compute one step of the engine, and send the updates of the step."""
         engine = self._engine
         updates = engine.step()
         if engine.compiled:
@@ -195,7 +199,8 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
     """Run this process as an engine process, then exit.
 
     Args:
-        make: builds the engine from its settings and a function that reports slow operations.
+        make: builds the engine. The arguments are the engine's settings and a function that reports
+            slow operations.
         prepare: returns the settings of one engine process. Its arguments are the settings of the
             server and the number of the process. None means that all processes use the settings of
             the server.

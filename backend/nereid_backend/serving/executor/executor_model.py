@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `executor`, which sends requests to the engine and tokens to the postprocessor.
+"""The Triton model `executor`.
+
+The executor sends requests to the engine, and sends the engine's tokens to the postprocessor.
 
 The server's thread creates a stream for each request. The loop's thread (supervised_model.py) owns
 the streams. The loop adds the engine's updates to the streams, reads the signals of the
@@ -38,7 +40,8 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
 # If a step is due, but earlier steps have not been consumed, the step must wait. The loop checks
-# the stream again after a tenth of its interval, but not before this number of seconds has passed.
+# the stream again after a tenth of the interval between two steps, but at the earliest after this
+# number of seconds.
 _MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
 # The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
@@ -64,11 +67,12 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
         self._selector = ReplicaSelector(len(self.processes))
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
-        # Only the loop's thread uses the following attributes.
-        # The streams with output that has not been sent, by the id of the request.
+        # Only the loop's thread uses the following attributes. The streams with unsent output, by
+        # the id of the request.
         self._unsent: dict[str, Stream] = {}
         self._next_inspection = 0.0
-        # The time at which the next step or deadline of a stream without output is due.
+        # The time at which the loop must look at the streams without unsent output again, because a
+        # step or a deadline is due.
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -109,7 +113,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self.add_request(stream.request_id, stream, message, replica)
 
     def _select_replica(self, token_ids: bytes, num_sequences: int) -> int:
-        """Return the engine process for a request; see replica_selector.py.
+        """Select an engine process for a request, and return its number (see replica_selector.py).
 
         Raises:
             CapacityError: no engine process runs.
@@ -142,8 +146,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def serve(self) -> float:
         """Send all steps that are due, and return the seconds until the next step is due.
 
-        Each call looks only at the streams with new output. All streams are inspected from time to
-        time, because the inspection of 256 streams takes as long as sending ten steps.
+        Each call looks only at the streams with new output. All streams are inspected only from
+        time to time, because the inspection of 256 streams takes as long as sending ten steps.
         """
         self._engine_calls.send_new()
         now = time.monotonic()
@@ -157,7 +161,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         return max(wake - now, 0.0)
 
     def _inspect(self, now: float) -> None:
-        """Look for disconnected clients, stop strings, expired time limits and due heartbeats."""
+        """Check all streams for disconnected clients, stop strings, time limits and heartbeats."""
         streams = list(self.requests.values())
         self._next_inspection = now + len(streams) * _INSPECTION_INTERVAL_S_PER_STREAM
         self._lost_clients.observe(streams, now)
@@ -172,8 +176,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         """Send the next step of a stream if the step is due.
 
         Returns:
-            The time at which this method must be called again unless the stream gets new output, as
-            a value of time.monotonic().
+            The time of the next call of this method, as a value of time.monotonic(). If the stream
+            gets new output, this method is called earlier.
         """
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
@@ -205,7 +209,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._engine_calls.end_all(error)
 
     def restart_message(self) -> str:
-        """Return the reason why requests are refused while the engine restarts."""
+        """Return the message that clients get while the engine restarts."""
         load_s = min(process.child.load_s for process in self.processes)
         retry_s = min(max(math.ceil(load_s), 1), _LONGEST_RETRY_S)
         return f"the engine is restarting. Try again in {retry_s} s."
@@ -220,9 +224,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Forget the prefix cache, the statistics and the missing answers of a dead process."""
+        """Remove the data about a dead process: prefix cache, statistics and calls."""
         self._selector.forget(process.index)
-        # The next statistics come from the new process, whose counters start at 0.
+        # The next statistics come from the restarted process. Its counters start at 0.
         self._engine_stats[process.index] = {}
         self._engine_calls.on_death(process, error)
         self._publish_due = 0.0
@@ -257,7 +261,10 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._engine_calls.note_refusal(process, request_id, error)
 
     def _handle_update(self, process: SupervisedProcess, update: RequestUpdate) -> None:
-        """Add an update of the engine to its stream, or end the stream with the update's error."""
+        """Add an update of the engine to the request's stream.
+
+        If the update contains an error, end the stream with this error.
+        """
         stream = self.requests.get(update.request_id)
         if stream is None:
             if update.finish_reason is None:
@@ -276,8 +283,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
         """Add an update of the engine to its stream.
 
-        If too many tokens of the stream wait to be sent, end the stream with an error, because the
-        postprocessor consumes its steps too slowly.
+        If the stream has too many unsent tokens, end the stream with an error. Unsent tokens
+        accumulate if the postprocessor consumes the stream's steps too slowly.
         """
         now = time.monotonic()
         if update.new_token_ids:
@@ -303,7 +310,10 @@ class ExecutorModel(SupervisedModel[Stream]):
         _send_abort(self.owner(stream.request_id), stream.request_id, index)
 
     def _note_start(self, stream: Stream, started: float) -> None:
-        """Record the time at which the engine started a request. Ignore all later calls."""
+        """Record the time at which the engine started a request.
+
+        Only the first call has an effect.
+        """
         if stream.timing.started is None:
             self._admission.note_start(stream, started)
             self._statistics.note_start(stream, started)
@@ -311,7 +321,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _note_started(self, started: list[tuple[str, float]]) -> None:
         """Record the times at which requests left the engine's waiting queue.
 
-        The argument is the value of StepEngine.started.
+        The argument `started` has the form of StepEngine.started.
         """
         for request_id, start_time in started:
             if stream := self.requests.get(request_id):
@@ -320,7 +330,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _note_compiled(self, compiled: list[tuple[str, float, float]]) -> None:
         """Record when the compilation of each request's grammar began and ended.
 
-        The argument is the value of StepEngine.compiled.
+        The argument `compiled` has the form of StepEngine.compiled.
         """
         for request_id, requested, finished in compiled:
             if stream := self.requests.get(request_id):
@@ -337,7 +347,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._abort(stream)
         if isinstance(error, CapacityError):
             error = self._admission.with_retry_time(error, stream.timing.client_id)
-        # The metrics count this request as timed out, not as refused or failed.
+        # Call the method of the base class, so that the metrics do not count this request as
+        # refused.
         super().respond(stream.sender, error)
         self._remove(stream)
         return True
@@ -379,7 +390,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
-        """Remove a stream and release its slots. Its request no longer counts toward the limits."""
+        """Remove a stream, and release its slots. The limits no longer count its request."""
         self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
         self.remove(stream.request_id)
         self._unsent.pop(stream.request_id, None)

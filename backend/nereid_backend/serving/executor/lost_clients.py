@@ -3,10 +3,11 @@
 
 Triton server reports a disconnected client to the postprocessor, not to the executor. Version 2.51
 runs the remaining steps of the stream with `is_cancelled` set, and the postprocessor informs the
-executor. Other versions and schedulers silently drop these steps, so that the postprocessor does
-not receive them. But steps reach the postprocessor in the order in which they were sent. So if the
-postprocessor has consumed a step of any stream, but not a step that was sent earlier, the earlier
-step was dropped. If no step was sent later, a step counts as dropped after a time limit.
+executor. Other versions and schedulers drop the remaining steps without a message, so the
+postprocessor does not receive these steps. However, steps reach the postprocessor in the order in
+which they were sent. Suppose step 7 was sent before step 8. If the postprocessor has consumed step
+8, but not step 7, then step 7 was dropped. The two steps may belong to different streams. If no
+later step was sent, a step counts as dropped after a time limit.
 """
 
 import itertools
@@ -15,8 +16,9 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# If the time between two calls is longer, this process was paused. The postprocessor may have been
-# paused, too, so only this number of seconds counts as waiting time.
+# If more than this number of seconds passes between two calls of `observe`, this process was
+# paused. The postprocessor may have been paused, too. Therefore only this number of seconds counts
+# as waiting time.
 _LONGEST_INTERVAL_S = 0.25
 
 
@@ -42,7 +44,7 @@ class LostClientDetector:
         stream.unconsumed.append(next(self._step_numbers))
 
     def observe(self, streams: Iterable[Stream], now: float) -> None:
-        """Read how many steps of each stream the postprocessor has consumed."""
+        """Read the number of consumed steps of each stream from the feedback memory."""
         passed_s = min(now - self._last_observed, _LONGEST_INTERVAL_S)
         self._last_observed = now
         for stream in streams:
@@ -50,7 +52,10 @@ class LostClientDetector:
             self.note_consumed(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether the server has dropped a step of `stream` for a disconnected client."""
+        """Return whether the server has dropped a step of `stream`.
+
+        If a step was dropped, the client of the stream has disconnected.
+        """
         if not stream.unconsumed:
             return False
         if stream.waited_s > self._patience_s:
@@ -63,7 +68,7 @@ class LostClientDetector:
         return bool(stream.unconsumed) and stream.unconsumed[0] < newest
 
     def note_consumed(self, stream: Stream) -> None:
-        """Remove the steps that the postprocessor has consumed from `stream.unconsumed`."""
+        """Remove the consumed steps of a stream from `stream.unconsumed`."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
         while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:
             self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())

@@ -3,7 +3,7 @@
 
 Each engine process has its own prefix cache. A request is therefore sent to the process that
 already received the longest prefix of the prompt. Exception: if this process has many more
-sequences than another process, the process with the fewest sequences gets the request.
+sequences than another process, the request is sent to the process with the fewest sequences.
 
 The selector does not read the caches of the processes. Instead, the selector stores which prompts
 were sent to which process.
@@ -19,8 +19,9 @@ _CHUNK_TOKENS = 64
 _TOKEN_BYTES = 4
 # The largest number of chunks that the selector stores. One chunk needs about 200 bytes.
 _MAX_CHUNKS = 100_000
-# The process with the longest prefix is selected only if the difference between its number of
-# sequences and the smallest number of sequences of any process is at most this limit.
+# Let n be the number of sequences of the process with the longest prefix, and m the smallest number
+# of sequences of any process. The process with the longest prefix is selected only if n - m is at
+# most this limit.
 _MAX_EXTRA_SEQUENCES = 4
 
 
@@ -54,8 +55,8 @@ class ReplicaSelector:
     def __init__(self, num_replicas: int) -> None:
         self._lock = threading.Lock()
         self._num_sequences = [0] * num_replicas
-        # For each process, the serial number of its last request. If several processes have the
-        # same number of sequences, the process with the oldest last request is selected.
+        # The serial number of the last request of each process. If several processes have the same
+        # number of sequences, the process with the oldest last request is selected.
         self._last_request = list(range(-num_replicas, 0))
         self._num_requests = 0
         # Maps the hash of a chunk to the processes that received the chunk. The least recently
@@ -103,9 +104,9 @@ class ReplicaSelector:
                     del self._replicas_of[chunk]
 
     def _with_longest_prefix(self, hashes: Sequence[bytes], running: set[int]) -> set[int]:
-        """Return those of the `running` processes that received the longest prefix of a prompt.
+        """Return the processes among `running` that received the longest prefix of a prompt.
 
-        If no process received the first chunk of the prompt, return all running processes.
+        If no running process received the first chunk of the prompt, return all running processes.
         """
         best = running
         for one in hashes:
@@ -120,7 +121,7 @@ class ReplicaSelector:
         return min(replicas, key=lambda one: (self._num_sequences[one], self._last_request[one]))
 
     def _store(self, hashes: Sequence[bytes], replica: int) -> None:
-        """Store that a process received a prompt.
+        """Record that a prompt was sent to a process.
 
         If more than `_MAX_CHUNKS` chunks are stored, delete the least recently stored chunks.
         """

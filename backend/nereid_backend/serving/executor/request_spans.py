@@ -6,10 +6,9 @@ from nereid_backend.serving.tracing import Tracing
 
 
 def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
-    """Record the spans of a request that ends now. `now` is the current time.
+    """Record the spans of a request that has just ended. `now` is the current time.
 
-    There is one span for each phase of the request. A request that ends early has only the phases
-    that began.
+    There is one span for each phase of the request. A phase that did not begin has no span.
     """
     if not tracing.is_on:
         return

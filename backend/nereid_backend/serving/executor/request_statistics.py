@@ -19,8 +19,8 @@ class RequestStatistics:
     Attributes:
         counts: counters by the name of their metric.
         finished: the number of ended sequences by finish reason.
-        observations: unpublished durations in seconds and numbers of tokens, by the name of their
-            histogram. The publisher empties the lists.
+        observations: the unpublished values of each histogram, by the name of the histogram. The
+            values are durations in seconds or numbers of tokens. The publisher empties the lists.
         token_gaps: the times between two tokens of a sequence, in seconds.
     """
 
@@ -31,12 +31,12 @@ class RequestStatistics:
         self.token_gaps = Histogram(_TOKEN_BUCKETS_S)
 
     def note_start(self, stream: Stream, started: float) -> None:
-        """Record that the engine started to compute a request at the time `started`."""
+        """Record that the engine started a request at the time `started`."""
         waited_s = max(started - stream.timing.arrived, 0.0)
         self.observations["request_queue_time_seconds"].append(waited_s)
 
     def note_update(self, stream: Stream, update: RequestUpdate, now: float) -> None:
-        """Record the tokens or the end of a sequence that the engine reported."""
+        """Record an update of the engine: new tokens of a sequence, or the end of a sequence."""
         sequence = stream.sequences[update.index]
         if update.new_token_ids:
             self.counts["generation_tokens_total"] += len(update.new_token_ids)
@@ -52,7 +52,7 @@ class RequestStatistics:
             self.observations["request_generation_tokens"].append(sequence.num_tokens)
 
     def _note_first_token(self, stream: Stream, now: float) -> None:
-        """Record the end of a request's prefill."""
+        """Record that a request has its first token, so that its prefill has ended."""
         timing = stream.timing
         timing.first_token = now
         self.counts["prompt_tokens_total"] += timing.num_prompt_tokens
@@ -74,7 +74,7 @@ class RequestStatistics:
 
     @property
     def num_merged(self) -> int:
-        """The number of engine updates that did not need a step of their own.
+        """The number of engine updates for which no additional step was sent.
 
         Several updates are sent in one step if they arrive before the step is sent.
         """

@@ -16,11 +16,12 @@ class RequestTiming:
         num_prompt_tokens: the number of the request's prompt tokens.
         queue_timeout_s: the time limit for waiting in the queue; infinity means no limit.
         timeout_s: the time limit of the whole request; infinity means no limit.
-        started: the time at which the engine started to compute the request; None while it waits.
-        first_token: the time at which the engine sent the first token; None before that.
-        client_id: the client that sent the request; "" if unknown.
+        started: the time at which the engine started the request; None while the request waits.
+        first_token: the time at which the engine sent the first token; None if there is no token
+            yet.
+        client_id: the client that sent the request; "" if the client is unknown.
         compilation: the times at which the compilation of the request's grammar began and ended;
-            None if the request has no grammar, or while it is compiled.
+            None if the request has no grammar, or if the compilation has not ended.
         traceparent: the parent of the request's spans (see tracing.py); "" for none.
     """
 
@@ -42,7 +43,10 @@ class RequestTiming:
         return self.arrived + limit
 
     def deadline_error(self, now: float) -> NereidError | None:
-        """Return the error for a request that has exceeded a time limit at `now`, else None."""
+        """Return an error if a time limit of the request has expired, otherwise None.
+
+        `now` is the current time.
+        """
         if now < self.next_deadline:
             return None
         elapsed_s = now - self.arrived
@@ -58,7 +62,7 @@ class RequestTiming:
 
 
 def effective_limit_s(requested_s: float | None, default_s: float) -> float:
-    """Return a time limit in seconds; infinity for no limit.
+    """Return a time limit in seconds. Infinity means no limit.
 
     Args:
         requested_s: the time limit in the request. 0 means no limit, None means `default_s`.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A test tool: an engine process that writes scripted output instead of running a model.
 
-Set NEREID_ENGINE=scripted and NEREID_SCRIPT=/path.json to run the real Triton server, stubs and
-frontend with it. The script is a JSON list of rules. A request follows the first rule whose `when`
-occurs in its prompt:
+Set NEREID_ENGINE=scripted and NEREID_SCRIPT=/path.json to run the real Triton server, the real
+stubs and the real frontend with this engine process. The script is a JSON list of rules. The first
+rule whose text `when` occurs in the prompt of a request determines the output:
 
     {"when": "weather",            a text in the rendered prompt
      "text": "<think>..",          the output, or as tokens: "token_ids": [5, 6]. A list of texts or
@@ -59,9 +59,9 @@ _IDLE_SLEEP_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Determines the output for matching requests. See the module's docstring.
+    """Determines the output for matching requests. The module's docstring describes the fields.
 
-    `token_ids` contains one output, or one output for each sequence of a request.
+    `token_ids` contains one output for all sequences of a request, or one output for each sequence.
     """
 
     when: str
@@ -103,7 +103,7 @@ def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
 
 
 def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
-    """Return the rule in one entry of the script."""
+    """Convert one entry of the script to a Rule."""
     text = entry.pop("text", None)
     ids = entry.pop("token_ids", None)
     if text is not None:
@@ -116,7 +116,7 @@ def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
 
 
 class _Sequence:
-    """One running sequence and its scripted tokens."""
+    """One sequence of a request, and its scripted tokens."""
 
     def __init__(self, rule: Rule, index: int, ending: tuple[int, ...]) -> None:
         self.index = index
@@ -127,7 +127,7 @@ class _Sequence:
         self.is_aborted = False
 
     def next_token(self) -> int:
-        """Return the next token of the script. At the end the script begins again."""
+        """Return the next scripted token. After the last token, the first token follows again."""
         token_id = self.script[self.num_tokens % len(self.script)]
         self.num_tokens += 1
         return token_id
@@ -152,9 +152,10 @@ class ScriptedEngine:
     """An engine with the methods of StepEngine.
 
     Attributes:
-        info: the description of the engine. The fields of the model are fictitious.
-        sessions: the sessions of the prefix cache, which the scripted engine does not have.
-        started: the requests that left the waiting queue in the last step, with the time.
+        info: the description of the engine. The fields that describe a model are fictitious.
+        sessions: an object without sessions, because the scripted engine has no prefix cache.
+        started: one pair for each request that left the waiting queue in the last step: the id of
+            the request, and the time.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
@@ -189,7 +190,7 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         """Return the current load.
 
-        Each running request counts as one block, so a test can detect requests that were not
+        Each running request counts as one block. So a test can detect that a request was not
         removed.
         """
         num_running = len(self._requests)
@@ -205,7 +206,8 @@ class ScriptedEngine:
         """Add a request to the waiting queue.
 
         Raises:
-            RequestError: the prompt is too long or has images, or no rule matches it.
+            RequestError: the prompt is too long, the prompt contains images, or no rule matches the
+                prompt.
         """
         if images is not None:
             raise RequestError("image: the scripted engine does not accept images.")
@@ -226,7 +228,7 @@ class ScriptedEngine:
         self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its sequences. The next step reports the end."""
+        """End a request, or only its sequence `index`. The next step reports the end."""
         request = self._requests.get(request_id) or self._queue.get(request_id)
         for sequence in () if request is None else request.sequences.values():
             if index in (None, sequence.index):
@@ -242,7 +244,7 @@ class ScriptedEngine:
         self._adapters[name] = path
 
     def unload_lora(self, name: str) -> None:
-        """Forget an adapter.
+        """Remove an adapter.
 
         Raises:
             RequestError: no adapter has this name.
@@ -299,7 +301,9 @@ class ScriptedEngine:
     def _advance(
         self, request_id: str, request: _Request, sequence: _Sequence, now: float
     ) -> RequestUpdate:
-        """Return the update with the next tokens of a sequence, and remove an ended sequence.
+        """Return an update that contains the next tokens of a sequence.
+
+        If the sequence ends, remove the sequence from the request.
 
         Raises:
             EngineError: the rule has a fault.
@@ -353,9 +357,10 @@ class ScriptedEngine:
 
 
 def _eos_token(model: str) -> str:
-    """Return the end-of-sequence token of a checkpoint; "" if its tokenizer has none.
+    """Return the end-of-sequence token of a checkpoint; "" if there is no such token.
 
-    tokenizer_config.json writes the token as "</s>" or as {"content": "</s>"}.
+    tokenizer_config.json contains the token as a text ("</s>") or as an object ({"content":
+    "</s>"}).
     """
     config = json.loads((Path(model) / "tokenizer_config.json").read_text(encoding="utf-8"))
     token = config.get("eos_token") or ""
@@ -363,14 +368,14 @@ def _eos_token(model: str) -> str:
 
 
 def _use_cpu(seconds: float) -> None:
-    """Compute for some time, so that the process is busy and sends no message."""
+    """Use the CPU for some seconds without sending a message."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
 
 
 def _finish(token_id: int, num_tokens: int, request: _Request) -> FinishReason | None:
-    """Return the reason why a sequence ends after its newest token; None if it continues."""
+    """Return the reason why a sequence ends after its newest token, or None if it continues."""
     if token_id in request.stops and num_tokens > request.params.min_tokens:
         return "stop"
     return "length" if num_tokens >= request.limit else None

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides a limited resource among the clients, so that every client can get a share."""
+"""Divides a limited resource among the clients, so that every client gets some of the resource."""
 
 from collections import Counter
 
-# A client may use at most three times the amount that then remains free for other clients.
+# If a client uses an amount, at least a third of this amount must remain free for other clients.
 # Therefore the first client gets at most three quarters of the limit, and a second client gets at
 # most three quarters of the remaining quarter.
 _TIMES_THE_REST = 3
 
 
 class SharedLimit:
-    """The use of a limited resource, in total and for each client.
+    """Counts how much of a limited resource is used, in total and by each client.
 
     Args:
         limit: the largest total.
@@ -37,8 +37,8 @@ class SharedLimit:
     def allows(self, client: str, amount: int) -> bool:
         """Return whether a client may use `amount` more of the resource.
 
-        A client that uses nothing yet may use everything that is free. The share of a client is
-        limited only if the client has a name.
+        A client that uses nothing yet may use everything that is free. A client without a name
+        (`client` is "") may also use everything that is free.
         """
         left = self.limit - self.used - amount
         own = self._by_client[client]
@@ -46,12 +46,12 @@ class SharedLimit:
         return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
 
     def add(self, client: str, amount: int) -> None:
-        """Record that a client uses `amount` more."""
+        """Record that a client uses `amount` more of the resource."""
         self.used += amount
         self._by_client[client] += amount
 
     def remove(self, client: str, amount: int) -> None:
-        """Record that a client no longer uses `amount`."""
+        """Record that a client uses `amount` less of the resource."""
         self.used -= amount
         self._by_client[client] -= amount
         if not self._by_client[client]:

@@ -34,8 +34,8 @@ class StreamAdmission:
         """
         self._settings = settings
         self._feedback = feedback
-        # The source of serial numbers. The serial number of a request identifies the request in the
-        # engine, and the stream of the request in the postprocessor.
+        # The source of serial numbers. In the engine, a serial number identifies a request. In the
+        # postprocessor, the same serial number identifies the stream of the request.
         self._serials = itertools.count(1)
         self._waiting = WaitingLimits(max_num_waiting, settings.max_waiting_tokens)
         self._sequences = SharedLimit(settings.max_streams)
@@ -82,12 +82,12 @@ class StreamAdmission:
         )
 
     def note_start(self, stream: Stream, started: float) -> None:
-        """Record that the engine has started a request, which therefore no longer waits."""
+        """Record that the engine has started a request. The request no longer counts as waiting."""
         stream.timing.started = started
         self._waiting.leave(stream.timing, started)
 
     def close(self, stream: Stream) -> None:
-        """Release the slots of a stream that has ended. It no longer counts toward the limits."""
+        """Release the slots of an ended stream. The limits no longer count the stream."""
         if stream.timing.started is None:
             self._waiting.leave(stream.timing, None)
         self._feedback.release(stream.slots)
@@ -95,7 +95,7 @@ class StreamAdmission:
             self._sequences.remove(stream.timing.client_id, len(stream.slots))
 
     def with_retry_time(self, error: CapacityError, client_id: str) -> CapacityError:
-        """Return an error that also tells a client when to try again; see `WaitingLimits`."""
+        """Return a copy of an error whose message says when to try again (see `WaitingLimits`)."""
         return CapacityError(self._waiting.with_retry_time(str(error), client_id))
 
     def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:
@@ -108,9 +108,10 @@ class StreamAdmission:
         return self.with_retry_time(error, envelope.client_id)
 
     def _acquire_slots(self, envelope: RequestEnvelope) -> tuple[int, ...] | None:
-        """Return a slot of the shared memory (see feedback.py) for each sequence of a request.
+        """Acquire one slot of the shared memory (see feedback.py) for each sequence of a request.
 
-        Return None if the request would exceed the limit max_streams, or the client's share of it.
+        Return the numbers of the slots. Return None if the request would exceed the limit
+        max_streams, or the client's share of this limit.
         """
         with self._sequences_lock:
             if not self._sequences.allows(envelope.client_id, envelope.n):

@@ -17,8 +17,8 @@ from nereid_backend.core.outputs import RequestUpdate, TokenLogprobs
 from nereid_backend.serving.executor.request_timing import RequestTiming
 from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepState
 
-# The largest number of steps of one stream that the postprocessor has not consumed. While the
-# postprocessor processes a step, the server can transport the next step.
+# The largest number of unconsumed steps of one stream. With two steps, the server can transport one
+# step while the postprocessor processes the other step.
 MAX_UNCONSUMED_STEPS = 2
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
@@ -36,8 +36,8 @@ class Pacer:
     limited.
 
     Args:
-        responses_per_second: the rate of all streams together; 0 means 160 for each CPU, at most
-            4000.
+        responses_per_second: the rate of all streams together. 0 means 160 for each CPU, but at
+            most 4000 in total.
     """
 
     def __init__(self, responses_per_second: int) -> None:
@@ -47,41 +47,46 @@ class Pacer:
         )
 
     def interval_s(self, num_streams: int) -> float:
-        """Return the seconds between two steps of a stream if there are `num_streams` streams."""
+        """Return the number of seconds between two steps of a stream.
+
+        `num_streams` is the number of streams.
+        """
         return min(num_streams / self._rate, _MAX_INTERVAL_S)
 
     def heartbeat_s(self, num_streams: int, heartbeat_s: float) -> float:
-        """Return the seconds between two heartbeats of a stream if there are `num_streams` streams.
+        """Return the number of seconds between two heartbeats of a stream.
 
         Heartbeats get at most half of the rate. Example: with 320 responses per second and the
         setting 0.25 s, each of 200 streams sends a heartbeat every 1.25 s.
 
         Args:
             num_streams: the number of streams.
-            heartbeat_s: the interval for few streams (the setting heartbeat_ms).
+            heartbeat_s: the interval in seconds if there are few streams (the setting
+                heartbeat_ms).
         """
         return max(heartbeat_s, num_streams / (self._rate * _HEARTBEAT_SHARE))
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One sequence of a request in the executor, with the output that has not been sent yet.
+    """One sequence of a request in the executor, and the unsent output of the sequence.
 
     Attributes:
         index: the index of the sequence in its request.
-        slot: the number of the slot of shared memory in which the postprocessor sends signals about
-            the sequence (see feedback.py).
+        slot: the number of a slot in the shared memory. In this slot, the postprocessor stores
+            signals about the sequence (see feedback.py).
         pending: the token ids for the next step.
-        cumulative_logprobs: for each pending token, the sum of the log-probabilities of the
-            sequence's tokens up to it.
-        logprobs, prompt_logprobs: see RequestUpdate; None if there are none to send.
+        cumulative_logprobs: one sum for each pending token: the log-probabilities of this token and
+            of all earlier tokens of the sequence.
+        logprobs, prompt_logprobs: the unsent log-probabilities (see RequestUpdate); None if there
+            are none.
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
         num_tokens: the number of generated tokens so far.
         ending: the reason why the sequence ended; None while it runs.
         is_sent: whether the ending has been sent.
         is_aborting: whether the executor has asked the engine to end the sequence.
-        last_token: the time at which the engine last sent tokens, by time.monotonic(); 0 before
-            the first tokens.
+        last_token: the time at which the engine last sent tokens, by time.monotonic(). 0 means that
+            the engine has sent no tokens yet.
     """
 
     index: int
@@ -99,7 +104,7 @@ class Sequence:
 
     @property
     def has_output(self) -> bool:
-        """Whether tokens or the end of this sequence have not been sent yet."""
+        """Whether tokens of this sequence, or the end of this sequence, must still be sent."""
         return bool(self.pending) or (self.ending is not None and not self.is_sent)
 
     def add(self, update: RequestUpdate) -> None:
@@ -145,16 +150,16 @@ class Stream:
     Attributes:
         request_id: the request's id in the engine.
         sender: the server's response sender.
-        serial: the number under which the postprocessor reports about the stream.
+        serial: the number that identifies the stream in the feedback of the postprocessor.
         sequences: the sequences of the request, ordered by index.
-        opening: the data for the first step; None once that step has been sent.
+        opening: the data for the first step; None after the first step has been sent.
         last_sent: the time at which the last step was sent, by time.monotonic().
         grammar_field: the request's field from which the grammar was built, for error messages.
         sent: the number of steps sent so far.
-        unconsumed: the numbers of the steps that the postprocessor has not consumed yet, oldest
-            first. Steps are numbered across all streams.
+        unconsumed: the numbers of the sent steps that the postprocessor has not consumed yet. The
+            oldest step is first. The steps of all streams have one common numbering.
         waited_s: the time in seconds since the oldest unconsumed step was sent.
-        next_check: the time at which the executor checks again whether the unsent output is due, by
+        next_check: the time of the next check whether the unsent output is due, by
             time.monotonic().
         is_aborting: whether the executor has asked the engine to end the whole request.
         timing: the request's arrival, start and deadlines.
@@ -176,12 +181,12 @@ class Stream:
 
     @property
     def slot(self) -> int:
-        """The shared memory's slot that contains the number of consumed steps of this stream."""
+        """The slot that contains the number of consumed steps of this stream."""
         return self.sequences[0].slot
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The numbers of the sequences' slots, ordered by the index of the sequence."""
+        """The slot number of each sequence, in the order of the sequences."""
         return tuple(sequence.slot for sequence in self.sequences)
 
     @property
@@ -200,7 +205,7 @@ class Stream:
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
-        """Add an update of the engine to its sequence."""
+        """Add an update of the engine to the sequence that the update names."""
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
@@ -217,14 +222,14 @@ class Stream:
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
         """Return the time at which the next step is due, as a value of time.monotonic().
 
-        The first output and the end of a stream are due immediately. The result is then 0.
+        The first output and the end of a stream are due immediately. In these two cases, return 0.
         """
         has_output = self.has_output
         if self.has_ended or (has_output and self.sent == 0):
             return 0.0
         if len(self.unconsumed) >= MAX_UNCONSUMED_STEPS:
-            # The postprocessor must consume a step before another step may be sent. Return the time
-            # of the next check whether a step was consumed.
+            # No step may be sent until the postprocessor has consumed an earlier step. Return the
+            # time of the next check.
             return self.last_sent + max(interval_s, heartbeat_s / 10)
         return self.last_sent + (interval_s if has_output else heartbeat_s)
 

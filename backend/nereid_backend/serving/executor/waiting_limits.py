@@ -3,11 +3,12 @@
 
 The waiting queue consists of all requests that the engine has not started. Three limits apply: the
 number of waiting requests, the number of their prompt tokens, and the time that the next request
-would wait. That time is estimated from the rate at which requests leave the queue. A request with a
-shorter time limit is refused immediately, because its time limit would end while it waits.
+would wait. The waiting time is estimated from the rate at which requests leave the queue. If the
+waiting time exceeds the time limit of a request, the request is refused immediately, because its
+time limit would expire in the queue.
 
-No client can use a limit alone, and no client waits for all requests of another client, because the
-engine's queue serves the clients in turn (core/queues/fair_queue.py).
+No client can use up a limit alone (see shared_limit.py). No client waits for all requests of
+another client, because the clients take turns in the engine's queue (core/queues/fair_queue.py).
 """
 
 import math
@@ -34,14 +35,14 @@ _TRY_LATER = re.compile(r"Try again later\.$")
 
 
 class WaitingLimits:
-    """Counts the waiting requests and their prompt tokens, and enforces limits on the counts.
+    """Counts the waiting requests and their prompt tokens, and enforces the limits.
 
     The class is thread-safe.
 
     Args:
         max_requests: the largest number of waiting requests.
         max_tokens: the largest number of prompt tokens of all waiting requests together; 0 means no
-            limit. A request may exceed the limit if no other request is waiting.
+            limit. If no other request is waiting, a request may exceed the limit.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -89,7 +90,9 @@ class WaitingLimits:
                 self._start_times.clear()
 
     def with_retry_time(self, message: str, client_id: str) -> str:
-        """Replace "Try again later." at the end of `message` with the number of seconds to wait.
+        """Replace the sentence "Try again later." at the end of `message`.
+
+        The new sentence contains the number of seconds to wait.
 
         Example: "the queue is full. Try again later." becomes "the queue is full. Try again in 3
         s."
@@ -99,7 +102,7 @@ class WaitingLimits:
         return _TRY_LATER.sub(sentence, message)
 
     def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str:
-        """Return the reason why a new request must be refused. The text has no full stop.
+        """Return the reason why a new request must be refused, without a full stop.
 
         Return "" if the request is not refused.
         """
@@ -125,7 +128,9 @@ class WaitingLimits:
         return ""
 
     def _own_part(self, client: str) -> str:
-        """Return the client's number of waiting requests as text; "" for an unknown client.
+        """Return a text that contains the number of a client's waiting requests.
+
+        Return "" if the client is unknown.
 
         Example: " (3 of them from this client)".
         """
@@ -141,9 +146,9 @@ class WaitingLimits:
         passed_s = max(now - self._start_times[0], 1e-3)
         num_before = self._requests.used
         if client:
-            # The engine starts one request of each client in turn. Before the new request, the
-            # engine starts all waiting requests of the same client. In the same time, the engine
-            # starts at most as many requests of each other client.
+            # The engine starts one request of each client in turn. Suppose that the client of the
+            # new request has n waiting requests. The engine starts these n requests before the new
+            # request. During this time, the engine starts at most n requests of each other client.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
         return num_before * passed_s / (len(self._start_times) - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates the tensors of a pooling request and converts them to the inputs of a job."""
+"""Validates the tensors of a pooling request, and converts the tensors to the inputs of a job."""
 
 import base64
 import binascii
@@ -32,7 +32,7 @@ _TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
 
 def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]:
-    """Return the options in the JSON text of the tensor `options`, except options that are null.
+    """Parse the JSON text of the tensor `options`, and return all options that are not null.
 
     Args:
         text: the JSON text of an object; None or "" for no options.
@@ -68,7 +68,7 @@ def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]
 
 
 def decode_texts(values: Iterable[Any], field: str) -> list[str]:
-    """Return the elements of the STRING tensor `field` as text.
+    """Decode the elements of the STRING tensor `field`, and return the texts.
 
     Raises:
         RequestError: an element is not UTF-8.
@@ -89,7 +89,7 @@ def split_token_ids(
     *,
     truncate: bool = False,
 ) -> list[list[int]]:
-    """Split the concatenated token ids of several inputs.
+    """Split concatenated token ids into one list for each input.
 
     All lengths are checked before a list is created, because a list takes nine times as much
     memory as the array. Example: the ids [5, 6, 7] and the lengths [1, 2] return [[5], [6, 7]].
@@ -98,12 +98,12 @@ def split_token_ids(
         ids: the token ids of all inputs, of shape [sum of lengths].
         lengths: the number of tokens of each input, of shape [n]. None means one input.
         max_len: the largest number of tokens of one input.
-        truncate: whether only the first `max_len` tokens of a longer input are returned. If False,
-            a longer input is refused.
+        truncate: whether a longer input is truncated to its first `max_len` tokens. If False, a
+            longer input is refused.
 
     Raises:
-        RequestError: a length is below 1 or too large, or the sum of the lengths is not the number
-            of ids.
+        RequestError: a length is below 1, a length is too large, or the sum of the lengths differs
+            from the number of ids.
     """
     if lengths is None:
         lengths = np.array([ids.size], dtype=np.int32)
@@ -131,12 +131,13 @@ def split_token_ids(
 
 
 def parse_part(text: str, index: int) -> tuple[str, Any]:
-    """Parse one element of the tensor `parts`, which is a text, an image, or both.
+    """Parse one element of the tensor `parts`. An element contains a text, an image, or both.
 
     Example: `{"text": "hello"}` returns `("text", "hello")`.
 
     Returns:
-        The name of a field of PoolingItem, and its value: ("text", str) or ("image", bytes). For a
+        A pair of a name and a value: ("text", str) for a text, and ("image", bytes) for an image.
+            For a
         text and an image ("mixed", {"text": str, "image": bytes}).
 
     Raises:
@@ -163,17 +164,17 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
 
 
 def decode_image(text: str, where: str) -> bytes:
-    """Return the bytes of an image that is a data: URL or plain base64 text.
+    """Decode an image, and return its bytes. The image is a data: URL or plain base64 text.
 
-    Example: "data:image/png;base64,iVBORw==" and "iVBORw==" return the bytes 89 50 4E 47.
+    Example: "data:image/png;base64,iVBORw==" returns the bytes 89 50 4E 47, and so does "iVBORw==".
 
     Args:
         text: the URL or the base64 text.
         where: the beginning of error messages.
 
     Raises:
-        RequestError: the text is another kind of URL, which the server does not fetch, or it is not
-            valid base64.
+        RequestError: the text is not valid base64, or is a URL that is not a data: URL. The server
+            does not download images for these models.
     """
     if text.startswith("data:"):
         header, comma, text = text.partition(",")
@@ -191,12 +192,12 @@ def decode_image(text: str, where: str) -> bytes:
 
 
 def parse_document(text: str, index: int) -> str | bytes:
-    """Parse one element of the tensor `parts` of the model `rerank`: a text or an image.
+    """Parse one element of the tensor `parts` of the model `rerank`. It is a text or an image.
 
     Example: `{"text": "hello"}` returns "hello".
 
     Raises:
-        RequestError: the element is not one text or one image.
+        RequestError: the element is neither one text nor one image.
     """
     name, content = parse_part(text, index)
     if name == "mixed":
@@ -216,7 +217,7 @@ def pair_queries(
     Example: the queries ["p", "q"] and the documents ["a", "b"] return [("p", "a"), ("q", "b")].
 
     Raises:
-        RequestError: the number of queries is not the number of documents.
+        RequestError: the number of queries differs from the number of documents.
     """
     if len(queries) != len(documents):
         raise RequestError(

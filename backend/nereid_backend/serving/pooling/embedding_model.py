@@ -25,7 +25,10 @@ class EmbeddingModel(PoolingStub):
     option_types = decode_request.EMBEDDING_OPTIONS
 
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
-        """Return the job in `request`. PoolingStub.read_job documents the arguments and errors."""
+        """Convert `request` to a job.
+
+        The docstring of PoolingStub.read_job describes the arguments and the errors.
+        """
         if len(given) != 1:
             raise RequestError(
                 f"{names.TEXTS}: a request must have exactly one of {names.TEXTS}, "
@@ -39,7 +42,7 @@ class EmbeddingModel(PoolingStub):
         tensor_name: str,
         options: Mapping[str, Any],
     ) -> list[tuple[str, Any]]:
-        """Return the inputs in the tensor `tensor_name`, as pairs for Job.inputs."""
+        """Convert the tensor `tensor_name` to the list of pairs for Job.inputs."""
         if tensor_name == names.TEXTS:
             return [("text", text) for text in self.read_texts(request, names.TEXTS, options)]
         if tensor_name == names.PARTS:
@@ -70,7 +73,7 @@ class EmbeddingModel(PoolingStub):
         return outputs
 
     def empty_outputs(self) -> Tensors:
-        """Return the output tensors of a request with an empty list of inputs."""
+        """Return the output tensors for a request without inputs."""
         return {
             names.EMBEDDINGS: np.zeros((0, 0), dtype=np.float32),
             names.NUM_TOKENS: np.zeros(0, dtype=np.int32),

@@ -4,8 +4,8 @@
     waiting inputs --(slices, in turn)--> engine --(results)--> one outcome when a job is complete
 
 Tokenising a thousand texts takes longer than a step of the engine. The inputs of a job are
-therefore sent to the engine in slices, and the jobs take turns. So a job with one text does not
-have to wait for all texts of a large job.
+therefore sent to the engine in slices, and the jobs take turns. So a job with one text need not
+wait until all texts of a large job are computed.
 """
 
 import itertools
@@ -28,7 +28,8 @@ from nereid_backend.errors import (
 from nereid_backend.pooling.pooling_items import PoolingItem, PoolingResult
 from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 
-# The limits of one slice: the number of inputs, and the sum of their characters or token ids.
+# The limits of one slice: the number of inputs, and the total size of the inputs in characters or
+# token ids.
 _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
 # An image counts as at least this number of characters, so a slice has at most 8 images. Decoding
@@ -46,17 +47,20 @@ log = logging.getLogger("nereid")
 
 
 class Engine(Protocol):
-    """The interface of an engine. PoolingEngine and the test engine implement this interface."""
+    """The methods that a worker needs from an engine.
+
+    PoolingEngine and the test engine have these methods.
+    """
 
     @property
     def info(self) -> Any:  # noqa: ANN401 - any dataclass
         """A dataclass that describes the loaded model."""
 
     def add(self, request_id: str, items: Sequence[PoolingItem]) -> None:
-        """Queue inputs. Raise a RequestError or a CapacityError if that is not possible."""
+        """Queue inputs. Raise a RequestError or a CapacityError if they are refused."""
 
     def abort(self, request_id: str) -> None:
-        """Drop a request."""
+        """Remove the waiting inputs of a request."""
 
     def step(self) -> Sequence[PoolingResult]:
         """Compute one batch and return its results."""
@@ -72,14 +76,15 @@ class _JobProgress:
         request_id: the id of the job's request.
         job: the job.
         num_sent: the number of inputs that were sent to the engine.
-        slices: the slices in the engine. The key is the index of the slice's first input, and the
-            value is the number of inputs of the slice that have no result yet.
-        num_left: the number of inputs of the job that have no result yet.
-        values: the result of each input; None until it arrives.
-        num_tokens: the number of tokens of each input; 0 until its result arrives.
-        offsets: the characters of the tokens of each input; None if its result has no characters.
-        started: the time at which the step began that computed the job's first result, by
-            time.monotonic(); None before that.
+        slices: the slices that are in the engine. The key is the index of the slice's first input.
+            The value is the number of inputs of the slice without a result.
+        num_left: the number of inputs of the job without a result.
+        values: one value for each input; None until the input has a result.
+        num_tokens: one number of tokens for each input; 0 until the input has a result.
+        offsets: one element for each input: the offsets of its result (see PoolingResult.offsets),
+            or None.
+        started: a time by time.monotonic(), or None before the first result. The job's first result
+            was computed in a step that began at this time.
     """
 
     def __init__(self, request_id: str, job: Job) -> None:
@@ -99,11 +104,14 @@ class _JobProgress:
         return self.num_sent < len(self.values) and len(self.slices) < _MAX_SLICES
 
     def slice_id(self, first: int) -> str:
-        """Return the engine's id of a slice. `first` is the index of the slice's first input."""
+        """Return the id of a slice in the engine.
+
+        `first` is the index of the slice's first input.
+        """
         return f"{self.request_id}:{first}"
 
     def next_slice(self) -> list[PoolingItem]:
-        """Return the inputs of the next slice, and count these inputs as sent.
+        """Return the inputs of the next slice, and record that these inputs are sent.
 
         Example: the first slice of a job with 300 short texts contains 256 texts, and the second
         slice contains 44 texts.
@@ -127,7 +135,7 @@ class _JobProgress:
         return items
 
     def add_result(self, first: int, result: PoolingResult) -> None:
-        """Store the result of one input of the slice that begins with the input `first`."""
+        """Store the result of one input. The slice of this input begins with the input `first`."""
         index = first + result.index
         self.values[index] = result.value
         self.num_tokens[index] = result.num_tokens
@@ -145,7 +153,7 @@ class _JobProgress:
         return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:
-        """Convert the engine's error message about a slice to an error message about the whole job.
+        """Convert an error message about a slice to an error message about the job.
 
         Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
         input: the text is empty" becomes "texts: element 259: the text is empty".
@@ -175,8 +183,8 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        # The incomplete jobs, by request id. The next slice is sent for the first job that has a
-        # slice to send.
+        # The incomplete jobs, by request id. The first job that has inputs to send sends the next
+        # slice.
         self._jobs: dict[str, _JobProgress] = {}
 
     @property
@@ -185,11 +193,11 @@ class WorkerJobs:
         return bool(self._jobs) or self._engine.has_work()
 
     def add(self, request_id: str, job: Job) -> None:
-        """Add a job with at least one input. A later `advance` sends the result or an error."""
+        """Add a job with at least one input. A later call of `advance` sends the outcome."""
         self._jobs[request_id] = _JobProgress(request_id, job)
 
     def abort(self, request_id: str) -> None:
-        """Drop a job. Do nothing if the job is unknown or complete."""
+        """Remove a job. Do nothing if the job is unknown or complete."""
         progress = self._jobs.pop(request_id, None)
         if progress is None:
             return
@@ -217,7 +225,7 @@ class WorkerJobs:
                 self._add_result(result, started)
 
     def _send_slice(self, progress: _JobProgress) -> None:
-        """Send the next slice of a job to the engine. If an error occurs, refuse the job."""
+        """Send the next slice of a job to the engine. If an error occurs, refuse the whole job."""
         first = progress.num_sent
         try:
             items = progress.next_slice()
@@ -227,7 +235,7 @@ class WorkerJobs:
         except NereidError as error:
             self._refuse(progress, error)
         except Exception as error:
-            # The job ends here. An error of one job must not end the other jobs.
+            # Catch every exception, because an error of one job must not end the other jobs.
             log.exception("job %s could not be added", progress.request_id)
             self._refuse(progress, EngineError(f"{type(error).__name__}: {error}"))
 
@@ -236,7 +244,7 @@ class WorkerJobs:
 
         Args:
             result: the result.
-            started: the time at which the step began that computed it, by time.monotonic().
+            started: the time at which the step of this result began, by time.monotonic().
 
         Raises:
             EngineError: the GPU is lost.
@@ -259,7 +267,7 @@ class WorkerJobs:
             self._send(["done", request_id, progress.started, *progress.outcome().row()])
 
     def _refuse(self, progress: _JobProgress, error: NereidError) -> None:
-        """Drop a job, and send the reason to the stub."""
+        """Remove a job, and send the error to the stub."""
         self.abort(progress.request_id)
         kind = EngineError.__name__
         if isinstance(error, RequestError | CapacityError):
@@ -268,12 +276,12 @@ class WorkerJobs:
 
 
 def _size(value: str | bytes | list[int]) -> int:
-    """Return the size of an input in characters or token ids, by which slices are limited."""
+    """Return the size of an input in characters or token ids. The sizes limit a slice."""
     return max(len(value), _IMAGE_CHARACTERS) if isinstance(value, bytes) else len(value)
 
 
 def _kind_of(value: Value) -> str:
-    """Return the kind of a job's result (see Outcome.kind), given the value of one input."""
+    """Derive the kind of a job's result (see Outcome.kind) from the value of one input."""
     if isinstance(value, np.ndarray):
         return "dense" if value.ndim == 1 else "multi_vector"
     return "sparse" if isinstance(value, dict) else "score"

@@ -17,14 +17,14 @@ class Job:
     """The inputs of one request.
 
     Attributes:
-        field: the name of the tensor with the inputs, for error messages.
-        inputs: one pair of a name and a value for each input. The name is a field of PoolingItem
-            (text, token_ids, pair or image) and the value is the value of this field, or the name
-            is "mixed" and the value is {"text": str, "image": bytes}, or the name is "document" and
-            the value is a document that is scored for `query`.
+        field: the name of the tensor that contains the inputs, for error messages.
+        inputs: one pair of a name and a value for each input. In most pairs, the name is a field of
+            PoolingItem (text, token_ids, pair or image), and the value is the value of this field.
+            If the name is "mixed", the value is {"text": str, "image": bytes}. If the name is
+            "document", the value is a document that is scored for `query`.
         options: fields of PoolingItem that have the same value for all inputs.
-        query: the query of all documents. The query is packed once, because a query of 60 kB that
-            was packed with each of 10,000 documents would take 600 MB.
+        query: the query for all documents. The query is packed only once. If a query of 60 kB were
+            packed with each of 10,000 documents, the message would have 600 MB.
     """
 
     field: str
@@ -33,25 +33,26 @@ class Job:
     query: str = ""
 
     def row(self) -> list[Any]:
-        """Return the fields as values that msgpack can pack."""
+        """Convert the fields to a list that msgpack can pack."""
         return [self.field, self.inputs, self.options, self.query]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a job, with one value for each input in order.
+    """The result of a job. It contains one value for each input, in the order of the inputs.
 
     Attributes:
         kind: "dense", "sparse", "multi_vector", "score", "classify" or "token_classify".
         values: the vectors or scores, in float32. The shape is [n, dim] for dense, [sum of counts,
             dim] for multi_vector, [n] for score, [n, num_labels] for classify, and [sum of
-            num_tokens, num_labels] for token_classify. Empty for sparse.
-        counts: for multi_vector the number of vectors of each input, int32 [n]. Empty otherwise.
-        weights: for sparse one pair for each input: token ids, int32 [k], and their weights,
-            float32 [k]. Empty otherwise.
+            num_tokens, num_labels] for token_classify. The array is empty for sparse.
+        counts: for multi_vector, the number of vectors of each input, int32 [n]. Empty for other
+            kinds.
+        weights: for sparse, one pair for each input: the token ids, int32 [k], and their weights,
+            float32 [k]. Empty for other kinds.
         num_tokens: the number of tokens of each input, int32 [n].
-        offsets: for token_classify the characters of each token (see PoolingResult.offsets), int32
-            [sum of num_tokens, 2]. Empty otherwise.
+        offsets: for token_classify, the range of characters of each token (see
+            PoolingResult.offsets), int32 [sum of num_tokens, 2]. Empty for other kinds.
     """
 
     kind: str
@@ -76,9 +77,9 @@ class Outcome:
 
         Args:
             kind: see Outcome.kind.
-            values: the value of each input; at least one.
+            values: one value for each input. There is at least one input.
             num_tokens: the number of tokens of each input.
-            offsets: for token_classify the characters of each token of each input.
+            offsets: for token_classify, one array for each input (see PoolingResult.offsets).
         """
         counts = np.zeros(0, dtype=np.int32)
         weights: list[Weights] = []
@@ -103,7 +104,7 @@ class Outcome:
         )
 
     def row(self) -> list[Any]:
-        """Return the fields as values that msgpack can pack."""
+        """Convert the fields to a list that msgpack can pack."""
         return [
             self.kind,
             list(self.values.shape),

@@ -34,7 +34,7 @@ class PoolingMetrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        """Create the metrics on the Triton server. `publish` sends the values."""
+        """Create the metrics in Triton server. `publish` sends their values."""
         families = MetricFamilies()
         self._families = families
         self._labels = {"model_name": model_name}
@@ -57,7 +57,7 @@ class PoolingMetrics:
     def note_success(
         self, arrived: float, started: float, num_inputs: int, num_tokens: int
     ) -> None:
-        """Record a successful request, just before its outputs are sent.
+        """Record a successful request. Call this method before the outputs of the request are sent.
 
         Args:
             arrived: the time at which the request arrived, by time.monotonic().
@@ -78,7 +78,7 @@ class PoolingMetrics:
         self._counts["pooling_prompt_tokens_total"] += num_tokens
 
     def note_response(self, result: object) -> None:
-        """Count a response by its outcome.
+        """Increment a counter for a response: success, refused or error.
 
         Args:
             result: the output tensors, or the error that the response contains.
@@ -96,7 +96,7 @@ class PoolingMetrics:
         self._counts["pooling_restarts_total"] += 1
 
     def publish(self, num_requests: int) -> None:
-        """Publish the metrics that have changed, at most once a second."""
+        """Publish the changed metrics. Do nothing if the last publication was less than 1 s ago."""
         now = time.monotonic()
         if now < self._due:
             return

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common stub of the Triton models `embedding` and `rerank`.
+"""The base class of the Triton models `embedding` and `rerank`.
 
 The server's thread sends the job of each request to the worker process. The loop's thread
 (supervised_model.py) receives the outcomes, and sends one response for each request.
 
-The models are not decoupled, so that clients can call the models with /infer and with unary gRPC
-calls. Nevertheless, `execute` does not wait for a response. The loop sends each response later,
-through the response sender of the request.
+The models are not decoupled, so clients can call the models with /infer and with unary gRPC calls.
+`execute` returns before the responses are complete. The loop sends each response later, through the
+response sender of the request.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _POLL_S = 0.02
 # The number of requests that one round of the loop checks for cancellation. Each check costs a
 # round trip to the server.
 _CANCEL_CHECKS = 32
-# Smaller outputs are sent without checking the free shared memory.
+# If the outputs are smaller, the free shared memory is not checked.
 _SMALL_BYTES = 64 * 1024
 # Triton server enlarges the memory pool of a stub by this number of bytes at a time.
 _POOL_STEP_BYTES = 1024 * 1024
@@ -84,11 +84,12 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @abstractmethod
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401 - the server's own type
-        """Return the job in `request`.
+        """Convert `request` to a job.
 
         Args:
             request: the server's request.
-            given: the names in `input_names` of which the request has a tensor, in the same order.
+            given: the names of the input tensors that the request contains, in the order of
+                `input_names`.
             options: the options of the request.
 
         Raises:
@@ -96,7 +97,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         """
 
     def read_array(self, request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401
-        """Return the input tensor `name`, whose elements are the inputs of a job.
+        """Return the input tensor `name`. Its elements are the inputs of a job.
 
         Raises:
             RequestError: the tensor is wrong, or has more elements than the queue can contain.
@@ -106,10 +107,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         return values
 
     def read_texts(self, request: Any, name: str, options: Mapping[str, Any]) -> list[str]:  # noqa: ANN401
-        """Return the elements of the input tensor `name` as text.
+        """Decode the elements of the input tensor `name`, and return the texts.
 
-        Without the option `truncate`, the size of each text is checked before the text is decoded
-        and sent to the worker. The worker truncates the texts if `truncate` is true.
+        If the option `truncate` is true, the worker truncates the texts. Otherwise, the size of
+        each text is checked here, before the text is decoded and sent to the worker.
 
         Raises:
             RequestError: there are too many texts, or a text is too long or is not UTF-8.
@@ -123,7 +124,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @property
     def text_limit(self) -> TextLimit:
-        """The limit on the size of a text, as the worker process has reported it."""
+        """The limit on the size of a text. The worker process has reported the limit."""
         assert self.child is not None
         info = self.child.info
         return TextLimit(info["max_model_len"], info["max_token_bytes"])
@@ -134,7 +135,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @abstractmethod
     def empty_outputs(self) -> Tensors:
-        """Return the output tensors of a request with an empty list of inputs."""
+        """Return the output tensors for a request without inputs."""
 
     def __init__(self) -> None:
         self.title = f"model {self.kind}"
@@ -142,9 +143,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         super().__init__()
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the worker process and wait until its model is loaded.
+        """Start the worker process, and wait until its model is loaded.
 
-        Without a checkpoint no process is started, and every request is refused.
+        If no checkpoint is set, no process is started, and every request is refused.
         """
         self._ids = itertools.count(1)
         # The names of all environment variables of this model begin with this prefix.
@@ -165,7 +166,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._tracing.close()
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Send the job of a request to the worker. Without inputs, respond without the worker.
+        """Send the job of a request to the worker. If the request has no inputs, respond at once.
 
         Raises:
             RequestError: an input is missing or wrong.
@@ -191,7 +192,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._add_job(request, sender, job, returns_info=returns_info)
 
     def _check_num_requests(self) -> None:
-        """Raise a CapacityError if the model has as many requests as the setting allows."""
+        """Raise a CapacityError if the number of requests has reached the setting max_requests."""
         limit = self._settings.max_requests
         if self.num_requests >= limit:
             raise CapacityError(
@@ -214,10 +215,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
-        """Handle the message "done" or "refused": send the outputs or the error to the client.
+        """Handle a message of the worker.
 
-        The worker sends "done" with the outputs of a request, or "refused" with an error. Ignore
-        other messages of the worker; see pooling_worker.py.
+        The message "done" contains the outputs of a request, and "refused" contains an error. Send
+        the outputs or the error to the client. Ignore all other messages (see pooling_worker.py).
         """
         if kind not in ("done", "refused"):
             return
@@ -240,12 +241,14 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             self.respond(pending.sender, outputs | (self._info() if pending.returns_info else {}))
 
     def _note_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
-        """Record the metrics and the spans of a successful request, before its outputs are sent.
+        """Record the metrics and the spans of a successful request.
+
+        Call this method before the outputs are sent.
 
         Args:
             pending: the request.
-            started: the time at which the computation of its first input started.
-            num_tokens: the number of tokens of its inputs.
+            started: the time at which the computation of the request's first input started.
+            num_tokens: the number of tokens of all inputs.
         """
         self._metrics.note_success(pending.arrived, started, pending.num_inputs, num_tokens)
         parent = pending.traceparent
@@ -271,13 +274,13 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         return _POLL_S
 
     def end(self, request: PendingRequest, error: NereidError) -> None:
-        """Remove a request, drop its job in the worker, and send `error` as its response."""
+        """Remove a request, remove its job from the worker, and send `error` as the response."""
         self.owner(request.request_id).child.send(["abort", request.request_id])
         self.remove(request.request_id)
         self.respond(request.sender, error)
 
     def respond(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
-        """Send the response of a request: its outputs, or an error."""
+        """Send the response to a request. The response consists of outputs or of an error."""
         if not isinstance(result, Exception) and not _fits_shared_memory(result):
             result = CapacityError(
                 "the response is larger than the free part of /dev/shm, the shared memory of the "
@@ -287,11 +290,11 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         super().respond(sender, result)
 
     def publish_metrics(self) -> None:
-        """Publish the metrics, at most once a second."""
+        """Publish the metrics. Do nothing if the last publication was less than 1 s ago."""
         self._metrics.publish(self.num_requests)
 
     def restart_message(self) -> str:
-        """Return the reason for which requests are refused while the worker restarts."""
+        """Return the message that clients get while the worker restarts."""
         return "the worker process is restarting. Try again in a few seconds."
 
     def failure_message(self, error: NereidError) -> str:
@@ -302,16 +305,16 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         )
 
     def on_restart(self, process: SupervisedProcess) -> None:
-        """Record a successful restart of the worker, and reset the number of deaths.
+        """Record that the worker was restarted, and set its number of deaths to 0.
 
-        The setting max_restarts limits the restart attempts after one death, not all restarts
-        together.
+        So the setting max_restarts limits the attempts to restart the worker after one death. It
+        does not limit the total number of restarts.
         """
         process.num_deaths = 0
         self._metrics.note_restart()
 
     def _start_worker(self, config: PoolingConfig) -> None:
-        """Start the worker process, and check that its checkpoint has a suitable task."""
+        """Start the worker process, and check that this model can serve the checkpoint's task."""
         settings = self._settings
         program = ChildProgram(
             name="worker",
@@ -341,7 +344,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             )
 
     def _info(self) -> Tensors:
-        """Return the output `info`, which describes the served checkpoint as JSON text."""
+        """Return the output `info`.
+
+        It contains a JSON text that describes the served checkpoint.
+        """
         if self.child is None:
             info = {"task": "none", "reason": self._not_served_message()}
         else:
@@ -350,7 +356,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         return {names.INFO: tensors.strings(json.dumps(info))}
 
     def _not_served_message(self) -> str:
-        """Return the reason for which requests are refused if no checkpoint is set."""
+        """Return the message that clients get if no checkpoint is set."""
         return (
             f"no checkpoint is served as {self.kind!r}. Set {self._variable_prefix}MODEL to the "
             "folder of a checkpoint and restart the server."
@@ -358,7 +364,10 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
 
 def _fits_shared_memory(outputs: Tensors) -> bool:
-    """Return whether output tensors fit into the free shared memory. Small tensors always fit."""
+    """Return whether output tensors fit into the free shared memory.
+
+    Return True for small tensors.
+    """
     size = sum(
         sum(map(len, array)) if array.dtype == object else array.nbytes
         for array in outputs.values()
@@ -370,5 +379,6 @@ def _fits_shared_memory(outputs: Tensors) -> bool:
     except OSError:
         return True
     free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
-    # While the stub's memory pool grows, it needs space for its old content and for the response.
+    # While the stub's memory pool grows, the pool needs space for its old content and for the
+    # response.
     return free_bytes > 2 * size + _POOL_STEP_BYTES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process of a pooling model. It contains everything that may crash, such as torch.
+"""The worker process of a pooling model. Code that may crash, such as torch, runs in it.
 
 Messages, in addition to the messages that every child process has (process_entry.py):
 
@@ -38,10 +38,10 @@ class WorkerService:
         self._alive_due = 0.0
 
     def start(self) -> None:
-        """Do nothing, because the engine is ready once it is loaded."""
+        """Do nothing, because a loaded engine needs no further preparation."""
 
     def has_work(self) -> bool:
-        """Return whether a job is not complete."""
+        """Return whether at least one job is incomplete."""
         return self._jobs.has_work
 
     def handle(self, kind: str, values: list[Any]) -> None:
@@ -53,7 +53,7 @@ class WorkerService:
             self._jobs.add(request_id, Job(*row))
 
     def advance(self) -> None:
-        """Compute one batch, and send the results of the jobs that are now complete."""
+        """Compute one batch, and send the result of each job that is now complete."""
         self._jobs.advance()
         now = time.monotonic()
         if now >= self._alive_due:
@@ -65,7 +65,8 @@ def serve_worker(make: MakeEngine) -> NoReturn:
     """Run this process as a worker process, then exit.
 
     Args:
-        make: builds the engine from its settings and a function that reports slow operations.
+        make: builds the engine. The arguments are the engine's settings and a function that reports
+            slow operations.
     """
     serve(
         lambda settings, send, progress: WorkerService(
@@ -79,10 +80,10 @@ if __name__ == "__main__":
         from nereid_backend.pooling.pooling_engine import PoolingEngine
 
     def load_engine(config: PoolingConfig, progress: Callable[[str], None]) -> PoolingEngine:
-        """Load the engine, and start its process for images.
+        """Load the engine, and start the process that decodes images.
 
-        The start takes some seconds. The worker does not wait for it later, because a worker that
-        sends no message for the time hang_timeout_s is killed.
+        The start takes some seconds. A worker that sends no message for the time hang_timeout_s
+        during work is killed, so the process is started before the worker has work.
         """
         engine = PoolingEngine(config, progress=progress)
         engine.start_image_process()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `rerank`: it scores documents, or classifies texts or their tokens."""
+"""The Triton model `rerank`. It scores documents, classifies texts, or classifies tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +23,10 @@ class RerankModel(PoolingStub):
     option_types = decode_request.RERANK_OPTIONS
 
     def read_job(self, request: Any, given: list[str], options: dict[str, Any]) -> Job:  # noqa: ANN401
-        """Return the job in `request`: texts to classify, or documents to score.
+        """Convert `request` to a job. The job classifies texts or scores documents.
 
-        A request has one query for all documents, or one query for each document.
-        PoolingStub.read_job documents the arguments and errors.
+        A request that scores documents has one query for all documents, or one query for each
+        document. The docstring of PoolingStub.read_job describes the arguments and the errors.
         """
         if given == [names.TEXTS]:
             return self._classify_job(request, options)
@@ -50,9 +50,9 @@ class RerankModel(PoolingStub):
         return Job(given[1], [("pair", pair) for pair in pairs], options)
 
     def _classify_job(self, request: Any, options: dict[str, Any]) -> Job:  # noqa: ANN401
-        """Return the job of a request that classifies texts or their tokens.
+        """Convert a request to a job that classifies texts or their tokens.
 
-        The key `kind` selects the classification. A client cannot set this key in the options.
+        The key `kind` of the job's options is set here. A client cannot set this key.
         """
         assert self.child is not None
         kinds = self.child.info["kinds"]
@@ -71,7 +71,7 @@ class RerankModel(PoolingStub):
         return outputs
 
     def empty_outputs(self) -> Tensors:
-        """Return the output tensors of a request with an empty list of inputs."""
+        """Return the output tensors for a request without inputs."""
         return {
             names.SCORES: np.zeros(0, dtype=np.float32),
             names.NUM_TOKENS: np.zeros(0, dtype=np.int32),

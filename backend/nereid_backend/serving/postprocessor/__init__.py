@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `postprocessor`, which turns token ids into text, messages and tool calls."""
+"""The Triton model `postprocessor`. It converts token ids to text, messages and tool calls."""

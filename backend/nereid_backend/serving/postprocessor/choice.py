@@ -21,12 +21,13 @@ class ChoiceOutput:
     """The output of one choice in one response.
 
     Attributes:
-        text: the new text, exactly as the model wrote it.
+        text: the new text. It is not parsed.
         delta: the JSON object of the output `delta`, described in docs/reference/tensors.md.
         finish_reason: the reason why the choice ended; None while it continues.
         cumulative_logprob: the sum of the log-probabilities of all tokens of the choice so far.
         num_output_tokens: the number of new tokens.
-        logprobs: for each new token the fields of a TokenLogprobs; empty if not requested.
+        logprobs: one entry for each new token: the fields of a TokenLogprobs. Empty if the request
+            does not ask for log-probabilities.
     """
 
     text: str
@@ -44,7 +45,8 @@ class _UnsentOutput:
     Attributes:
         text: the new text.
         token_ids: the new tokens.
-        logprobs: for each of these tokens the fields of a TokenLogprobs; empty if not requested.
+        logprobs: one entry for each of these tokens: the fields of a TokenLogprobs. Empty if the
+            request does not ask for log-probabilities.
         prompt_logprobs: the log-probabilities of the prompt; see SequenceDelta.
     """
 
@@ -56,7 +58,7 @@ class _UnsentOutput:
 
 @dataclass(slots=True)
 class _Totals:
-    """The counts of all tokens of a choice so far, for the field `usage`."""
+    """The numbers of tokens of a choice so far, for the field `usage`."""
 
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
@@ -82,7 +84,7 @@ class Choice:
 
     Attributes:
         context: the part of the request that the postprocessor needs.
-        stop_string: the stop string that ended the choice; None without one.
+        stop_string: the stop string that ended the choice; None if no stop string was found.
         is_finished: whether `take_output` has returned the last output of the choice.
     """
 
@@ -126,10 +128,10 @@ class Choice:
     def add(self, delta: SequenceDelta) -> None:
         """Add the tokens of one step.
 
-        After a stop string was found, further tokens are ignored. Only the reason why the sequence
-        ended is still read from `delta`.
+        After a stop string was found, all later tokens are ignored. Only the reason why the
+        sequence ended is then read from `delta`.
         """
-        # A delta without the number of cached tokens has the value 0.
+        # A delta that does not report the number of cached tokens contains 0.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )
@@ -145,9 +147,9 @@ class Choice:
             self._finish(delta.ending)
 
     def take_output(self) -> ChoiceOutput | None:
-        """Return the output since the last call, or None if there is no new output.
+        """Return the output that was added since the last call, or None if there is no new output.
 
-        Without streaming, there is no output before the choice has ended.
+        If the request is not streaming, return None until the choice has ended.
         """
         if self.is_finished:
             return None
@@ -170,27 +172,29 @@ class Choice:
 
     @property
     def _has_unsent_output(self) -> bool:
-        """Whether the next streamed response has text, log-probabilities or token ids."""
+        """Whether there are text, log-probabilities or token ids for the next streamed response."""
         if self._unsent.text or self._unsent.logprobs:
             return True
         return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
 
     def _add_text_of_tokens(self, token_ids: list[int], ending: Ending | None) -> int:
-        """Add the text of the tokens of one step, up to a stop string.
+        """Add the text of the tokens of one step. Text after a stop string is not added.
 
         Example: for the tokens "Hi", " END" and " you" and the stop string "END", the text "Hi " is
         added and 2 is returned. The third token has no effect.
 
         Returns:
-            The number of the step's tokens that belong to the output: the tokens up to the token
-            that completes a stop string, or all tokens if there is no stop string. A stop token
-            belongs to the output, although it has no text.
+            The number of the step's tokens that belong to the output. If there is no stop string,
+            all tokens belong to the output. Otherwise, the token that completes the stop string is
+            the last token of the output. A stop token belongs to the output, although it has no
+            text.
         """
         text_ids = _without_stop_token(token_ids, ending)
         if not (self.context.stop or self._message.reads_reasoning):
             self._add_text(self._detokenizer.feed(text_ids))
             return len(token_ids)
-        # Stop strings and the count of reasoning tokens need the text after each single token.
+        # Tokens are decoded one by one, because the search for stop strings and the count of
+        # reasoning tokens need the text of each single token.
         for index, token_id in enumerate(text_ids):
             can_stop = self._totals.num_tokens + index >= self.context.min_tokens
             self._add_text_of_token(token_id, can_stop=can_stop)
@@ -204,7 +208,7 @@ class Choice:
         return len(token_ids)
 
     def _add_text_of_token(self, token_id: int, *, can_stop: bool) -> None:
-        """Add the text of one token, and count the token if it belongs to reasoning."""
+        """Add the text of one token. If the token belongs to reasoning, count the token."""
         was_reasoning = self._message.is_reasoning
         text = self._detokenizer.feed([token_id])
         if can_stop:
@@ -215,16 +219,17 @@ class Choice:
         self._totals.num_reasoning_tokens += was_reasoning or self._message.is_reasoning
 
     def _add_text_before_stop(self, text: str) -> None:
-        """Add `text` up to a stop string.
+        """Add a text. The stop string and the text after the stop string are not added.
 
-        The end of `text` is held back if it may be the beginning of a stop string.
+        If the end of `text` may be the beginning of a stop string, this end is stored and not added
+        yet.
         """
         match = self._stop_search.feed(text)
         self._add_text(match.text)
         self.stop_string = match.stop
 
     def _add_withheld_text(self) -> None:
-        """Add the text that the detokenizer and the search for stop strings have held back."""
+        """Add the text that the detokenizer and the search for stop strings have stored."""
         if self.stop_string is None:
             self._add_text_before_stop(self._detokenizer.finish())
         if self.stop_string is None:
@@ -236,9 +241,9 @@ class Choice:
         self._message.feed(text)
 
     def _count_tokens(self, count: int, delta: SequenceDelta) -> None:
-        """Record the first `count` new tokens of a step, and their log-probabilities.
+        """Record the first `count` tokens of a step, and their log-probabilities.
 
-        If a stop string was found, the last of these tokens completed the stop string.
+        The remaining tokens of the step do not belong to the output.
         """
         self._totals.num_tokens += count
         self._unsent.token_ids += delta.token_ids[:count]
@@ -260,12 +265,11 @@ class Choice:
             self._finish_reason = "tool_calls"
 
     def _build_delta(self) -> dict[str, Any]:
-        """Return the JSON object for the unsent output."""
+        """Convert the unsent output to the JSON object of the output `delta`."""
         message = self._message.take()
         if self._checked_message is not None:
             self._checked_message.add(message)
-        # The index 0 is omitted, because most requests have only choice 0 and their deltas become
-        # shorter.
+        # The index 0 is omitted, so that the deltas of requests with only one choice are shorter.
         delta = ({"index": self._index} if self._index else {}) | message
         unsent = self._unsent
         if unsent.logprobs:
@@ -295,7 +299,7 @@ class Choice:
 
 
 def _without_stop_token(token_ids: list[int], ending: Ending | None) -> list[int]:
-    """Return the tokens that have text: all except the stop token that ended the sequence.
+    """Return all tokens except the stop token that ended the sequence. A stop token has no text.
 
     Example: the tokens [5, 6, 2] and `Ending("stop", stop_reason=2)` return [5, 6].
     """

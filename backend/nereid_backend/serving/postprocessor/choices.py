@@ -14,10 +14,11 @@ class Choices:
     Attributes:
         context: the part of the request that the postprocessor needs.
         opened_at: the time of the first step.
-        last_response_at: the time of the last response; before the first response, the time of the
-            first step. With keepalive_ms, an empty response follows after a long pause.
-        last_cancel_check_at: the time of the last check whether the client has disconnected; 0.0
-            before the first check, so that the first step is checked at once.
+        last_response_at: the time of the last response. Before the first response, it is the time
+            of the first step. If keepalive_ms is set, an empty response is sent when this time is
+            too long ago.
+        last_cancel_check_at: the time of the last check whether the client has disconnected. The
+            value is 0.0 before the first check, so that the first step is checked.
         is_cancelled: whether the client has disconnected.
         parsing_s: the seconds that decoding and parsing have taken so far, for tracing.
 
@@ -34,8 +35,8 @@ class Choices:
 
         Args:
             context: the part of the request that the postprocessor needs.
-            slots: the number of each choice's slot in the shared memory (see feedback.py), ordered
-                by index.
+            slots: one slot number for each choice, ordered by index. A slot is in the shared memory
+                (see feedback.py).
             choices: the choices, ordered by index.
         """
         self.context = context
@@ -55,7 +56,7 @@ class Choices:
         self.parsing_s += time.monotonic() - start_time
 
     def stopped_slots(self) -> list[int]:
-        """Return the slots of the choices that have reached a stop string and have not ended."""
+        """Return the slot of each choice that has reached a stop string and has not ended."""
         return [
             slot
             for slot, choice in zip(self._slots, self._choices, strict=True)
@@ -65,7 +66,7 @@ class Choices:
     def take_outputs(self, *, is_last: bool) -> list[ChoiceOutput]:
         """Return the new outputs of all choices, ordered by index.
 
-        Without streaming there are no outputs before the last step.
+        If the request is not streaming, return [] until the last step.
         """
         if not self.context.stream and not is_last:
             return []

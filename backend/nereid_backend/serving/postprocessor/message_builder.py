@@ -19,13 +19,13 @@ from nereid_parsers.format import Sections, Shown, UnknownTool
 
 from nereid_backend.serving.wire import StreamContext
 
-# The name of this tool is a null character, which no model generates. If this is the only tool,
-# every tool call of the model is a call of an unknown tool.
+# The name of this tool is a null character, which no model generates. If this tool is the only
+# tool, every tool call of the model is a call of an unknown tool.
 _UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
 
 
 class PlainMessage:
-    """A message that contains only content, and neither reasoning nor tool calls.
+    """A message that consists of content alone. Reasoning and tool calls are not parsed.
 
     The class has the same attributes as ParsedMessage.
     """
@@ -42,7 +42,7 @@ class PlainMessage:
         self._new_content.append(text)
 
     def finish(self) -> None:
-        """Do nothing, because no text is held back."""
+        """Do nothing, because `feed` adds all text at once."""
 
     def take(self) -> dict[str, Any]:
         """Return the new content, such as {"content": "Hi"}, or {} if there is no new content."""
@@ -52,7 +52,7 @@ class PlainMessage:
 
 
 class ParsedMessage:
-    """A message whose text is parsed with a chat format.
+    """A message that a parser with a chat format reads.
 
     Example: for a format with <think> and </think> around reasoning, `feed` gets the text
     "<think>Add them.</think>It is 3." Then `take` returns
@@ -60,8 +60,8 @@ class ParsedMessage:
 
     Attributes:
         has_calls: whether the text so far contains the beginning of a tool call.
-        reads_reasoning: whether the format has reasoning. The text must then be fed token by token,
-            so that the number of reasoning tokens is exact.
+        reads_reasoning: whether the format has reasoning. If so, `feed` must be called for each
+            single token, so that the number of reasoning tokens is exact.
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
@@ -69,8 +69,8 @@ class ParsedMessage:
 
         Args:
             fmt: the chat format of the checkpoint.
-            context: the part of the request that the postprocessor needs. The tools, the end of the
-                prompt and the options for reasoning and tool calls are used here.
+            context: the data of the request that the postprocessor needs. Here, the tools, the end
+                of the prompt, and the options for reasoning and tool calls are used.
         """
         fmt = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
@@ -85,9 +85,9 @@ class ParsedMessage:
         self._new_calls: dict[int, dict[str, Any]] = {}
         self.has_calls = False
         self.reads_reasoning = reasoning is not None or not isinstance(fmt.layout, Sections)
-        # Some prompts end with the opening marker of the reasoning. If the reasoning stays in the
-        # content, the parser then repeats this marker at the beginning of the content. The model
-        # did not generate the marker, so `_add` removes the marker from the content.
+        # Some prompts end with the opening marker of the reasoning. If the reasoning of such a
+        # request stays in the content, the parser adds this marker to the beginning of the content.
+        # The model did not generate the marker, so `_add` removes the marker from the content.
         is_opened_by_prompt = self.is_reasoning and not context.separate_reasoning
         self._added_marker = reasoning.open.strip() if reasoning and is_opened_by_prompt else ""
 
@@ -101,16 +101,17 @@ class ParsedMessage:
         self._add(self._parser.feed(text))
 
     def finish(self) -> None:
-        """Parse the text that the parser has held back. No more text follows."""
+        """Parse the text that the parser has stored. No more text follows."""
         self._add(self._parser.finish())
 
     def take(self) -> dict[str, Any]:
-        """Return the new parts of `reasoning`, `content` and `tool_calls`, and forget them.
+        """Return the next delta of the message. The next call returns only later additions.
 
-        New parts are those that were added since the last `take`. Fields without a value are left
-        out. Only the first delta of a call has its id and name.
-        Example: {"tool_calls": [{"index": 0, "id": "a1", "name": "add", "arguments": '{"x"'}]}, and
-        then {"tool_calls": [{"index": 0, "arguments": ": 1}"}]}.
+        The delta contains what was added to `reasoning`, `content` and `tool_calls` since the last
+        call. Fields without a value are left out. Only the first delta of a tool call contains its
+        id and its name. Example: the first call returns {"tool_calls": [{"index": 0, "id": "a1",
+        "name": "add", "arguments": '{"x"'}]}. The second call returns {"tool_calls": [{"index": 0,
+        "arguments": ": 1}"}]}.
         """
         texts = {name: "".join(parts) for name, parts in self._new_texts.items()}
         delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
@@ -138,7 +139,7 @@ class ParsedMessage:
                     self._new_call(index)["arguments"] += text
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the entry of the call `index` in the next delta. Create it if necessary."""
+        """Return the entry of the tool call `index` in the next delta. Create a missing entry."""
         return self._new_calls.setdefault(index, {"index": index, "arguments": ""})
 
 
@@ -146,9 +147,9 @@ Message = PlainMessage | ParsedMessage
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
-    """Change the format so that it leaves reasoning or tool calls in the content if requested.
+    """Return a format that leaves reasoning or tool calls in the content if the request says so.
 
-    The request's options `separate_reasoning` and `reads_calls` determine the change.
+    `separate_reasoning` and `reads_calls` are the options of the request that determine the result.
     """
     if not context.separate_reasoning:
         fmt = _with_inline_reasoning(fmt)

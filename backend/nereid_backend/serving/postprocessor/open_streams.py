@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The open streams of the postprocessor, by the slots that the executor has assigned."""
+"""The open streams of the postprocessor. A stream is stored under the slot of the stream."""
 
 from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.wire import StepState
 
 
 class OpenStreams:
-    """The open streams.
+    """Stores the open streams by slot.
 
-    The executor gives each stream a larger serial number than all earlier streams, and a slot that
-    no other stream uses (see feedback.py). Several streams use a slot one after another. Each step
-    contains the slot and the serial number of its stream:
+    The executor assigns two numbers to each stream: a serial number that is larger than all earlier
+    serial numbers, and a slot that no other stream uses at that time (see feedback.py). Several
+    streams use a slot one after another. Each step contains the slot and the serial number of its
+    stream:
 
         the serial number in a step     the step belongs to
         larger than the slot's          a new stream, because the executor has assigned the slot
@@ -28,18 +29,21 @@ class OpenStreams:
         return len(self._streams)
 
     def is_late(self, state: StepState) -> bool:
-        """Return whether a step belongs to an earlier stream of its slot."""
+        """Return whether a step belongs to an earlier stream of the slot."""
         return state.serial < self._serials.get(state.slot, 0)
 
     def is_new(self, state: StepState) -> bool:
-        """Return whether a step belongs to a stream that has not been started."""
+        """Return whether a step belongs to a new stream.
+
+        `start` was not called for a new stream.
+        """
         return state.serial > self._serials.get(state.slot, 0)
 
     def start(self, state: StepState) -> None:
         """Record that the stream of a step now uses the slot of the step.
 
-        This method does not open the stream; call `add` to open the stream. The previous stream of
-        the slot is removed if it ended without a last step.
+        This method does not open the stream. `add` opens the stream. If the previous stream of the
+        slot is still open, because it had no last step, it is removed.
         """
         self._serials[state.slot] = state.serial
         self._streams.pop(state.slot, None)

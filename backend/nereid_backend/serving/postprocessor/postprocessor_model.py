@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `postprocessor`, which converts token ids to text and sends the text to clients.
+"""The Triton model `postprocessor`. It converts token ids to text, and sends the text to clients.
 
 The model is decoupled: a step may have no response, but the last step of a request always has a
 response. The model has exactly one instance, because several instances would change the order of a
@@ -30,9 +30,10 @@ from nereid_backend.text.detokenizer import decoder
 from nereid_backend.text.logprob_entries import vllm_entry
 from nereid_backend.text.token_text import TokenText
 
-# The shortest time between two checks whether the client of a stream has cancelled, and the largest
-# number of checks per second for all streams. A check is one round trip to the server, which takes
-# about 5 % of the CPU time of a response. With 256 streams, a stream is checked every 0.64 s.
+# Limits on the checks whether the client of a stream has cancelled. The first limit is the shortest
+# time between two checks of one stream. The second limit is the largest number of checks per second
+# for all streams together. A check is one round trip to the server. It takes about 5 % of the CPU
+# time of a response. With 256 streams, a stream is checked every 0.64 s.
 _CANCEL_CHECK_S = 0.1
 _CANCEL_CHECKS_PER_SECOND = 400
 
@@ -57,7 +58,7 @@ class PostprocessorModel:
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
-        """Process steps of streams in order, and send their responses."""
+        """Process the steps in `requests` in order, and send the responses."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -75,7 +76,7 @@ class PostprocessorModel:
         self._tracing.close()
 
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Return the response to one step; None if the step has no output for the client."""
+        """Process one step, and return the response, or None if there is no output."""
         state = self._read_state(request)
         if self._streams.is_late(state):
             # The stream of the step has ended, and another stream already uses the slot.
@@ -87,14 +88,14 @@ class PostprocessorModel:
             choices = self._streams.get(state)
             return None if choices is None else self._advance(choices, state, request)
         except Exception:
-            # The stream cannot continue after an error. `execute` sends the error to the client as
+            # A stream cannot continue after an error. `execute` sends the error to the client as
             # the last response.
             self._streams.remove(state)
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
     def _read_state(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
-        """Return the StepState in a request, after a check that an executor has signed it.
+        """Check that an executor has signed the step in a request, and return the StepState.
 
         Raises:
             RequestError: the step was not signed by an executor.
@@ -108,7 +109,7 @@ class PostprocessorModel:
         return state
 
     def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
-        """Add a step to a stream, and return the response; None if there is no new output."""
+        """Add a step to its stream, and return the response; None if there is no new output."""
         choices.add(state)
         if state.is_last:
             self._streams.remove(state)
@@ -128,7 +129,7 @@ class PostprocessorModel:
         return self._keepalive(choices) if reply is None else reply
 
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if no response was sent for keepalive_ms; else return None."""
+        """Return an empty response if no response was sent for keepalive_ms, otherwise None."""
         if not (self._keepalive_s and choices.context.stream):
             return None
         now = time.monotonic()
@@ -143,7 +144,10 @@ class PostprocessorModel:
         )
 
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
-        """Send a signal to the executor if a check is due and the client has cancelled."""
+        """Check whether the client has cancelled, if a check is due.
+
+        If the client has cancelled, send a signal to the executor.
+        """
         now = time.monotonic()
         interval_s = max(_CANCEL_CHECK_S, len(self._streams) / _CANCEL_CHECKS_PER_SECOND)
         if now - choices.last_cancel_check_at > interval_s:
@@ -176,11 +180,11 @@ class PostprocessorModel:
         self._streams.add(state, choices)
 
     def _make_choices(self, context: StreamContext) -> list[Choice]:
-        """Return the choices of a new request.
+        """Create the choices of a new request.
 
-        The output of a chat request is parsed with the chat format, if the checkpoint has one. Any
-        other output is plain text. The markers of a chat format are often special tokens, and the
-        parser needs their text, so only plain text can be decoded without special tokens.
+        If the request is a chat and the checkpoint has a chat format, the output is parsed with
+        this format. Otherwise, the output is plain text. The parser needs the text of the markers,
+        and markers are often special tokens. So special tokens can be skipped only in plain text.
         """
         # The output of a completion is not parsed. The context of a completion has no `prompt`.
         fmt = self._format if context.prompt is not None else None
@@ -201,7 +205,10 @@ class PostprocessorModel:
         ]
 
     def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
-        """Return a response with one tensor element for each output; None without outputs."""
+        """Return a response for outputs; None if there are no outputs.
+
+        Each output tensor has one element for each output.
+        """
         if not outputs:
             return None
         choices.last_response_at = time.monotonic()
@@ -216,10 +223,11 @@ class PostprocessorModel:
     def _optional_output(
         self, name: str, context: StreamContext, outputs: Sequence[ChoiceOutput]
     ) -> npt.NDArray[Any]:
-        """Return the optional output tensor `name` with one element for each of `outputs`.
+        """Return the optional output tensor `name`. It has one element for each of `outputs`.
 
-        The number of prompt tokens has only one element, because all choices have the same prompt.
-        The finish reasons have no elements if no choice has ended.
+        There are two exceptions. The tensor with the number of prompt tokens has only one element,
+        because all choices have the same prompt. If no choice has ended, the tensor with the finish
+        reasons has no elements.
         """
         if name == tensor_names.FINISH_REASON:
             reasons = [output.finish_reason or "" for output in outputs]
@@ -234,5 +242,5 @@ class PostprocessorModel:
         return np.array([output.num_output_tokens for output in outputs], np.uint32)
 
     def _logprob_entries(self, output: ChoiceOutput) -> list[dict[str, dict[str, Any]]]:
-        """Return the log-probabilities of the new tokens in vLLM's form."""
+        """Return the log-probabilities of the new tokens in the format of vLLM's API."""
         return [vllm_entry(row, self._texts) for row in output.logprobs]

@@ -15,13 +15,14 @@ Check = Callable[[dict[str, Any]], None]
 
 
 def strict_check(context: StreamContext) -> Check | None:
-    """Return a function that validates a complete message; None without a strict schema.
+    """Return a function that validates a complete message; None if no schema is strict.
 
-    The function validates the content against the schema of a strict response_format, and the
-    arguments of a call of a strict tool against the parameters of the tool.
+    If the message has no tool calls, the function validates the content against the schema of a
+    strict response_format. If the message has tool calls, the function validates the arguments of
+    each call of a strict tool.
 
     Raises:
-        RequestError: the strict schema of `context` is not JSON.
+        RequestError: the field `strict_schema` of `context` is not JSON.
     """
     schemas = {}
     if context.reads_calls:
@@ -41,7 +42,7 @@ def strict_check(context: StreamContext) -> Check | None:
         ) from None
 
     def check(message: Mapping[str, Any]) -> None:
-        """Raise an EngineError if the content or a call of `message` does not match its schema."""
+        """Raise an EngineError if the content or a tool call does not match its schema."""
         if context.strict_schema and not message["calls"]:
             _validate("response_format", message["content"], content_schema)
         for call in message["calls"]:
@@ -57,10 +58,10 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 class CheckedMessage:
-    """The deltas of a message, which are validated together once the message is complete.
+    """Collects the deltas of a message, and validates the complete message.
 
     Attributes:
-        is_complete: whether the next delta is the last one of the message.
+        is_complete: whether the next delta is the last delta of the message.
     """
 
     def __init__(self, check: Check) -> None:
@@ -70,7 +71,7 @@ class CheckedMessage:
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, delta: dict[str, Any]) -> None:
-        """Add a delta to the message, and validate the message if it is complete.
+        """Add a delta to the message. If the message is complete, validate the message.
 
         Raises:
             EngineError: the message does not match a strict schema of the request.
@@ -85,8 +86,11 @@ class CheckedMessage:
 
 
 def _validate(field: str, text: str, schema: Any) -> None:  # noqa: ANN401 - any JSON schema
-    """Raise an EngineError that names `field` if `text` is not JSON that matches `schema`."""
-    # Imported here, because most requests have no schema and need not load jsonschema.
+    """Raise an EngineError if `text` is not JSON, or does not match `schema`.
+
+    The message of the error contains `field`.
+    """
+    # The module is imported here, because it imports jsonschema, and most requests have no schema.
     from nereid_backend.grammar.validate_answer import validate_strict
 
     problem = validate_strict(text, schema)

@@ -20,8 +20,8 @@ def pack(message: object) -> bytes:
     """Return a message as msgpack bytes.
 
     Raises:
-        RequestError: the message has a value that msgpack cannot pack, such as an integer of more
-            than 64 bits or a text with half of a surrogate pair.
+        RequestError: the message contains a value that msgpack cannot pack. Examples: an integer of
+            more than 64 bits, and a text with half of a surrogate pair.
     """
     try:
         packed: bytes = msgpack.packb(message, use_bin_type=True)
@@ -49,7 +49,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send one message. Wait while the other process is slow to read.
+        """Send one message. If the socket's buffer is full, wait until the other process reads.
 
         Raises:
             ChannelClosedError: the other end is closed.
@@ -57,7 +57,7 @@ class Channel:
         self.send_packed(pack(message))
 
     def send_packed(self, data: bytes) -> None:
-        """Send a message that `pack` has packed. See `send`."""
+        """Send a message that `pack` has packed. The errors are those of `send`."""
         try:
             self._socket.sendall(data)
         except OSError as error:
@@ -70,7 +70,8 @@ class Channel:
             timeout_s: the longest time to wait for the first message; None means no limit.
 
         Raises:
-            ChannelClosedError: the other end is closed and all its messages have been read.
+            ChannelClosedError: the other end is closed, and all messages from this end have been
+                received before.
         """
         try:
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects a child process that hangs: the process has work, but sends no message."""
+"""Detects a child process that hangs. Such a process has work, but sends no message."""
 
 import os
 import time
 from collections.abc import Callable
 
-# If more than this number of seconds passes between two calls, this process was probably paused,
-# and the child process may have been paused, too. Only this number of seconds then counts as time
-# without a message.
+# If more than this number of seconds passes between two calls of `is_hanging`, this process was
+# probably paused. The child process may have been paused, too. Therefore only this number of
+# seconds counts as time without a message.
 _LONGEST_INTERVAL_S = 0.5
-# A process that uses at least this share of a CPU is considered busy. The time limit for a busy
-# process is ten times as long if its model runs on a CPU.
+# A process that uses at least this share of a CPU is considered busy. If the model runs on a CPU,
+# the time limit for a busy process is ten times as long.
 _MIN_CPU_LOAD = 0.1
 _BUSY_LIMIT_FACTOR = 10
 
 
 class HangWatch:
-    """Measures for how long a process with work has not sent a message.
+    """Measures the time during which a process has work but sends no message.
 
     Attributes:
-        silent_s: the time since the last message during which the process had work, in seconds.
+        silent_s: the number of seconds since the last message. Time without work does not count.
     """
 
     def __init__(
@@ -28,10 +28,11 @@ class HangWatch:
         cpu_seconds: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start to watch a process that has just started.
+        """Store the arguments. The watched process must have just started.
 
         Args:
-            limit_s: the longest time without a message for a process with work; 0 means no limit.
+            limit_s: the longest time in seconds that a process with work may send no message; 0
+                means no limit.
             cpu_seconds: returns the CPU time that the process has used, in seconds.
             clock: returns the time in seconds.
         """
@@ -41,8 +42,8 @@ class HangWatch:
         self._clock = clock
         # The time of the last call of `is_hanging`.
         self._last_checked = clock()
-        # The CPU time of the process when half of the limit had passed without a message; None
-        # before that.
+        # The CPU time that the process had used when half of the time limit had passed without a
+        # message. None means that this point has not been reached.
         self._cpu_before_s: float | None = None
 
     def note_message(self) -> None:
@@ -52,8 +53,8 @@ class HangWatch:
     def is_hanging(self, *, is_working: bool, is_on_cpu: bool) -> bool:
         """Return whether the process hangs.
 
-        Call this method several times a second, because it also measures the time without a
-        message.
+        This method also measures the time without a message, so it must be called several times a
+        second.
 
         Example with a limit of 60 s: a process with work sends no message for 61 s. The process
         hangs, unless its model runs on the CPU and it has used at least 10 % of a CPU during the
@@ -61,9 +62,9 @@ class HangWatch:
 
         Args:
             is_working: whether the process has work.
-            is_on_cpu: whether the process computes on the CPU. A step of a large model can take
-                minutes there, so a process that uses the CPU gets a limit ten times as long. A
-                process with a GPU can use the CPU while it only waits, so its CPU use is ignored.
+            is_on_cpu: whether the process computes on the CPU. On a CPU, a step of a large model
+                can take minutes. So the limit is ten times as long for a process that uses the CPU.
+                A process with a GPU can use the CPU while it only waits, so its CPU use is ignored.
         """
         now = self._clock()
         passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)

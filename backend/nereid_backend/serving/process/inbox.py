@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receives the messages of the parent process in a separate thread.
 
-The buffer of a socket holds about 200 KB, which is the size of about twenty long prompts. If the
-engine read the socket only between two steps, each step would admit about twenty requests, and a
-short request or an abort that was sent after 200 long prompts would have to wait for ten steps.
+The buffer of a socket contains at most about 200 KB, the size of about twenty long prompts. Suppose
+that the engine read the socket only between two steps. Then the engine would receive only about
+twenty requests between two steps. A short request or an abort that was sent after 200 long prompts
+would have to wait for ten steps.
 """
 
 import queue
@@ -14,7 +15,7 @@ from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 
 
 class Inbox:
-    """A queue of messages and the thread that receives them until the channel is closed."""
+    """A queue of received messages. A thread receives messages until the channel is closed."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -30,7 +31,7 @@ class Inbox:
             timeout_s: the longest time to wait for the first message; None means no limit.
 
         Raises:
-            ChannelClosedError: the other end is closed and all its messages have been returned.
+            ChannelClosedError: the other end is closed, and all messages have been returned before.
         """
         messages: list[Any] = []
         try:
@@ -41,7 +42,7 @@ class Inbox:
         except queue.Empty:
             return messages
         # The channel is closed. Put None back into the queue, so that the next call of this method
-        # also detects the end.
+        # also detects that the channel is closed.
         self._batches.put(None)
         if messages:
             return messages

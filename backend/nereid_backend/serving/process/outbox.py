@@ -2,7 +2,8 @@
 """Sends messages to a child process in a separate thread.
 
 Sending blocks while the child process does not read its messages. A child process that hangs must
-block neither the server's thread, which delivers requests, nor the loop, which detects the hang.
+not block the server's thread, because this thread delivers requests. It must not block the loop
+either, because the loop detects the hang.
 """
 
 import queue
@@ -12,7 +13,7 @@ from nereid_backend.serving.process.channel import Channel, ChannelClosedError
 
 
 class Outbox:
-    """A queue of messages and the thread that sends them in order, until the channel is closed."""
+    """A queue of messages to send. A thread sends the messages in order."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -23,14 +24,14 @@ class Outbox:
     def put(self, data: bytes) -> None:
         """Queue a packed message. If the other process has ended, the message is dropped.
 
-        The caller packs the message, because an error while packing in the sending thread would end
-        that thread, so that no later message would be sent.
+        The caller packs the message. If the sending thread packed messages, an error while packing
+        would end this thread, and no later message would be sent.
         """
         if self._thread.is_alive():
             self._messages.put(data)
 
     def finish(self) -> None:
-        """Close the channel after all queued messages have been sent."""
+        """Let the thread close the channel after it has sent all queued messages."""
         self._messages.put(None)
 
     def join(self, timeout_s: float) -> None:

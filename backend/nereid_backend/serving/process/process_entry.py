@@ -4,7 +4,7 @@
     python -m MODULE FD
 
 FD is the inherited end of a socket pair. The first message to a child process contains its
-settings, and the message ["stop"] ends it. Every child process sends:
+settings. The message ["stop"] ends the process. Every child process sends:
 
     ["progress", line]                       a line for the log about a slow operation
     ["ready", info]  ["failed", message]     the result of loading
@@ -32,9 +32,9 @@ from nereid_backend.serving.process.inbox import Inbox
 
 _PARENT_POLL_S = 0.5
 _IDLE_POLL_S = 0.5
-# Python collects garbage when the number of new objects that still exist exceeds this threshold. A
-# step of 256 sequences creates about 2,000 objects, and deletes them before the next step. With
-# Python's default threshold of 700, each step would contain a collection that takes 0.1 to 0.3 ms.
+# Python collects garbage if the number of new, undeleted objects exceeds this threshold. A step of
+# 256 sequences creates about 2,000 objects, and deletes them before the next step. With Python's
+# default threshold of 700, each step would contain a collection that takes 0.1 to 0.3 ms.
 _MAX_NEW_OBJECTS = 10_000
 
 log = logging.getLogger("nereid")
@@ -56,7 +56,7 @@ class Service(Protocol):
         """Return whether `advance` has work to do."""
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle the message [kind, *values] of the parent."""
+        """Handle the message [kind, *values], which the parent process has sent."""
 
     def advance(self) -> None:
         """Do one step of the work, and send the results. An exception ends the process."""
@@ -68,9 +68,10 @@ the parent, and a function that reports one line about each slow operation."""
 
 
 def serve(make: MakeService) -> NoReturn:
-    """Load a model with `make`, serve it until the parent sends "stop", then exit the process."""
+    """Load a model with `make`, serve the model until the parent sends "stop", and exit."""
     faulthandler.enable()
-    # Ctrl-C reaches all processes of the group, but only the parent decides when to stop.
+    # Ctrl-C sends SIGINT to all processes of the group, but only the parent decides when a child
+    # process stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
@@ -89,7 +90,10 @@ def serve(make: MakeService) -> NoReturn:
 
 
 def reduce_garbage_collection() -> None:
-    """Make garbage collections rare and short. A process calls this once, after loading."""
+    """Make garbage collections rare and short.
+
+    A process calls this function once, after loading.
+    """
     # All objects that exist now are permanent. If they were not frozen, each full garbage
     # collection would visit them and delay a step by a fifth of a second.
     gc.collect()
@@ -98,7 +102,7 @@ def reduce_garbage_collection() -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return the error's message. Prepend the class name if another package raised the error.
+    """Return the message of an error. If the error is no NereidError, prepend the class name.
 
     Example: ValueError("bad") -> "ValueError: bad".
     """
@@ -122,8 +126,8 @@ def _run(service: Service, channel: Channel) -> int:
     inbox = Inbox(channel)
     while True:
         # If there is work, read only the messages that have already arrived. Otherwise wait for a
-        # message, but only for _IDLE_POLL_S. Then call `has_work` again, which also detects that
-        # another process of the model has died.
+        # message, but at most for _IDLE_POLL_S. Then call `has_work` again. If another process of
+        # the model has died, `has_work` detects this.
         for kind, *values in inbox.receive(0 if service.has_work() else _IDLE_POLL_S):
             if kind == "stop":
                 return 0
@@ -141,7 +145,7 @@ def _run(service: Service, channel: Channel) -> int:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Wait until the parent process has died, then exit, even in the middle of loading."""
+    """Wait until the parent process has died, and exit. This also works during loading."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
     os._exit(1)

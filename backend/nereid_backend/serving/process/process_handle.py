@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and stops a child process, exchanges messages with it, and detects its death.
+"""Starts and stops a child process, exchanges messages with the process, and detects its death.
 
 Code that may crash runs in child processes: the engine, and the worker of each pooling model. This
-module runs in the parent, which is a stub of Triton server. process_entry.py runs in the child.
+module runs in the parent process, a stub of Triton server. process_entry.py runs in the child
+process.
 """
 
 import contextlib
@@ -45,14 +46,15 @@ class ChildProgram:
 
     Attributes:
         name: the name of the process in messages: "engine" or "worker".
-        title: the name with its Triton model if the name is not unique in the server's log, such as
-            "worker of the model embedding".
+        title: the name of the process in the server's log. If `name` is not unique in the log, the
+            title also names the Triton model, such as "worker of the model embedding".
         module: the Python module that the process runs.
         settings: the first message to the process.
         start_timeout: the limit on the time for loading, in seconds.
         hang_timeout: the limit on the time without a message during work, in seconds; 0 means no
             limit.
-        max_restarts: the number of unsuccessful restarts after which the process stays ended.
+        max_restarts: the number of unsuccessful restarts after which the process is not started
+            again.
     """
 
     name: str
@@ -68,19 +70,21 @@ class ChildProcess:
     """A child process that has been started.
 
     Several threads may call `send`. Only one thread may call the other methods. A separate thread
-    sends the messages (outbox.py). Otherwise, the receiving thread could wait for a child process
-    that itself waits until the receiving thread reads its messages.
+    sends the messages (outbox.py). Otherwise there could be a deadlock: the receiving thread waits
+    until the child process reads a message, and the child process waits until the receiving thread
+    reads a message.
 
     Attributes:
         pid: the process id.
-        info: the description of the loaded model, as the process reported it.
+        info: the description of the loaded model. The process has sent the description.
         load_s: the time that loading took, in seconds.
     """
 
     def __init__(self, program: ChildProgram) -> None:
-        """Start the process, but do not wait until its model is loaded.
+        """Start the process without waiting until its model is loaded.
 
-        Other code must call the class method `start`, which also waits for the model.
+        Callers outside this class must call the class method `start`. It also waits until the model
+        is loaded.
         """
         parent_end, child_end = socket.socketpair()
         self._process = start_process(program.module, child_end, program.title)
@@ -131,7 +135,10 @@ class ChildProcess:
         self.send_packed(pack(message))
 
     def send_packed(self, data: bytes) -> None:
-        """Queue a message that channel.pack has packed. See `send`."""
+        """Queue a message that channel.pack has packed.
+
+        If the process has ended, drop the message.
+        """
         self._outbox.put(data)
 
     def fileno(self) -> int:
@@ -139,16 +146,18 @@ class ChildProcess:
         return self._channel.fileno()
 
     def receive(self, timeout_s: float, *, is_working: bool) -> list[list[Any]]:
-        """Return the messages of the process. Wait at most `timeout_s` seconds for the first one.
+        """Return the new messages of the process.
 
-        Call this several times a second, because it also detects whether the process hangs.
+        If there are no messages, wait for the first message. This method also detects whether the
+        process hangs, so it must be called several times a second.
 
         Args:
-            timeout_s: the longest time to wait.
+            timeout_s: the longest time to wait for the first message, in seconds.
             is_working: whether the process has work. A process without work does not hang.
 
         Returns:
-            The messages. Each is a list that begins with its kind, such as ["ready", info].
+            The messages. Each message is a list, and its first element is the kind of the message.
+            Example: ["ready", info].
 
         Raises:
             EngineDiedError: the process has ended, or it hung and was killed.
@@ -227,7 +236,8 @@ def refusal_error(kind: str, message: str) -> NereidError:
     The message is ["refused", request id, kind, message].
 
     Args:
-        kind: the name of the error's class. An unknown name stands for EngineError.
+        kind: the name of the error's class. If the name is unknown, the exception is an
+            EngineError.
         message: the error's text.
     """
     classes = {one.__name__: one for one in (CapacityError, RequestError)}

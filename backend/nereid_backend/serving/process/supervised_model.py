@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of the Triton models that compute in child processes.
+"""The base class of the Triton models whose computations run in child processes.
 
 execute (the server's thread)         --> new requests, messages to the child processes
 loop    (one thread, owns requests)   <-- messages of the child processes
@@ -7,8 +7,8 @@ loop    (one thread, owns requests)   <-- messages of the child processes
 
 Only the loop's thread sends responses, because a stub of Triton server 2.51 crashes if several
 threads send. The loop also supervises the child processes. If a process dies or hangs, all requests
-of this process end with an error, and the process is started again (supervised_process.py). New
-requests are refused if no process runs.
+of this process end with an error, and the process is started again (supervised_process.py). While
+no process runs, new requests are refused.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ class _Received:
 
     Attributes:
         process: the child process.
-        messages: the new messages; empty if there are none, or if the process has died.
+        messages: the new messages. The list is empty if there are no messages, or if the process
+            has died.
         death: the reason why the process has died; None if the process runs.
     """
 
@@ -59,8 +60,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         title: the name of the model in messages, such as "executor".
         log_prefix: the beginning of log lines about the model, such as "embedding: ".
         processes: the child processes, by their index; empty if the model needs no child process.
-        requests: the requests without a final response, by the id that the child process knows.
-            Only the loop's thread may use them, and only `remove` may remove a request.
+        requests: the requests without a final response. The key is the id of the request in the
+            child process. Only the loop's thread may use this attribute, and only the method
+            `remove` may remove a request.
     """
 
     title: str
@@ -72,8 +74,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
         # An arrival consists of the request's id, the request, and the process and child process
-        # that got the message about the request. The child process is stored, because it can die
-        # and be replaced before the loop takes the arrival.
+        # that got the message about the request. The child process is stored in the arrival.
+        # Otherwise the loop could not detect that this child process has died and has been replaced
+        # since the arrival.
         self._arrivals: queue.SimpleQueue[tuple[str, RequestT, SupervisedProcess, ChildProcess]] = (
             queue.SimpleQueue()
         )
@@ -88,7 +91,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @property
     def outage(self) -> str:
-        """The reason why every request is refused; empty while a child process runs."""
+        """The reason why every request is refused. The text is empty while a child process runs."""
         if not self.processes or any(process.is_running for process in self.processes):
             return ""
         if all(process.has_given_up for process in self.processes):
@@ -101,7 +104,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
-        """Read a request, then call `add_request` or `respond_later`.
+        """Read a request, and call `add_request` or `respond_later`.
 
         Call `add_request` if the child process must handle the request. If the response is already
         known, call `respond_later`.
@@ -112,7 +115,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
-        """Handle the message [kind, *values] of a child process."""
+        """Handle the message [kind, *values], which a child process has sent."""
 
     @abstractmethod
     def serve(self) -> float:
@@ -124,7 +127,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def restart_message(self) -> str:
-        """Return the reason for which requests are refused while all child processes restart."""
+        """Return the message that clients get while all child processes restart."""
 
     @abstractmethod
     def failure_message(self, error: NereidError) -> str:
@@ -177,10 +180,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def add_request(
         self, request_id: str, request: RequestT, message: list[Any], index: int = 0
     ) -> None:
-        """Pass an accepted request to the loop, and `message` to a child process.
+        """Pass an accepted request to the loop, and send `message` to a child process.
 
-        If the child process has just died, the loop ends the request with all other requests of
-        this process.
+        If the child process has just died, the loop ends the request.
 
         Args:
             request_id: the id of the request in the child process.
@@ -200,7 +202,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
         child.send_packed(packed)
 
     def remove(self, request_id: str) -> RequestT | None:
-        """Remove a request from `requests`, and return the request; None if the id is unknown."""
+        """Remove a request from `requests`, and return the request.
+
+        If the id is unknown, return None.
+        """
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._owners.pop(request_id).num_requests -= 1
@@ -260,7 +265,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.end_all(EngineError("the server is shutting down"))
 
     def _receive(self, timeout_s: float) -> list[_Received]:
-        """Receive from all running child processes, and return one result for each of them.
+        """Receive from all running child processes, and return one result for each process.
 
         Wait at most `timeout_s` seconds for the first message. If no process runs, wait for
         `timeout_s` seconds or until the server stops, and return [].
@@ -294,7 +299,10 @@ class SupervisedModel(ABC, Generic[RequestT]):
         return _Received(process, messages)
 
     def _handle_messages(self, result: _Received) -> None:
-        """Log the progress messages of a child process, and let the subclass handle the others."""
+        """Handle the messages of a child process.
+
+        Log progress messages here. The subclass handles all other messages.
+        """
         for kind, *values in result.messages:
             if kind == "progress":
                 tensors.progress(*values)
@@ -304,7 +312,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _take_arrivals(self) -> None:
         """Take the requests and the results that the server's thread has queued.
 
-        End the requests that were sent to a child process that has died.
+        If a request was sent to a child process that has died since then, end the request.
         """
         for request_id, request, process, child in _drain(self._arrivals):
             self.requests[request_id] = request
@@ -356,8 +364,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _note_failure(self, process: SupervisedProcess) -> None:
         """Log that a process is not restarted again.
 
-        `nereid serve` restarts the server after a line that begins with "error:". This line is
-        therefore written only if no process is left.
+        `nereid serve` restarts the server if it reads a line that begins with "error:". Such a line
+        is therefore written only if no other process of the model is left.
         """
         if self.outage and all(one.has_given_up for one in self.processes):
             tensors.progress(f"error: {self.log_prefix}{self.outage}")
@@ -369,7 +377,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
 
 def _drain(items: "queue.SimpleQueue[ItemT]") -> Iterator[ItemT]:
-    """Remove and yield the items of a queue until it is empty. Do not wait for further items."""
+    """Remove and yield items until the queue is empty. Do not wait for further items."""
     with contextlib.suppress(queue.Empty):
         while True:
             item = items.get_nowait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process, and the thread that starts the process again after its death."""
+"""A child process that is restarted after its death. A separate thread restarts the process."""
 
 import threading
 
@@ -13,21 +13,22 @@ class _StoppedError(NereidError):
 
 
 class SupervisedProcess:
-    """Runs a child process of a Triton model, and restarts the process after its death.
+    """Runs a child process of a Triton model, and restarts the process when it has died.
 
     A restart takes as long as loading the model. A separate thread therefore restarts the process,
     while the loop of the model (supervised_model.py) serves the requests of the other processes.
     Only the loop's thread may call the methods and write the attributes.
 
     Attributes:
-        index: the number of the process among the processes of its model, from 0.
+        index: the number of the process. The processes of a model are numbered from 0.
         title: the name of the process in the log, such as "engine" or "engine 1".
-        child: the child process that was started last.
+        child: the current child process.
         is_running: whether the process accepts requests. Any thread may read this attribute.
-        has_given_up: whether all restarts have failed, so that the process is not started again.
+        has_given_up: whether the allowed number of restarts has failed, so that the process is not
+            started again.
         error: the reason of the last death; None before the first death.
-        num_deaths: the number of times that the process has died or could not be started. The
-            Triton model sets this number to 0 when the process works again.
+        num_deaths: the number of deaths and failed starts. The Triton model sets this number to 0
+            when the process works again.
         num_restarts: the number of successful restarts.
         num_requests: the number of requests of this process without a final response.
     """
@@ -56,8 +57,8 @@ class SupervisedProcess:
         self._log_prefix = log_prefix
         self._stopping = threading.Event()
         self._restarting: threading.Thread | None = None
-        # The new process that the restarting thread has started. `has_restarted` makes this process
-        # the current `child`.
+        # The process that the restarting thread has started. `has_restarted` assigns this process
+        # to `child`.
         self._replacement: ChildProcess | None = None
 
     def restart(self, error: EngineError) -> None:
@@ -73,10 +74,10 @@ class SupervisedProcess:
         self._restarting.start()
 
     def has_restarted(self) -> bool:
-        """Use the new process as soon as its restart has completed.
+        """If a restart has completed, use the new process.
 
-        Return True in the first call after each successful restart, and otherwise False. If the
-        restart has failed, set `has_given_up`.
+        After each successful restart, the first call returns True. All other calls return False. If
+        the restart has failed, set `has_given_up`.
         """
         if self._restarting is None or self._restarting.is_alive():
             return False
@@ -97,7 +98,7 @@ class SupervisedProcess:
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Try to start a new process, until a start succeeds or the limit of deaths is reached.
+        """Start a new process. Repeat failed starts until the limit of deaths is reached.
 
         This method runs in the restarting thread.
         """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `tokenizer`, which turns a request into token ids and sampling parameters."""
+"""The Triton model `tokenizer`. It converts a request to token ids and sampling parameters."""

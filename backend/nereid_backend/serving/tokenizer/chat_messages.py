@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the messages of a chat request and converts them for the chat template."""
+"""Reads the messages of a chat request, and converts the messages for the chat template."""
 
 import json
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.vision.refused_parts import refused_part
 
-# Replaces the images in the messages that the chat template renders.
+# The content part that replaces each image before the messages are rendered.
 IMAGE_PLACEHOLDER = {"type": "image"}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[str, Any]]:
-    """Return the messages of a chat request as the chat template expects them.
+    """Convert the messages of a chat request to the form that the chat template expects.
 
     Args:
         body: the chat request.
         limits: the limits on the arguments of a tool call.
 
     Raises:
-        RequestError: `messages` is not a list, is empty, or has a malformed item.
+        RequestError: the field `messages` is not a list, is empty, or contains a malformed item.
     """
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -35,7 +35,7 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
         raise RequestError("messages: the list is empty. Send at least one message.")
     converted = [_read_message(message, index, limits) for index, message in enumerate(messages)]
     if any(_has_image(message) for message in messages):
-        # Chat templates for images expect every content as a list of parts.
+        # Chat templates for images expect that the content of every message is a list of parts.
         for message in converted:
             if isinstance(message["content"], str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
@@ -43,13 +43,15 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
 
 
 def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
-    """Return whether a message contains the placeholder of an image; see `take_images`."""
+    """Return whether a message contains a placeholder for an image (see `take_images`)."""
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and IMAGE_PLACEHOLDER in content
 
 
 def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    """Convert a message for the chat template: join the text parts and parse the call arguments.
+    """Convert a message for the chat template.
+
+    The texts of several parts are joined, and the arguments of tool calls are parsed.
 
     Example: `{"role": "user", "content": [{"type": "text", "text": "Hi"}]}` becomes
     `{"role": "user", "content": "Hi"}`.
@@ -74,10 +76,10 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
 
 
 def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Return the content of message `index` for the chat template.
+    """Convert the content of the message `index` for the chat template.
 
-    Text parts are joined to one text. If the content has images, its parts are not joined, because
-    their order matters. Examples: None becomes "", and
+    Text parts are joined to one text. Exception: if the content has images, its parts are not
+    joined, because the order of the texts and images matters. Examples: None becomes "", and
     `[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]` becomes "ab".
     """
     if content is None:
@@ -100,7 +102,7 @@ def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # no
 
 
 def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value
-    """Return the text of one content part of message `index`."""
+    """Return the text of one content part. The part belongs to the message `index`."""
     if isinstance(part, dict) and part.get("type") in ("text", "refusal"):
         text = part.get(part["type"])
         if isinstance(text, str):
@@ -119,10 +121,10 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
 
 
 def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    """Return a tool call of message `index` with its arguments as an object.
+    """Convert a tool call of the message `index`, so that its arguments are an object.
 
-    The API sends the arguments as JSON text, but templates expect an object. Example: the arguments
-    `'{"city": "Oslo"}'` become `{"city": "Oslo"}`.
+    In the API, the arguments are JSON text, but chat templates expect an object. Example: the
+    arguments `'{"city": "Oslo"}'` become `{"city": "Oslo"}`.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -137,7 +139,7 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
 
 
 def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # noqa: ANN401 - any JSON
-    """Parse the JSON text with the arguments of a tool call in message `index`."""
+    """Parse the JSON text of a tool call's arguments. The call belongs to the message `index`."""
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)
     try:

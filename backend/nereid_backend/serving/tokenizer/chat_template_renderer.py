@@ -15,24 +15,26 @@ if TYPE_CHECKING:
 
 
 class ChatTemplateRenderer:
-    """Renders chats with the chat template of a tokenizer. Templates are compiled on first use."""
+    """Renders chats with the chat template of a tokenizer. The first call compiles the template."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Create a renderer. The tokenizer may have no chat template."""
+        """Store the tokenizer. A tokenizer without a chat template is allowed."""
         self._tokenizer = tokenizer
 
     @cached_property
     def reserved_variables(self) -> frozenset[str]:
-        """The names of variables that chat_template_kwargs must not contain.
+        """The names of the variables that the field chat_template_kwargs must not contain.
 
-        The names are the parameters of transformers' apply_chat_template, such as `chat_template`,
-        and the variable `messages`. The server itself sets the variables with these names.
+        These are the parameters of transformers' apply_chat_template, such as `chat_template`, and
+        the variable `messages`. The server itself sets the variables with these names.
         """
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({*parameters, "self", "messages"}) - {"documents", "kwargs"}
 
     def source(self) -> str:
-        """Return the Jinja source of the chat template. The sources of named templates are joined.
+        """Return the Jinja source of the chat template.
+
+        If there are several named templates, their sources are joined.
 
         Raises:
             RequestError: the checkpoint has no chat template.
@@ -54,15 +56,16 @@ class ChatTemplateRenderer:
         continue_final_message: bool = False,
         **variables: Any,  # noqa: ANN401  # a template accepts any JSON value
     ) -> str:
-        """Return the text of chat messages. The time and the size of rendering are limited.
+        """Render chat messages, and return the text. Rendering has limits on time and on size.
 
         Example: the template `{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}`
-        and the messages `[{"role": "user", "content": "Hi"}]` give "user: Hi;".
+        and the messages `[{"role": "user", "content": "Hi"}]` return "user: Hi;".
 
         Args:
             messages: the messages.
             tools: the tools that the model may call, or None.
-            continue_final_message: whether the text ends with the content of the last message.
+            continue_final_message: whether the text ends with the content of the last message, so
+                that the model continues this content.
             variables: the other variables of the template.
 
         Raises:
@@ -95,7 +98,10 @@ class ChatTemplateRenderer:
             raise RequestError(f"messages: {problem}") from error
 
     def _template_for(self, tools: list[dict[str, Any]] | None) -> "RequestTemplate":
-        """Return the template "tool_use" if it exists and the request has tools, else "default".
+        """Return a chat template.
+
+        If the request has tools and the template "tool_use" exists, return "tool_use". Otherwise,
+        return the template "default".
 
         Raises:
             RequestError: no template can be used.
@@ -115,7 +121,7 @@ class ChatTemplateRenderer:
 
     @cached_property
     def _templates(self) -> "dict[str, RequestTemplate]":
-        """The compiled chat templates by name. A checkpoint with one template has only "default".
+        """The compiled chat templates by name. A single template has the name "default".
 
         Raises:
             TemplateError: a template cannot be compiled, or exceeds a limit.

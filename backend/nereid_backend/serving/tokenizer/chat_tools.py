@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the tools that the model may call from the fields `tools` and `tool_choice` of a chat."""
+"""Reads the fields `tools` and `tool_choice` of a chat: the tools that the model may call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +9,10 @@ from nereid_backend.field_checks import shown
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat request that the model may call.
+    """Return the tools that the model may call.
 
     Return None if there are no tools or if tool_choice is "none". If tool_choice has the type
-    allowed_tools, only the tools in its list are returned.
+    allowed_tools, return only the tools in the list of tool_choice.
 
     Raises:
         RequestError: tools or tool_choice is malformed.
@@ -34,11 +34,12 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
-    """Return the tools that `tool_choice` allows, or all tools if it does not restrict the tools.
+    """Return the tools that `tool_choice` allows.
 
-    Only a tool_choice of the type allowed_tools restricts the tools. The other tools are not in the
-    prompt, so the model cannot call them. Clients send the list in two forms, and the functions in
-    three forms:
+    A tool_choice of the type allowed_tools contains a list of allowed tools. Any other tool_choice
+    allows all tools. Tools that are not allowed are left out of the prompt, so the model cannot
+    call these tools. Clients send the list in two forms, and the functions in the list in three
+    forms:
 
         {"type": "allowed_tools", "allowed_tools": {"tools": [...]}}    chat completions API
         {"type": "allowed_tools", "tools": [...]}                       Responses API
@@ -48,7 +49,7 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
         {"type": "function", "name": "add"}
 
     Args:
-        tools: the checked tools of the request.
+        tools: the tools of the request. They have been validated.
         choice: the field tool_choice.
 
     Raises:
@@ -84,6 +85,6 @@ def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _function_name(tool: dict[str, Any]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the name in a tool of an allowed_tools list, which can have any of three forms."""
+    """Return the name of a tool in an allowed_tools list. The tool can have any of three forms."""
     function = tool.get("function") or tool
     return function.get("name") if isinstance(function, dict) else function

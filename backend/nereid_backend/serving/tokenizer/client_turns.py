@@ -11,13 +11,13 @@ Item = TypeVar("Item", bound=Hashable)
 class ClientTurns(Generic[Item]):
     """A queue that returns one item of each client in turn.
 
-    Example: the items a1, a2 and a3 of client "a" and then b1 of client "b" are added. The queue
-    returns a1, b1, a2, a3. Items of the same client keep their order.
+    Items of the same client keep their order. Example: the client "a" adds the items a1, a2 and a3.
+    Then the client "b" adds the item b1. The queue returns a1, b1, a2, a3.
     """
 
     def __init__(self) -> None:
-        # The first key is the client whose item is returned next. A client without items is
-        # removed.
+        # Maps a client to its items. The first key is the client whose item is returned next.
+        # Clients without items are absent.
         self._items: dict[str, deque[Item]] = {}
 
     def __bool__(self) -> bool:
@@ -41,7 +41,7 @@ class ClientTurns(Generic[Item]):
         return item
 
     def remove(self, client: str, item: Item) -> None:
-        """Remove `item`, which `client` has added and which `take` has not returned yet."""
+        """Remove an item that `client` has added. `take` must not have returned the item."""
         self._items[client].remove(item)
         if not self._items[client]:
             del self._items[client]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the prompts of requests with images in a separate process (vision/image_worker.py)."""
+"""Builds prompts that contain images. A separate process does the work (vision/image_worker.py)."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ from nereid_backend.vision.read_image import ImageLimits
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _IMAGE_TYPES = ("image_url", "image", "input_image")
-# The largest size of all images of a request, in base64.
+# The largest total size of the images of a request in base64.
 MAX_IMAGE_BYTES = 32 * 2**20
 
 
 def reads_images(model: str) -> bool:
-    """Return whether a checkpoint has an image processor and a config with an image encoder.
+    """Return whether a checkpoint has an image processor, and its config has an image encoder.
 
-    Whether the model can be computed with images, is known only to the engine.
+    The engine may still refuse images, because only the engine checks the model's code.
     """
     folder = Path(model)
     try:
@@ -33,7 +33,7 @@ def reads_images(model: str) -> bool:
 
 
 def has_image_parts(body: dict[str, Any] | None) -> bool:
-    """Return whether the messages of a chat contain an image."""
+    """Return whether the messages of a chat contain at least one image."""
     messages = body.get("messages") if body is not None else None
     contents = [
         message.get("content")
@@ -49,7 +49,7 @@ def has_image_parts(body: dict[str, Any] | None) -> bool:
 
 
 def take_images(body: dict[str, Any]) -> list[bytes]:
-    """Replace the images in the messages of a chat by placeholders, and return the images.
+    """Replace each image in the messages of a chat by a placeholder, and return the images.
 
     Example: the part {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
     becomes {"type": "image"}, and b"data:image/png;base64,iVBO" is returned.
@@ -74,7 +74,7 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
 
 
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return IMAGE_PLACEHOLDER for an image part, and any other content part unchanged.
+    """Return IMAGE_PLACEHOLDER for an image part. Return any other content part unchanged.
 
     The URL or the base64 text of the image is appended to `images`.
     """
@@ -93,14 +93,15 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
 
 
 class ImagePrompts:
-    """Prepares the images of requests in a separate process."""
+    """Builds prompts with images in a separate process."""
 
     def __init__(self, model: str, sources: ImageSources | None = None) -> None:
-        """Create an object whose process is not started.
+        """Store the arguments without starting the process.
 
         Args:
             model: the folder of the checkpoint.
-            sources: reads the images of remote and file URLs. None refuses these URLs.
+            sources: reads images from remote URLs and file URLs. None means that such URLs are
+                refused.
         """
         self._sources = sources or ImageSources()
         self._process = ImageProcess("nereid_backend.vision.image_worker", model)
@@ -114,13 +115,13 @@ class ImagePrompts:
         self._process.warm_up()
 
     def prepare(self, text: str, images: list[bytes]) -> tuple[list[int], bytes]:
-        """Return the token ids of a prompt with images, and the packed images for the engine.
+        """Prepare a prompt that contains images. Return its token ids and its packed images.
 
         The method is thread-safe. Requests are prepared one after another.
 
         Args:
             text: the rendered prompt, with one placeholder for each image.
-            images: URLs, or base64.
+            images: the images. Each image is a URL or base64 text.
 
         Raises:
             RequestError: an image is invalid or exceeds a limit.

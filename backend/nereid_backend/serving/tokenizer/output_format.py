@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the format that a request requires for its output, such as a JSON schema or a regex."""
+"""Reads the output format that a request requires, such as a JSON schema or a regex."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,12 +17,13 @@ _FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
 class OutputFormat:
     """The format that a request requires for the generated content.
 
-    Several fields can require a format. All of them are converted to an object in the form of
-    response_format. Example: the field `regex: "a+"` becomes
+    Several request fields can require a format. The value of each such field is converted to an
+    object in the form of the field response_format. Example: the field `regex: "a+"` becomes
     `{"type": "regex", "pattern": "a+"}`.
 
     Attributes:
-        field: the name of the request's field. Error messages begin with this name.
+        field: the name of the request field that requires the format. Error messages begin with
+            this name.
         form: the object. Its type is json_object, json_schema, structural_tag, regex, grammar or
             choice.
     """
@@ -46,7 +47,7 @@ class OutputFormat:
 
 
 def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
-    """Return the format that a request requires for its output; None for unconstrained text.
+    """Return the output format that a request requires; None if the output is unconstrained.
 
     These fields are read: response_format (OpenAI), structured_outputs (vLLM), regex, ebnf and
     json_schema (SGLang), json_schema and grammar (llama.cpp).
@@ -103,11 +104,12 @@ def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - 
 
 
 def _json_object_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a response_format of the type json_object.
+    """Convert a response_format of the type json_object.
 
-    llama.cpp and TGI accept a schema inside json_object, with the name `schema` or `value`. Such an
-    object becomes a json_schema. Example: `{"type": "json_object", "schema": {}}` becomes
-    `{"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}`.
+    In the APIs of llama.cpp and TGI, such an object can contain a JSON schema in the key `schema`
+    or `value`. The object is then converted to the type json_schema. Example: `{"type":
+    "json_object", "schema": {}}` becomes `{"type": "json_schema", "json_schema": {"schema": {},
+    "strict": None}}`.
     """
     name = next((name for name in ("schema", "value") if value.get(name) is not None), None)
     if name is None:
@@ -123,10 +125,10 @@ def _json_object_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a response_format of the type json_schema.
+    """Convert a response_format of the type json_schema.
 
-    OpenAI's API has the schema in the object `json_schema`. Other clients send the schema without
-    that object: `{"type": "json_schema", "schema": {}}`.
+    In OpenAI's API, the schema is inside the object `json_schema`. Other clients send the schema
+    without this object: `{"type": "json_schema", "schema": {}}`.
     """
     inner = value.get("json_schema", value)
     schema = inner.get("schema") if isinstance(inner, Mapping) else inner
@@ -141,9 +143,9 @@ def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
     """Return the format that the field structured_outputs requires; None for an empty object.
 
-    Keys with the value null or false count as missing, because clients of vLLM send all keys.
-    Example: `{"regex": "a+", "json_object": false}` returns an OutputFormat with the form
-    `{"type": "regex", "pattern": "a+"}`.
+    A key with the value null or false counts as missing, because clients of vLLM send all keys.
+    Example: `{"regex": "a+", "json_object": false}` returns an OutputFormat with the form `{"type":
+    "regex", "pattern": "a+"}`.
     """
     name = "structured_outputs"
     if not isinstance(value, Mapping):

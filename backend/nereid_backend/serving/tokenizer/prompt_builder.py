@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the prompt token ids of a request from text or from chat messages."""
+"""Converts a text or chat messages to the token ids of a prompt."""
 
 import sys
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Prompt:
 
     Attributes:
         token_ids: the prompt's tokens.
-        text: the prompt's text, or None if the request contained token ids.
+        text: the prompt's text. None means that the request contained token ids instead of a text.
         images: the packed images for the engine process; b"" if the prompt has no images.
     """
 
@@ -41,13 +41,14 @@ class Prompt:
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of the checkpoint in the folder `model`.
 
-    Neither torch nor code from the checkpoint is loaded.
+    torch is not loaded, and code of the checkpoint is not run.
 
     Raises:
         ModelError: the folder is missing, or its tokenizer cannot be read.
     """
-    # transformers imports torch if torch is installed, which needs much memory and can crash. The
-    # entry None in sys.modules makes that import fail, and transformers then works without torch.
+    # If torch is installed, transformers imports torch. This import needs much memory and can
+    # crash. The entry None in sys.modules makes the import fail, and transformers then works
+    # without torch.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     with importing():
         from transformers import AutoTokenizer
@@ -84,8 +85,9 @@ class PromptBuilder:
         Args:
             tokenizer: the checkpoint's tokenizer.
             max_model_len: the length limit of a request in tokens.
-            template_defaults: the variables of the chat template for requests that do not set them.
-            max_image_bytes: the largest size of the images in the body of a request; 0 if the
+            template_defaults: the default values of chat template variables. A request can override
+                these values.
+            max_image_bytes: the largest total size of the images in the body of a request; 0 if the
                 model reads no images.
 
         Raises:
@@ -110,14 +112,15 @@ class PromptBuilder:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. The tokenizer adds no special token at the beginning.
 
-        A special token that is written in the text (`<|im_end|>`) becomes one token id.
+        If the text contains a special token, such as `<|im_end|>`, this special token becomes one
+        token id.
         """
         return self._encoder.encode(text)
 
     def from_text(
         self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None
     ) -> Prompt:
-        """Return the prompt of a completion request.
+        """Convert the text of a completion request to a prompt.
 
         Args:
             text: the text of the prompt.
@@ -125,7 +128,7 @@ class PromptBuilder:
             num_kept: the number of tokens to keep at the end of the prompt. None keeps all tokens.
 
         Raises:
-            RequestError: the text is too long, or it is empty and the tokenizer adds no token.
+            RequestError: the text is too long, or the prompt has no tokens.
         """
         prompt = self._tokenize(text, add_special_tokens, num_kept)
         if not prompt.token_ids:
@@ -151,7 +154,7 @@ class PromptBuilder:
         return Prompt(token_ids, str(self._tokenizer.decode(token_ids)))
 
     def from_chat(self, body: Mapping[str, Any], num_kept: int | None = None) -> Prompt:
-        """Render chat messages with the checkpoint's chat template and return the prompt.
+        """Render chat messages with the checkpoint's chat template, and return the prompt.
 
         Args:
             body: a chat completion request. These fields are read: messages, tools, tool_choice,
@@ -169,7 +172,10 @@ class PromptBuilder:
         return self._tokenize(text, add_special_tokens, num_kept)
 
     def render_chat(self, body: Mapping[str, Any]) -> str:
-        """Return the text of the messages of a chat. See `from_chat` for the errors."""
+        """Render the messages of a chat, and return the text.
+
+        The docstring of `from_chat` lists the errors.
+        """
         self.limits.check_chat(body)
         messages = read_messages(body, self.limits)
         template_kwargs = self._read_template_kwargs(body)
@@ -188,7 +194,7 @@ class PromptBuilder:
         )
 
     def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the variables that a chat request sets in the chat template.
+        """Return the chat template variables that a chat request sets.
 
         Raises:
             RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
@@ -204,7 +210,7 @@ class PromptBuilder:
         return self._template_defaults | template_kwargs
 
     def _min_message_tokens(self) -> int:
-        """Return the number of tokens that the chat template writes for a message without text.
+        """Return the number of tokens that the chat template adds for a message without text.
 
         Return 1 if there is no chat template, or if the template refuses such messages.
         """
@@ -215,13 +221,13 @@ class PromptBuilder:
             tokens_of_six = self.encode(self._renderer.render(six_messages))
         except RequestError:
             return 1
-        # The difference does not contain the text that the template writes once for each chat.
+        # The difference excludes the text that the template adds only once for a chat.
         tokens_per_message = (len(tokens_of_six) - len(tokens_of_two)) // 4
         return max(tokens_per_message, 1)
 
 
 def _continues_final_message(body: Mapping[str, Any]) -> bool:
-    """Return whether the model continues the last message instead of writing a new message.
+    """Return whether the model must continue the last message instead of a new message.
 
     Raises:
         RequestError: the request also asks for the beginning of a new message.
@@ -238,7 +244,7 @@ def _continues_final_message(body: Mapping[str, Any]) -> bool:
 def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
     """Return the boolean field `name` of a request, or `default` if the field is missing.
 
-    The texts "true" and "false" are accepted, because Triton request parameters can be text.
+    The texts "true" and "false" are accepted, too, because Triton request parameters can be texts.
 
     Raises:
         RequestError: the value is not a boolean.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the JSON text and the sampling fields of a request to the model `tokenizer`."""
+"""Reads the fields of a request to the model `tokenizer`: JSON text and sampling parameters."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def json_object(
     name: str,
     limits: RequestLimits,
 ) -> dict[str, Any] | None:
-    """Return the JSON object in the input tensor `name`, or None if the request lacks the tensor.
+    """Parse the input tensor `name`, and return the JSON object; None if there is no such tensor.
 
     Raises:
         RequestError: the tensor's text is too long or is not a JSON object.
@@ -66,10 +66,12 @@ def sampling_fields(
     body: dict[str, Any] | None,
     limits: RequestLimits,
 ) -> dict[str, Any]:
-    """Return the fields of a request: a chat's body, or the sampling parameters of a completion.
+    """Return the fields of a request.
 
-    The sampling parameters of a completion are in the input sampling_parameters. If the request
-    does not have this input, they are in the parameters of the Triton request.
+    For a chat, the fields are the body. For a completion, the fields are the sampling parameters.
+
+    The sampling parameters of a completion are in the input sampling_parameters. If a completion
+    does not have this input, the sampling parameters are in the parameters of the Triton request.
     """
     if body is not None:
         limit = body.get("max_completion_tokens")
@@ -81,7 +83,8 @@ def sampling_fields(
         refuse_unknown(fields)
         return fields
     parameters = json.loads(request.parameters() or "{}")
-    # The server and its clients add other parameters, whose names begin with "triton_".
+    # The server and its clients add parameters for other purposes. The names of these parameters
+    # begin with "triton_".
     return {
         name: value
         for name, value in parameters.items()

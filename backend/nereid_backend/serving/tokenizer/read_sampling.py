@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the SamplingParams and the RequestOptions of a request from its fields.
+"""Converts the fields of a request to SamplingParams and RequestOptions.
 
 Each known field either has an effect or is refused. No known field is ignored silently.
 """
@@ -32,15 +32,17 @@ class RequestOptions:
 
     Attributes:
         stop: strings at which generation ends.
-        include_stop_str_in_output: whether the text keeps the stop string that ended it.
+        include_stop_str_in_output: whether the text contains the stop string at which generation
+            ended.
         skip_special_tokens: whether special tokens are removed from the text.
-        separate_reasoning: whether responses contain reasoning in a separate field. If False,
-            reasoning stays in the content, with its markers.
+        separate_reasoning: whether responses contain reasoning in a separate field. If False, the
+            reasoning and its markers stay in the content.
         include_reasoning: whether responses contain reasoning at all.
         return_token_ids: whether responses contain the token ids of the prompt and of the output.
         timeout_s: the time limit of the request in seconds. 0 means no limit, and None means the
             server's default.
-        queue_timeout_s: the time limit for waiting in the queue, with the same special values.
+        queue_timeout_s: the time limit for waiting in the queue in seconds. 0 means no limit, and
+            None means the server's default.
     """
 
     stop: tuple[str, ...]
@@ -54,11 +56,11 @@ class RequestOptions:
 
 
 def read_generation_defaults(model: Path) -> dict[str, Any]:
-    """Return the sampling defaults of a checkpoint from its generation_config.json.
+    """Read generation_config.json of a checkpoint, and return the sampling defaults.
 
-    `do_sample: false` sets temperature to 0, which is greedy decoding. A file without `do_sample`
-    leaves the API's default temperature of 1. Example: `{"do_sample": false, "max_new_tokens": 9}`
-    returns `{"temperature": 0.0, "max_tokens": 9}`.
+    `do_sample: false` sets the temperature to 0 (greedy decoding). If the file does not contain
+    `do_sample`, the temperature has the API's default of 1. Example: `{"do_sample": false,
+    "max_new_tokens": 9}` returns `{"temperature": 0.0, "max_tokens": 9}`.
     """
     path = model / "generation_config.json"
     if not path.is_file():
@@ -87,13 +89,13 @@ def read_sampling(
     """Return the sampling parameters and the options of a request.
 
     Args:
-        fields: the request's fields. Names that the server does not know are skipped here; see
-            refuse_unknown.
-        defaults: the checkpoint's sampling defaults, used for fields that the request lacks.
+        fields: the request's fields. Unknown names are skipped here. refuse_unknown refuses unknown
+            names.
+        defaults: the checkpoint's sampling defaults. They replace missing fields.
         encode: converts text to token ids. Only bad_words needs it.
-        is_chat: whether logprobs is a boolean with a separate top_logprobs, as in the chat API.
-            Otherwise logprobs is a number, as in the completions API.
-        parts: fields of SamplingParams that the caller has built: grammar and thinking.
+        is_chat: whether the request is a chat. In a chat, logprobs is a boolean, and top_logprobs
+            is a number. In a completion, logprobs is a number.
+        parts: the fields grammar and thinking of SamplingParams. The caller has built their values.
 
     Raises:
         RequestError: a field has a wrong value or is not supported.
@@ -141,8 +143,8 @@ def _check_best_of(best_of: int | None, n: int) -> None:
 def _options(fields: RequestFields) -> RequestOptions:
     """Return the options of a request.
 
-    Some options have two names, one of another API (see RequestFields). An option is on if the
-    request sets either name.
+    Some options have two names from different APIs (see RequestFields). Such an option is on if the
+    request turns on at least one of the two fields.
 
     Raises:
         RequestError: a stop string is empty.
@@ -167,10 +169,11 @@ def _options(fields: RequestFields) -> RequestOptions:
 
 
 def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
-    """Return the number of most likely tokens to report at each position; None for no report.
+    """Return the number of most likely tokens to report at each position, or None.
 
-    Examples: `logprobs: true, top_logprobs: 5` returns 5, `logprobs: true` returns 0 (only the
-    chosen token), and the number `logprobs: 3` of a completion request returns 3.
+    None means that no log-probabilities are requested. Examples: `logprobs: true, top_logprobs: 5`
+    returns 5, `logprobs: true` returns 0 (only the chosen token), and the number `logprobs: 3` of a
+    completion request returns 3.
     """
     logprobs = fields.logprobs
     if is_chat and not isinstance(logprobs, bool | None):
@@ -196,7 +199,7 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
 
 
 def _read_logit_bias(biases: Mapping[str | int, Any]) -> dict[int, Any]:
-    """Return the bias of each token id. JSON keys are text: `{"5": -1.5}` returns `{5: -1.5}`."""
+    """Convert the keys of `biases` to integers. Example: `{"5": -1.5}` returns `{5: -1.5}`."""
     try:
         return {int(token_id): bias for token_id, bias in biases.items()}
     except ValueError:
@@ -206,12 +209,13 @@ def _read_logit_bias(biases: Mapping[str | int, Any]) -> dict[int, Any]:
 
 
 def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[int]]:
-    """Return the token id sequences that must not be generated.
+    """Convert bad words to sequences of token ids that must not be generated.
 
     A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
-    tokens for the two. As in vLLM, the tokens with the space are added only if their number is the
-    same and the first token is different. Example: with the vocabulary {"no": [1], " no": [2]}, the
-    word "no" returns [[1], [2]].
+    tokens for these two cases. Two sequences are computed: the tokens of the word, and the tokens
+    of a space with the word. As in vLLM, the second sequence is added only if both sequences have
+    the same length and different first tokens. Example: with the vocabulary {"no": [1], " no":
+    [2]}, the word "no" returns [[1], [2]].
     """
     if not words:
         return []

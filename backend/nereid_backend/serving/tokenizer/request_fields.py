@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields with which a request controls its generation, and the validation of their values.
+"""The request fields that control the generation, and the validation of these fields.
 
 The class SamplingParams declares the fields that the engine reads. The class RequestFields declares
 all other fields. The names come from the OpenAI API, vLLM, SGLang and llama.cpp.
@@ -20,7 +20,8 @@ from nereid_backend.field_checks import to_request_error
 from nereid_backend.serving.tokenizer import unsupported_fields
 
 Seconds = Annotated[float, Field(ge=0)]
-# The length of stop strings and bad words is limited, so that the search for them stays fast.
+# The length of a stop string or a bad word is limited, so that the search for these words stays
+# fast.
 _Word = Annotated[str, Field(max_length=4096)]
 
 # The values of prompt_cache_retention, in seconds. The values in OpenAI's API are "in_memory" and
@@ -36,7 +37,7 @@ _BOOLEAN_TEXTS = {"true": True, "false": False}
 
 
 class RequestFields(BaseModel):
-    """The request fields that this server reads or converts before the engine gets a request.
+    """The request fields that this server reads or converts before the request goes to the engine.
 
     The fields in ENGINE_FIELDS are passed to the engine unchanged. A field with the type `Any` is
     checked by the module that reads the field: request_grammar.py, thinking_effort.py or
@@ -114,7 +115,7 @@ class RequestFields(BaseModel):
 
     @classmethod
     def check(cls, fields: Mapping[str, Any]) -> Self:
-        """Return the fields of a request with their values checked.
+        """Validate the fields of a request, and return the validated fields.
 
         Args:
             fields: the request's fields. Names that this class does not declare are skipped.
@@ -159,12 +160,11 @@ _TEXT_FIELDS = frozenset(
 
 
 def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the fields in `names` that are not null. Parse the values that are text.
+    """Return the fields that are not null and whose names are in `names`. Parse texts.
 
     genai-perf and Triton's request parameters send numbers, booleans and lists as text. Example:
     `{"top_k": "5", "ignore_eos": "true", "seed": None}` returns `{"top_k": 5, "ignore_eos": True}`.
-    A text that cannot be parsed is not changed. The validation of the field's type refuses it
-    later.
+    A text that cannot be parsed is not changed. The later validation of types refuses such a text.
     """
     return {
         name: _parse_text(value) if isinstance(value, str) and name not in _TEXT_FIELDS else value
@@ -174,7 +174,7 @@ def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, A
 
 
 def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse text that contains a boolean, a number or JSON. Return any other text unchanged.
+    """Parse a text that is a boolean, a number or JSON. Return any other text unchanged.
 
     Examples: "True" -> True, "0.5" -> 0.5, "[1, 2]" -> [1, 2], "abc" -> "abc".
     """
@@ -187,10 +187,10 @@ def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def refuse_unknown(fields: Mapping[str, Any]) -> None:
-    """Refuse a field that is not a sampling parameter, and suggest the most similar known name.
+    """Refuse unknown fields. The error message suggests the most similar known name.
 
     Raises:
-        RequestError: `fields` has an unknown name.
+        RequestError: a field is not a sampling parameter.
     """
     known = [*FIELD_NAMES, *unsupported_fields.NAMES]
     for name in fields:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds one grammar for the engine from the fields with which a request constrains its output."""
+"""Builds the grammar of a request from the fields that constrain the output."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,9 +25,9 @@ class RequestGrammar:
     """The grammar of one request.
 
     Attributes:
-        spec: the grammar for the engine; None if the output is unconstrained.
+        spec: the grammar in the form that the engine needs; None if the output is unconstrained.
         strict_schema: the JSON text of a schema. The postprocessor validates the complete content
-            against this schema. Empty if the content is not validated.
+            against this schema. An empty text means no validation.
         field: the request's field from which the grammar was built, for error messages.
     """
 
@@ -49,7 +49,8 @@ def build_chat_grammar(
     Args:
         fields: the request's body.
         fmt: the chat format of the checkpoint; None if the checkpoint writes only plain text.
-        prompt: the end of the rendered prompt. It determines whether reasoning is already open.
+        prompt: the end of the rendered prompt. It determines whether the output begins inside
+            reasoning.
         tools: the tools that the model may call.
 
     Raises:
@@ -92,7 +93,7 @@ def build_chat_grammar(
 
 
 def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
-    """Build the grammar of a plain completion. The grammar applies from the first generated token.
+    """Build the grammar for a completion. The grammar applies from the first generated token.
 
     Raises:
         RequestError: the fields are wrong or contradict each other.
@@ -102,9 +103,10 @@ def build_text_grammar(fields: Mapping[str, Any]) -> RequestGrammar:
 
 
 def _content_is_bare(fmt: Format, gate: ReasoningGate | None) -> bool:
-    """Return whether the output consists of the content alone, without markers and reasoning.
+    """Return whether the output is only content, without markers and without reasoning.
 
-    This is the case if the format has no markers around content, and no reasoning can begin.
+    The output is only content if the chat format has no markers around content, and if the output
+    cannot contain reasoning.
     """
     may_open = gate is not None and gate.may_open
     return isinstance(fmt.layout, Sections) and fmt.layout.content is None and not may_open
@@ -135,10 +137,10 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 def _with_request_field(
     output: OutputFormat | None, build: Callable[[], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """Call `build` and return its result. Correct the field name in error messages.
+    """Call `build` and return the result. Correct the field name in the message of an error.
 
-    Example: the parser library's error "response_format: choice must be ..." becomes
-    "structured_outputs: choice must be ..." if the request has structured_outputs.
+    Example: if the request has the field structured_outputs, the parser library's error
+    "response_format: choice must be ..." becomes "structured_outputs: choice must be ...".
     """
     try:
         return build()
@@ -153,7 +155,8 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
     """Return the RequestGrammar for the engine's grammar `spec`.
 
     Args:
-        output: the format from which the grammar was built; None for a grammar of tool calls alone.
+        output: the output format from which the grammar was built; None if the grammar only
+            describes tool calls.
         spec: the grammar for the engine.
 
     Raises:
@@ -174,7 +177,7 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
 
 
 def _check_tool_choice(choice: object) -> None:
-    """Raise a RequestError if `tool_choice` is neither text nor an object that names functions."""
+    """Raise a RequestError if `tool_choice` is neither a text nor an object with functions."""
     if choice is None or isinstance(choice, str):
         return
     allowed = choice.get("allowed_tools", choice) if isinstance(choice, Mapping) else None
@@ -189,8 +192,8 @@ def _check_tool_choice(choice: object) -> None:
 def _refuse_calls_without_format(choice: object) -> None:
     """Raise a RequestError if `tool_choice` requires a tool call or forbids tool calls.
 
-    The form in which the checkpoint writes tool calls is not known. A request may still contain
-    tools with the tool_choice "auto". The model's output is then plain text.
+    The checkpoint has no chat format, so tool calls in the output cannot be recognised. Tools with
+    the tool_choice "auto" are still accepted. The model's output is then plain text.
     """
     if choice in (None, "auto"):
         return

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits on the size of a request, which are checked before rendering and tokenising.
+"""The limits on the size of a request. They are checked before rendering and tokenising.
 
 Most limits follow from max_model_len. A text of n bytes has at least n / b tokens, where b is the
 number of bytes of the longest token. A prompt that is certainly too long is therefore refused
 without being tokenised. The error message contains "N tokens ... L (max_model_len)". If N is larger
 than L, the HTTP frontend sets OpenAI's error code `context_length_exceeded`.
 
-The tokenizer publishes the limits in its output `info`, because the HTTP frontend checks the size
-of a body and the number of messages before the frontend sends a request to Triton server.
+The tokenizer also publishes the limits, because the HTTP frontend checks the size of a body and the
+number of messages before the frontend sends a request to Triton server.
 """
 
 import json
@@ -23,17 +23,17 @@ from nereid_backend.errors import RequestError
 _DEFAULT_MODEL_LEN = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 # A chat template can drop text of the messages, such as the reasoning of earlier answers. Therefore
-# a prompt can be short enough although the texts of the chat are longer than the longest prompt.
-# The texts of a chat may be this many times as long as the longest prompt.
+# the prompt can be short enough even if the texts of the chat are longer than the longest prompt.
+# The texts of a chat may have this number times max_prompt_bytes bytes.
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
 # A request may have this number of bytes in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
 # The limit on the bytes of a prompt is max_model_len times the bytes of the longest token, but at
-# least max_model_len times this number. Some tokenizers normalise a text to a shorter text before
-# they split the text into tokens. For such a tokenizer, a text of max_model_len tokens may
-# have more bytes than max_model_len times the bytes of the longest token.
+# least max_model_len times this number. Some tokenizers shorten a text before they split the text
+# into tokens. For such a tokenizer, a text of max_model_len tokens may have more bytes than
+# max_model_len times the bytes of the longest token.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
 _MIN_VALUES = 100_000
@@ -69,12 +69,12 @@ class RequestLimits:
 
     @classmethod
     def derive(cls, max_model_len: int, max_token_bytes: int, min_message_tokens: int = 1) -> Self:
-        """Return the limits that follow from the model's length limit.
+        """Compute the limits from the model's length limit.
 
         Args:
             max_model_len: the length limit of a request in tokens.
             max_token_bytes: the number of bytes of the longest token.
-            min_message_tokens: the number of tokens that the chat template writes for a message
+            min_message_tokens: the number of tokens that the chat template adds for a message
                 without text.
         """
         max_prompt_bytes = max_model_len * max(max_token_bytes, _MIN_TOKEN_BYTES)
@@ -99,8 +99,8 @@ class RequestLimits:
             text: the JSON text.
 
         Raises:
-            RequestError: the text has more than max_request_bytes, or more opening brackets than
-                max_values.
+            RequestError: the text has more than max_request_bytes bytes, or more than max_values
+                opening brackets.
         """
         # Each character has at least one byte, so a text with too many characters also has too many
         # bytes. Counting the characters is fast, because the text need not be encoded.
@@ -115,7 +115,7 @@ class RequestLimits:
         _check_count(field, "lists and objects", num_brackets, self.max_values, "max_values")
 
     def depth_error(self, field: str) -> RequestError:
-        """Return the error for a field with more than max_depth nested lists and objects."""
+        """Return the error for a field that has more than max_depth nested levels."""
         return RequestError(
             f"{field}: the field has more than {self.max_depth} nested levels, which is the limit "
             "(max_depth)."
@@ -153,7 +153,7 @@ class RequestLimits:
         )
 
     def _check_chat_text(self, body: Mapping[str, Any]) -> None:
-        """Raise a RequestError if the texts of a chat are too long together."""
+        """Raise a RequestError if the total size of a chat's texts exceeds the limit."""
         prompt = {name: body[name] for name in _PROMPT_FIELDS if name in body}
         num_bytes = measure(prompt, self).num_bytes
         if num_bytes > _DROPPED_TEXT_FACTOR * self.max_prompt_bytes:
@@ -178,7 +178,7 @@ class RequestLimits:
         """Refuse a prompt whose text has too many bytes, before the text is tokenised.
 
         Raises:
-            RequestError: the text has more than max_prompt_bytes.
+            RequestError: the text has more than max_prompt_bytes bytes.
         """
         num_bytes = num_utf8_bytes(text)
         if num_bytes > self.max_prompt_bytes:
@@ -197,7 +197,9 @@ class RequestLimits:
             )
 
     def _refuse_length(self, beginning: str, num_bytes: int) -> None:
-        """Raise a RequestError with the estimated length of a prompt that is too long.
+        """Raise a RequestError for a prompt that is too long.
+
+        The message contains an estimated length.
 
         Args:
             beginning: the beginning of the error message, which gives the size of the prompt.
@@ -217,8 +219,8 @@ class Size(NamedTuple):
     """The size of a JSON value.
 
     Attributes:
-        num_bytes: the number of bytes of all its strings and keys in UTF-8.
-        num_values: the number of its strings, numbers, lists and objects.
+        num_bytes: the total number of bytes of all strings and keys in UTF-8.
+        num_values: the number of strings, numbers, lists and objects.
         depth: the number of levels of nested lists and objects.
     """
 
@@ -228,7 +230,7 @@ class Size(NamedTuple):
 
 
 def measure(value: object, limits: RequestLimits) -> Size:
-    """Return the size of a JSON value. Stop once the number of values or levels exceeds a limit.
+    """Return the size of a JSON value. Stop counting when a limit on values or levels is exceeded.
 
     Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and 2 levels.
     """
@@ -257,10 +259,11 @@ def num_utf8_bytes(text: str) -> int:
 
 
 def length_limit(config: EngineConfig) -> int:
-    """Return an upper bound of the model's length limit in tokens.
+    """Return an upper bound of the model's length limit, in tokens.
 
-    The bound is the setting max_model_len, or else the largest limit in the checkpoint's
-    config.json. The engine may choose a lower limit, because it also considers the memory.
+    The bound is the setting max_model_len. If max_model_len is not set, the bound is the largest
+    limit in the checkpoint's config.json. The engine may choose a lower limit, because it also
+    considers the memory.
     """
     if config.max_model_len is not None:
         return config.max_model_len

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the prompt of a request from a chat, a text or token ids, with or without images."""
+"""Builds the prompt of a request. The request contains a chat, a text or token ids."""
 
 from typing import Any
 
@@ -33,9 +33,12 @@ class RequestPrompts:
         request: Any,  # noqa: ANN401 - the server's own type
         body: dict[str, Any] | None,
     ) -> list[bytes]:
-        """Return the images in the messages of a chat, or else those in the tensor `image`.
+        """Return the images of a request.
 
-        Mutates: `body`. Placeholders replace the images in the messages.
+        If the messages of a chat contain images, return these images. Otherwise, return the images
+        in the tensor `image`.
+
+        Mutates: `body`. Each image in the messages is replaced by a placeholder.
 
         Raises:
             RequestError: the request has images, but the served model reads no images.
@@ -56,9 +59,9 @@ class RequestPrompts:
         body: dict[str, Any] | None,
         images: list[bytes],
     ) -> Prompt:
-        """Return the prompt of a request with images, from a chat or from a text.
+        """Return the prompt of a request that contains images. The request is a chat or a text.
 
-        A text must contain the placeholders of the images. `images` is the result of `take_images`.
+        A text must contain one placeholder for each image. `images` is the result of `take_images`.
 
         Raises:
             RequestError: an image is invalid, or the prompt exceeds a limit.
@@ -83,7 +86,9 @@ class RequestPrompts:
         body: dict[str, Any] | None,
         fields: dict[str, Any],
     ) -> Prompt:
-        """Return the prompt of a request without images, from a chat, a text or token ids.
+        """Return the prompt of a request that contains no image.
+
+        The request has exactly one of three sources: a chat, a text, or token ids.
 
         Args:
             request: the server's request.
@@ -120,7 +125,7 @@ def read_input_ids(
     limits: RequestLimits,
     num_kept: int | None = None,
 ) -> list[int] | None:
-    """Return the token ids of a request; None if it has no tensor with token ids.
+    """Return the token ids in a request's input tensor; None if the tensor is missing.
 
     If `num_kept` is set, return at most `num_kept` token ids from the end.
 

@@ -6,8 +6,8 @@
                                            v     |
                                        threads for long requests
 
-Clients take turns, so that a request of one client does not wait for hundreds of requests that
-another client has sent before.
+Clients take turns. Suppose that one client has sent hundreds of requests. A later request of
+another client does not wait for all of them.
 
 Only the loop's thread sends responses, because a stub of Triton server 2.51 crashes if several
 threads send. The tokenizers library releases Python's global lock, so the loop can continue while
@@ -36,7 +36,7 @@ _POLL_S = 0.25
 
 @dataclass(eq=False)
 class _Job:
-    """A request, and its response once the response has been built."""
+    """A request, and its response. The response is None until it has been built."""
 
     request: Any
     sender: Any
@@ -51,8 +51,9 @@ class RequestWorkers:
         """Start the loop.
 
         Args:
-            respond: returns the response of a request and never raises. Several threads call it.
-            is_long: returns whether a request may take long.
+            respond: returns the response to a request, and never raises an exception. Several
+                threads call this function.
+            is_long: returns whether a request may take long to process.
         """
         self._respond = respond
         self._is_long = is_long
@@ -64,14 +65,14 @@ class RequestWorkers:
         # long requests that already have a thread.
         self._long: ClientTurns[_Job] = ClientTurns()
         self._num_running = 0
-        # Counts the long requests, waiting or running.
+        # Limits the number of long requests. Waiting and running requests count.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)
         self._thread.start()
 
     def add(self, request: Any) -> None:  # noqa: ANN401 - the server's own type
-        """Queue a request. The loop sends its response."""
+        """Queue a request. The loop sends the response."""
         self._entries.put(_Job(request, request.get_response_sender(), _client_of(request)))
 
     def stop(self) -> None:
@@ -89,7 +90,7 @@ class RequestWorkers:
                 _send(job)
 
     def _sort_entries(self) -> bool:
-        """Put the requests that have arrived into their queues, and send finished responses.
+        """Sort the arrived requests into the queues, and send the complete responses.
 
         If no short request waits, wait for an entry.
 
@@ -138,7 +139,7 @@ class RequestWorkers:
         )
 
     def _start_long(self) -> None:
-        """Give waiting long requests to the threads that are free."""
+        """Start waiting long requests in the free threads."""
         while self._long and self._num_running < _NUM_THREADS:
             self._num_running += 1
             self._pool.submit(self._process_long, self._long.take())
@@ -155,7 +156,7 @@ class RequestWorkers:
         self._start_long()
 
     def _drop_abandoned(self) -> None:
-        """End the long requests that wait for a thread and whose clients have disconnected."""
+        """End long requests whose clients have disconnected. Running requests are not ended."""
         for job in list(self._long):
             if job.sender.is_cancelled():
                 self._long.remove(job.client, job)
@@ -164,7 +165,7 @@ class RequestWorkers:
 
 
 def _client_of(request: Any) -> str:  # noqa: ANN401 - the server's own type
-    """Return the request's parameter `client_id`; "" if the request does not name its client."""
+    """Return the request's parameter `client_id`; "" if the parameter is missing."""
     return str(json.loads(request.parameters() or "{}").get("client_id", ""))
 
 

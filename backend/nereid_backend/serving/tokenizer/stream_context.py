@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of a checked request, and the fields that the postprocessor needs."""
+"""The data of a checked request, and the data that the postprocessor needs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ from nereid_backend.serving.wire import StreamContext
 # Only the end of a prompt determines whether the output begins inside reasoning, content or a tool
 # call.
 _PROMPT_TAIL_CHARS = 4096
-# The detokenizer decodes a completion's first token after the prompt's last tokens, because a
-# token's text can depend on the tokens before it.
+# A token's text can depend on the tokens before this token. Therefore the detokenizer of a
+# completion starts with this number of tokens from the end of the prompt.
 _NUM_SEED_TOKENS = 6
 
 
@@ -27,7 +27,7 @@ class CheckedRequest:
     Attributes:
         body: the body of a chat request; None for a completion.
         prompt: the prompt.
-        tools: the tools that the model may call; None without tools.
+        tools: the tools that the model may call; None if there are no tools.
         returns: the names of the optional outputs that the request asks for.
         grammar: the grammar of the output.
         params: the sampling parameters for the engine.
@@ -48,7 +48,7 @@ def stream_context(
     checked: CheckedRequest,
     traceparent: str,
 ) -> StreamContext:
-    """Return the part of a request that the postprocessor needs.
+    """Return the data of a request that the postprocessor needs.
 
     Raises:
         RequestError: the request is streaming and sets exclude_input_in_output to false.
@@ -86,9 +86,10 @@ def prompt_tail(prompt: Prompt) -> str:
 
 
 def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
-    """Return the prompt's text if the output must begin with the prompt; else "".
+    """Return the prompt's text if the output must begin with the prompt, otherwise "".
 
-    As in the vLLM backend, a completion without streaming repeats its prompt by default.
+    As in the vLLM backend, the output of a completion without streaming begins with the prompt by
+    default.
 
     Raises:
         RequestError: the request is streaming and sets exclude_input_in_output to false.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the fields that control reasoning: chat template variables and the token budget."""
+"""Reads the fields that control reasoning.
+
+The fields set variables of the chat template and the budget of reasoning tokens.
+"""
 
 import contextlib
 import re
@@ -13,7 +16,7 @@ from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import shown
 
-# Variables with which chat templates enable and disable reasoning.
+# The variables that enable and disable reasoning in chat templates.
 _SWITCHES = ("enable_thinking", "thinking")
 _SWITCH_TYPES = ("enabled", "adaptive", "disabled")
 _EFFORT = "reasoning_effort"
@@ -21,7 +24,8 @@ _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
 # Larger budgets are replaced by this number, because the messages to the engine cannot contain
-# arbitrarily large numbers. This does not change the output, because no output has so many tokens.
+# arbitrarily large numbers. The replacement does not change the output, because every output has
+# fewer tokens.
 _LARGEST = 2**31 - 1
 # Match the Jinja code between {{ }} or {% %}, and the string literals inside that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
@@ -29,18 +33,18 @@ _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 def read_template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Return the variables for the chat template.
+    """Return the chat template variables that a request sets.
 
-    They come from `reasoning_effort`, `thinking`, `documents` and `chat_template_kwargs`. If two
-    fields set one variable, chat_template_kwargs wins. Example: `{"reasoning_effort": "none"}`
-    returns `{"enable_thinking": False}` for a template that has the variable enable_thinking.
+    The fields `reasoning_effort`, `thinking`, `documents` and `chat_template_kwargs` set variables.
+    chat_template_kwargs overrides the other fields. Example: if the template has the variable
+    enable_thinking, `{"reasoning_effort": "none"}` returns `{"enable_thinking": False}`.
 
     Args:
         body: the chat completion's fields.
-        template: the chat template's source. It determines which variables exist.
+        template: the source of the chat template. The source determines which variables exist.
 
     Raises:
-        RequestError: a value is wrong, or the template has no variable for it.
+        RequestError: a value is wrong, or the template has no variable for a value.
     """
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, Mapping):
@@ -68,9 +72,9 @@ def read_template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, An
 def has_variable(template: str, variable: str) -> bool:
     """Return whether the code of a chat template uses the variable `variable`.
 
-    The name in plain text, in a string literal or after a dot does not count. Examples for
-    "thinking": `{% if thinking %}` returns True, `{{ "thinking" }}` and `{{ message.thinking }}`
-    return False.
+    The name in plain text, in a string literal or after a dot does not count. Examples for the
+    variable "thinking": `{% if thinking %}` returns True. `{{ "thinking" }}` and `{{
+    message.thinking }}` return False.
     """
     code = _STRING.sub("''", " ".join(_CODE.findall(template)))
     return re.search(rf"(?<![\w.]){variable}(?!\w)", code) is not None
@@ -107,13 +111,14 @@ def read_thinking_budget(fields: Mapping[str, Any]) -> int | None:
 def build_thinking_spec(
     budget: int | None, fmt: Format | None, prompt: str, encode: Callable[[str], list[int]]
 ) -> ThinkingSpec | None:
-    """Build the engine's description of the reasoning budget; None if there is no budget.
+    """Convert a reasoning budget to the engine's ThinkingSpec. Return None if there is no budget.
 
     Args:
         budget: the largest number of reasoning tokens.
         fmt: the chat format of the checkpoint.
         prompt: the end of the rendered prompt. It determines whether reasoning is already open.
-        encode: converts text to token ids. Markers become special tokens, and no token is added.
+        encode: converts text to token ids. It converts markers to special tokens, and adds no
+            tokens.
 
     Raises:
         RequestError: the text that ends reasoning is not known, so a budget cannot be enforced.
@@ -129,8 +134,8 @@ def build_thinking_spec(
         )
     end = gate.end
     if fmt is not None and not isinstance(fmt.layout, Sections):
-        # In these formats, the reasoning is a separate message. The forced tokens must therefore
-        # end this message and start the next message.
+        # If the layout of the format is not `Sections`, the reasoning is a separate message.
+        # Therefore the forced tokens must end this message and start the next message.
         end += fmt.layout.start
     return ThinkingSpec(
         start=gate.start if gate.is_open or gate.may_open else "",
@@ -193,7 +198,7 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
 
 
 def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the checked object `custom_params`; {} if the request has none."""
+    """Validate the field `custom_params`, and return its object; {} if the field is missing."""
     custom = fields.get("custom_params")
     if custom is None:
         return {}
@@ -211,7 +216,7 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
-    """Return the token budget `value` of the field `name`; None if the value is -1 (no limit).
+    """Validate the token budget in the field `name`, and return it; None if it is -1 (no limit).
 
     The value may be a number or the text of a number, such as 100 or "100".
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `tokenizer`, which turns a request into token ids and a RequestEnvelope."""
+"""The Triton model `tokenizer`. It converts a request to token ids and a RequestEnvelope."""
 
 import dataclasses
 import json
@@ -50,14 +50,14 @@ from nereid_backend.serving.wire import RequestEnvelope, pack_params
 from nereid_backend.vision.image_sources import ImageSources
 
 # A request that contains one of these texts probably has an image. Preparing an image takes some
-# time, and even more if the image must be downloaded.
+# time. If the image must be downloaded, it takes even longer.
 _IMAGE_MARKS = (b"data:image", b"image_url")
 # Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 
 
 class TokenizerModel:
-    """The first step of the ensemble. It sends one response for each request, or an error."""
+    """The first step of the ensemble. It sends one response or one error for each request."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the checkpoint's tokenizer and sampling defaults."""
@@ -83,8 +83,8 @@ class TokenizerModel:
             raise tensors.load_error(error) from error
 
         if self._images is not None:
-            # The start of the process that prepares images does not delay the server, because the
-            # engine loads the model at the same time and usually needs longer.
+            # Wait until the process that prepares images is ready. This does not delay the server,
+            # because the engine loads the model at the same time, and this usually takes longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
         self._workers = RequestWorkers(self.respond, _is_long)
@@ -102,7 +102,7 @@ class TokenizerModel:
         self._tracing.close()
 
     def respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Return the response to a request, or an error response. This method is thread-safe."""
+        """Return the response to a request. It may contain an error. This method is thread-safe."""
         try:
             return self._tokenize(request)
         except NereidError as error:
@@ -112,9 +112,12 @@ class TokenizerModel:
             return tensors.error_response(error)
 
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Return the response to a request: the prompt's token ids and the packed RequestEnvelope.
+        """Return the response to a request.
 
-        Requests for the limits or for the text of token ids get a JSON text instead.
+        The response contains the token ids of the prompt and the packed RequestEnvelope.
+
+        Two types of requests get a JSON text instead: requests for the limits, and requests for the
+        text of token ids.
         """
         if _asks_for_limits(request):
             return _json_response(dataclasses.asdict(self._prompts.limits))
@@ -180,10 +183,10 @@ class TokenizerModel:
         return CheckedRequest(body, prompt, tools, returns, grammar, params, options)
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
-        """Return the text of the token ids of a request with the parameter `return_text`.
+        """Decode the token ids of a request, and return the text.
 
-        Return None if the request does not have this parameter. The response contains the text as
-        JSON in the output `envelope`, for example `{"text": "Hello"}`.
+        Return None if the request does not have the parameter `return_text`. The response contains
+        the text as JSON in the output `envelope`, for example `{"text": "Hello"}`.
 
         Raises:
             RequestError: the request has no token ids, or a token id is not in the vocabulary.
@@ -240,7 +243,7 @@ def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's
 
 
 def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
-    """Return the builder of prompts with images; None if the checkpoint reads no images."""
+    """Create the builder of prompts with images. If the checkpoint reads no images, return None."""
     if not reads_images(settings.model):
         return None
     sources = ImageSources(
@@ -250,7 +253,7 @@ def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
 
 
 def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether the prompt of a request may take long to render and tokenise."""
+    """Return whether rendering and tokenising the prompt of a request may take long."""
     if tensors.has_input(request, tensor_names.IMAGE):
         return True
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
@@ -267,10 +270,10 @@ def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
 def _logprobs_field(
     fields: dict[str, Any], returns: tuple[str, ...], *, is_chat: bool
 ) -> dict[str, Any]:
-    """Return the field `logprobs` to add to a request; {} if the request does not need the field.
+    """Return the field `logprobs` if it must be added to a request, otherwise {}.
 
-    A request can set `return_logprobs` without the field `logprobs`. The engine would then not
-    compute log-probabilities for the output.
+    If a request sets `return_logprobs` without the field `logprobs`, the field must be added.
+    Otherwise, the engine would not compute log-probabilities.
     """
     if tensor_names.LOGPROBS not in returns or fields.get("logprobs"):
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The field `truncate_prompt_tokens`: tokens are removed at the start of a prompt."""
+"""Reads the field `truncate_prompt_tokens`. Truncation removes tokens at the start of a prompt."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,8 +30,8 @@ def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
         raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
     if num_kept != _AS_MANY_AS_FIT:
         return num_kept
-    # If max_tokens is wrong, the number 1 is used here. The error is reported later, when the
-    # sampling fields are read.
+    # If max_tokens is wrong, the number 1 is used here. The sampling fields are read later, and
+    # then the error is reported.
     max_tokens = fields.get("max_tokens")
     if not isinstance(max_tokens, int) or not 0 < max_tokens < max_model_len:
         max_tokens = 1

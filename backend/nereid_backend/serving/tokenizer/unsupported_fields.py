@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request fields of vLLM, SGLang and llama.cpp that this server knows but does not support.
+"""The known but unsupported request fields of vLLM, SGLang and llama.cpp.
 
-A request that uses such a field is refused with the reason. A value that only repeats the default
-(`use_beam_search: false`) is accepted, because it has no effect.
+If a request uses such a field, the request is refused, and the error message contains the reason.
+Exception: the default value of a field, such as `use_beam_search: false`, is accepted, because it
+has no effect.
 """
 
 import json
@@ -21,8 +22,8 @@ class _Refusal:
     Attributes:
         reason: a clause without a full stop. docs/reference/request-fields.md contains it.
         accepted: values that have no effect, such as the API's default.
-        remedy: an imperative clause. If empty, the message says to leave the field out or to send
-            an accepted value.
+        remedy: an imperative clause. If the clause is empty, the error message says to leave the
+            field out or to send an accepted value.
     """
 
     reason: str
@@ -127,7 +128,7 @@ NAMES = tuple(_REFUSALS)
 
 
 def explain(name: str) -> str:
-    """Return the remedy for an unsupported field. If there is no remedy, return the reason."""
+    """Return the remedy for an unsupported field. If the field has no remedy, return the reason."""
     refusal = _REFUSALS[name]
     return refusal.remedy or refusal.reason
 
@@ -139,7 +140,8 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     search, but the request has true. Leave the field out or send false."
 
     Raises:
-        RequestError: the request has such a field, with a value that is not accepted.
+        RequestError: the request has an unsupported field, and the value of the field is not
+            accepted.
     """
     for name, refusal in _REFUSALS.items():
         value = fields.get(name)
@@ -151,7 +153,7 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 
 
 def _is_accepted(value: object, accepted: tuple[Any, ...]) -> bool:
-    """Return whether `value` is accepted. The text "false" is accepted like the value False."""
+    """Return whether `value` is in `accepted`. The text "false" counts as the value False."""
     if isinstance(value, str):
         texts = {str(one).lower() for one in accepted}
         return value in accepted or value.strip().lower() in texts

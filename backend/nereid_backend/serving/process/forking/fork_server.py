@@ -3,19 +3,19 @@
 
     python -m nereid_backend.serving.process.forking.fork_server FD MODULE...
 
-FD is an inherited Unix socket that listens for requests. The program imports each MODULE when it
-starts. The imports take several seconds of CPU time, and forked processes do not repeat them.
-`nereid serve` starts the fork server before Triton server. A stub that finds no fork server starts
-its child process itself (forked_process.py).
+FD is an inherited Unix socket. The program listens for requests on this socket. The program imports
+each MODULE when it starts. The imports take several seconds of CPU time. A forked process does not
+repeat the imports. `nereid serve` starts the fork server before Triton server. If there is no fork
+server, a stub starts its child process itself (forked_process.py).
 
 Each connection to the socket belongs to one child process:
 
     stub -> fork server    one byte and the four open files of `_receive`
     fork server -> stub    the process id, and at the end of the process its exit code
 
-A number is 8 bytes long. If the stub closes the connection before the child process has ended, the
-stub has died, and the fork server kills the child process. If the fork server cannot create the
-child process, the fork server closes the connection.
+A number is 8 bytes long. If the connection closes before the child process has ended, the stub has
+died. The fork server then kills the child process. If the fork server cannot create the child
+process, the fork server closes the connection.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ _CREDENTIALS = struct.Struct("3i")
 _FILES_OF_REQUEST = 4
 # A stub sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
-# Selects the fields arg_start and arg_end of /proc/self/stat. The index 0 is the field that follows
-# the program name.
+# Selects the fields arg_start and arg_end of /proc/self/stat. The fields are counted from 0, and
+# the field after the program name has the index 0.
 _ARGUMENTS = slice(45, 47)
 # Environment variables that have no effect on the import of libraries.
 _IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
@@ -66,13 +66,15 @@ class Request:
 
     Attributes:
         connection: the connection to the stub.
-        module: the module to run, as `python -m` does.
-        arguments: the arguments of the module. The text "{fd}" stands for the file descriptor of
-            the channel.
-        python: the version of the stub's Python and the path of its package nereid_backend.
+        module: the module that the child process runs, as `python -m` would run it.
+        arguments: the arguments of the module. The text "{fd}" is replaced by the file descriptor
+            of the channel.
+        python: two texts: the version of the stub's Python, and the path of the stub's package
+            nereid_backend.
         environment: the environment variables of the child process.
         folder: the current folder of the child process.
-        files: the channel to the stub, the standard output and the standard error.
+        files: three open files of the child process: the channel to the stub, the standard output,
+            and the standard error.
     """
 
     connection: socket.socket
@@ -85,12 +87,12 @@ class Request:
 
 
 def python_identity() -> list[str]:
-    """Return the version of this Python and the path of its package nereid_backend."""
+    """Return two texts: the version of this Python, and the path of the package nereid_backend."""
     return [platform.python_version(), str(Path(__file__).resolve().parents[3])]
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end of a Unix socket belongs to this user."""
+    """Return whether the process at the other end of a Unix socket runs as this process's user."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(packed)[1] == os.getuid())
 
@@ -99,11 +101,11 @@ class ForkServer:
     """Forks child processes and reports how they end."""
 
     def __init__(self, listener: socket.socket, environment: Mapping[str, str]) -> None:
-        """Register the sockets and the signal handler that `run` waits for.
+        """Register the events that `run` handles: connections, and ends of child processes.
 
         Args:
             listener: the listening socket.
-            environment: the environment variables before the imports.
+            environment: a copy of the environment variables that was made before the imports.
         """
         self._listener = listener
         self._environment = environment
@@ -128,7 +130,7 @@ class ForkServer:
                 key.data()
 
     def _accept(self) -> None:
-        """Accept a connection of a stub, and create the child process that the stub requests.
+        """Accept a connection from a stub, and create the requested child process.
 
         Send the id of the child process to the stub. If no process can be created, close the
         connection without an answer. If the stub closes the connection later, the child process is
@@ -151,7 +153,7 @@ class ForkServer:
         self._send(pid, pid)
 
     def _fork(self, request: Request) -> int | None:
-        """Return the id of a new process for a request; None if the process cannot be created."""
+        """Fork a process, and return the process id; None if no process can be created."""
         if not _can_serve(request, self._environment):
             return None
         try:
@@ -164,7 +166,7 @@ class ForkServer:
         return pid
 
     def _run_as_child(self, request: Request) -> NoReturn:
-        """Run the module of a request in the forked process, then exit."""
+        """Run the module of a request in this forked process, then exit."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -183,12 +185,12 @@ class ForkServer:
     def _kill(self, pid: int) -> None:
         """Kill the child process of a stub that has died."""
         self._selector.unregister(self._connections[pid])
-        # No other process can have this process id yet, because `_reap` has not waited for the
-        # child process.
+        # The process id cannot belong to another process, because `_reap` has not waited for this
+        # child process yet.
         os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Report the exit codes of all child processes that have ended."""
+        """Send the exit code of each ended child process to its stub."""
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(4096):
                 pass
@@ -216,10 +218,10 @@ def _do_nothing(number: int, frame: object) -> None:
 def _receive(connection: socket.socket) -> Request | None:
     """Receive the open files of a request, and return the request.
 
-    The first file contains the fields of the request as JSON, and is closed. The caller must close
-    the other three files, which are in `Request.files`.
+    The first file contains the fields of the request as JSON. This function closes the first file.
+    `Request.files` contains the other three files, and the caller must close them.
 
-    Return None if the request is incomplete. All its files are then closed.
+    If the request is incomplete, close all its files and return None.
     """
     descriptors: list[int] = []
     request = None
@@ -230,7 +232,8 @@ def _receive(connection: socket.socket) -> Request | None:
             raise ValueError(f"{len(descriptors)} files arrived instead of {_FILES_OF_REQUEST}")
         json_descriptor, *child_descriptors = descriptors
         with open(json_descriptor, "rb", closefd=False) as json_file:
-            # The stub has written the file, so the shared file position is at its end.
+            # The stub and this process share the file position. It is at the end, because the stub
+            # has written the file.
             json_file.seek(0)
             fields = json.load(json_file)
         request = Request(connection=connection, files=child_descriptors, **fields)
@@ -243,10 +246,10 @@ def _receive(connection: socket.socket) -> Request | None:
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
-    """Return whether the requested process can use the modules that this process has imported.
+    """Return whether a requested process can be forked from this process.
 
-    Both processes must have the same Python and the same environment variables. Log a warning if
-    they differ.
+    The request and this process must have the same Python and the same environment variables,
+    because these determine the imported modules. If they differ, log a warning.
     """
     own, other = _relevant_variables(environment), _relevant_variables(request.environment)
     differences = sorted(name for name, _ in own.items() ^ other.items())
@@ -271,7 +274,7 @@ def _relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run_module(request: Request) -> None:
-    """Run the requested module in this process, as `python -m` would do."""
+    """Run the requested module in this process, as `python -m` would run it."""
     os.environ.update(request.environment)
     os.chdir(request.folder)
     channel, output, errors = request.files
@@ -288,8 +291,8 @@ def _run_module(request: Request) -> None:
 def _set_command_line(command: list[str]) -> None:
     """Change the command line of this process. Programs such as ps show the command line.
 
-    The new command line must have the length of the old command line. A longer command line is cut
-    off, and spaces are appended to a shorter command line.
+    The memory for the command line has a fixed length. A command line that is longer is truncated.
+    Spaces are appended to a command line that is shorter.
     """
     with contextlib.suppress(OSError, ValueError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -300,8 +303,8 @@ def _set_command_line(command: list[str]) -> None:
 
 
 def _reason_against_forks() -> str | None:
-    """Return why forks of this process would not work, or None if they work."""
-    # Fork once before the threads are counted, because OpenBLAS (used by numpy) ends its own
+    """Return the reason why forks of this process would not work; None if forks work."""
+    # Fork once before the threads are counted: numpy uses OpenBLAS, and OpenBLAS ends its own
     # threads before each fork.
     if (pid := os.fork()) == 0:
         os._exit(0)
@@ -315,7 +318,7 @@ def _reason_against_forks() -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    """Import the modules, then serve requests.
+    """Import the modules, and then serve requests.
 
     Return an exit code only if an imported module makes forks unsafe.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a child process with the fork server of `nereid serve`, or as a new Python process."""
+"""Starts a child process. The fork server creates the process, or a new Python is started."""
 
 import contextlib
 import json
@@ -13,15 +13,16 @@ import sys
 from nereid_backend.serving.process.forking.fork_server import NUMBER, is_same_user, python_identity
 
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
-"""The environment variable with the name of the fork server's abstract Unix socket."""
-# The fork server answers after it has imported its modules. This takes long on a busy machine.
+"""The environment variable that contains the name of the fork server's abstract Unix socket."""
+# The fork server answers only after it has imported its modules. The imports take long on a busy
+# machine.
 _ANSWER_TIMEOUT_S = 120.0
 
 
 class ForkedProcess:
     """A process that the fork server has created.
 
-    The class has some of the methods of subprocess.Popen.
+    The class has some methods of subprocess.Popen.
 
     Args:
         connection: the connection to the fork server.
@@ -47,13 +48,13 @@ class ForkedProcess:
             except TimeoutError:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout) from None
             except OSError:
-                # The fork server has died, and its child processes end with it.
+                # The fork server has died. Its child processes end, too.
                 self._exit_code = 1
             self._connection.close()
         return self._exit_code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it still runs."""
+        """Send a signal to the process. Do nothing if the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.001)
         if self._exit_code is None:
@@ -61,7 +62,7 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process, if it still runs."""
+        """Kill the process. Do nothing if the process has ended."""
         self.send_signal(signal.SIGKILL)
 
     def _receive(self, timeout_s: float) -> int:
@@ -80,14 +81,15 @@ def start_process(
 
     Args:
         module: the module.
-        channel: the child's end of its channel. Its file descriptor is the module's first argument.
-        title: the second argument. It is only shown in lists of processes.
+        channel: the child's end of the channel. The first argument of the module is the file
+            descriptor of this end.
+        title: the second argument of the module. The title is only shown in lists of processes.
     """
     if address := os.environ.get(ADDRESS_VARIABLE):
         with contextlib.suppress(OSError):
             return _fork(address, module, channel, title)
-    # `sys.executable` is the interpreter of the stub's environment. It can be empty if Python is
-    # embedded in another program.
+    # `sys.executable` is the interpreter of the stub's environment. If Python is embedded in
+    # another program, `sys.executable` can be empty.
     python = sys.executable or shutil.which("python3") or "python3"
     number = channel.fileno()
     return subprocess.Popen(
@@ -96,7 +98,7 @@ def start_process(
 
 
 def _fork(address: str, module: str, channel: socket.socket, title: str) -> ForkedProcess:
-    """Let the fork server create the process.
+    """Request a process from the fork server, and return the process.
 
     Raises:
         OSError: there is no fork server, or the fork server does not create the process.

@@ -70,7 +70,7 @@ def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: Sequence[Integers]) -> list[Tensor]:
-    """Return one view for each array of a tensor that `pack` returned."""
+    """Split a tensor that `pack` returned, and return one view for each packed array."""
     tensors = []
     start = 0
     for array in arrays:

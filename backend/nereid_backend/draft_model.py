@@ -107,7 +107,7 @@ class _Draft:
         return self.own.token_ids[self.num_known :]
 
     def update(self, *, keeps_accepted: bool) -> None:
-        """Replace the draft tokens by the tokens that the large model has chosen.
+        """Replace draft tokens by the tokens that the large model has chosen.
 
         In the next pass, the draft model computes the tokens that differ from its draft tokens. It
         always computes the last token, because sampling needs the logits of the last token.
@@ -192,7 +192,7 @@ class DraftModel:
         return self._proposals.get(sequence, [])[: max(0, limit)]
 
     def forget(self, sequence: Sequence) -> None:
-        """Release the row and the blocks of a sequence that has ended."""
+        """Release the row and the blocks of an ended sequence."""
         self.lengths.forget(sequence)
         if self._mtp is not None:
             self._mtp.hidden.forget(sequence)

@@ -50,7 +50,7 @@ class EngineError(NereidError):
 
 
 class LostRankError(EngineError):
-    """A process that computes a part of the model has ended. The engine cannot continue."""
+    """One of the processes that compute the model has ended. The engine cannot continue."""
 
 
 def first_line(error: BaseException) -> str:

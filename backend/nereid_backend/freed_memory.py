@@ -19,7 +19,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 
 class FreedMemory:
-    """Counts freed bytes, and returns memory to the operating system when there are many."""
+    """Counts freed bytes. Returns memory to the operating system after each 32 MiB."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -41,7 +41,7 @@ class FreedMemory:
 
 
 def discard_pages(address: int, num_bytes: int) -> None:
-    """Return the pages of unneeded memory to the operating system before it is freed.
+    """Return pages to the operating system before the program frees the unneeded memory.
 
     Only whole pages are returned. The memory stays allocated, and may contain zeros afterwards. On
     systems other than Linux, nothing happens.

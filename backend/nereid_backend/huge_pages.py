@@ -112,7 +112,7 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
 
 
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:
-    """Return a tensor with the values of `tensor` that uses the memory of `mapped`.
+    """Return a tensor that has the values of `tensor` and uses the memory of `mapped`.
 
     Args:
         tensor: a tensor whose storage was copied to `mapped[start:]`.

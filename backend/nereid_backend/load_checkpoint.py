@@ -51,7 +51,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded model, together with what its files say about it.
+    """A loaded model, and facts about the model from the files of the checkpoint.
 
     Attributes:
         model: the model on `device`, in eval mode.

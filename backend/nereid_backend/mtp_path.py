@@ -37,7 +37,7 @@ _MAX_APPENDED = 256
 
 
 class HiddenStates:
-    """The hidden states of the large model that the MTP layer has not read yet.
+    """The large model's hidden states that the MTP layer has not read yet.
 
     The object wraps the forward path of the large model, and records its hidden states.
     """
@@ -89,7 +89,7 @@ class HiddenStates:
         self._parts[sequence] = [part for part in parts if part[0] + len(part[1]) > end]
 
     def forget(self, sequence: Sequence) -> None:
-        """Delete the hidden states of a sequence that has ended."""
+        """Delete the hidden states of an ended sequence."""
         self._parts.pop(sequence, None)
 
     def close(self) -> None:

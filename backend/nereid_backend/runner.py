@@ -265,7 +265,7 @@ def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
 def _read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
-    """Return the new tokens of each chunk that samples.
+    """For each chunk that samples, return the new tokens.
 
     Example: the first chunk has 1 position, and the second chunk has 3 positions, because it has 2
     draft tokens. The sampled token with the index 0 belongs to the first chunk. The sampled tokens

@@ -137,7 +137,7 @@ GpuShare = Annotated[float, Field(gt=0, le=1)]
 SIZE_IN_BYTES = GetPydanticSchema(
     lambda _, handler: handler(Annotated[ByteSize, BeforeValidator(_check_size)])
 )
-"""The annotation of a setting that is a size in bytes: an integer, or text such as "2GiB"."""
+"""Annotates a setting as a size in bytes: an integer, or text such as "2GiB"."""
 
 
 # ---- the conversion of text
@@ -202,7 +202,7 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
 
 
 def _describe(problem: ErrorDetails) -> str:
-    """Return the part of an error message that follows the name of the setting.
+    """Describe a wrong value. In the error message, the description follows the setting's name.
 
     Example: pydantic's message "Input should be a valid integer, unable to parse string as an
     integer" becomes "the value must be an integer, but it is 'many'."

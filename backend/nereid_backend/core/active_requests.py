@@ -42,7 +42,7 @@ class ActiveRequests:
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request with the id `request_id` was added and has not ended."""
+        """Return whether `request_id` is the id of an added request that has not ended."""
         return request_id in self._requests
 
     def of(self, sequence: Sequence) -> Request:
@@ -123,7 +123,7 @@ class ActiveRequests:
             self._split(request)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended from its request.
+        """Remove an ended sequence from the sequences of its request.
 
         One sequence of a request, the leader, computes the prompt for the other sequences, the
         followers. If the leader ends before that, the next follower becomes the leader.
@@ -179,7 +179,7 @@ class ActiveRequests:
             self.waiting.add(follower)
 
     def _remove_follower(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from the sequences that wait for the shared prompt of their request.
+        """Remove a sequence from the followers of its request.
 
         If no follower is left, release the blocks of the prompt.
         """

@@ -22,7 +22,7 @@ _PENDING = -1
 
 
 class PendingPlans:
-    """The plans of steps whose results are not applied yet, and the ended sequences in these plans.
+    """The plans whose results are not applied yet, and the ended sequences in these plans.
 
     Attributes:
         is_planning: whether `plan_next` is making a plan at the moment.
@@ -87,7 +87,7 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Return the part of a plan that is still valid once the previous step has ended.
+        """Correct the chunks of an early plan after the previous step has ended.
 
         Example: the plan assumed that a sequence with 20 tokens gets one token, which the plan
         computes. If the grammar forced a second token, the sequence has 22 tokens. The chunk is
@@ -128,7 +128,7 @@ class PendingPlans:
         return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
     def take_free(self) -> list[Sequence]:
-        """Remove and return the ended sequences that are no longer part of any uncommitted plan."""
+        """Remove and return the ended sequences that no uncommitted plan contains any more."""
         busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         free = [sequence for sequence in self.leaving if sequence not in busy]
         for sequence in free:

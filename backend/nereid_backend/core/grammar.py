@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars and reasoning budgets of requests, and the interface that applies them.
+"""Grammars and reasoning budgets of requests, and the interface that applies both.
 
 A guide stores which tokens the grammar and the thinking budget of one sequence allow next. The
 package `nereid_backend.grammar` creates guides, and the sampler uses them. The core never looks
@@ -58,7 +58,7 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Self:
-        """Return the specification of an answer that must be one of `choices`.
+        """Return the specification of a grammar whose only answers are `choices`.
 
         Example: ["yes", "no"] gives GrammarSpec(kind="choice", source='["yes", "no"]', after="").
         """

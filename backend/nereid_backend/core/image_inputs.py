@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of a request, in the form in which the model takes them."""
+"""The images of a request, in the input format of the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

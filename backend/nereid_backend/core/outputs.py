@@ -70,7 +70,7 @@ class RequestUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """The output of one sequence that has ended.
+    """The output of one ended sequence.
 
     If a stop token ended the sequence, `token_ids` includes the stop token, but `text` does not.
     """
@@ -132,7 +132,7 @@ class EngineStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A description of the loaded model, and of the engine that runs the model.
+    """Describes the loaded model and the engine that runs the model.
 
     Attributes:
         model: the path of the checkpoint.

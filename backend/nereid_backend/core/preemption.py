@@ -46,7 +46,7 @@ def fair_victim(
     *,
     by_rows: bool,
 ) -> Sequence | None:
-    """Return the sequence of another client that should be preempted for `sequence`.
+    """Choose a sequence of another client, which will be preempted for `sequence`.
 
     A client may lose a sequence only if it is still not worse off than the client of `sequence`.
     The two clients are compared by their rows or blocks per weight after the preemption. The first

@@ -145,7 +145,7 @@ class Scheduler:
         return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request was added and its last update is still to be returned."""
+        """Return whether a request was added and its last update has not been returned yet."""
         return request_id in self._requests or any(
             update.request_id == request_id for update in self._ended
         )
@@ -163,7 +163,7 @@ class Scheduler:
         return bool(self._requests or self._ended or self._pending_plans.leaving)
 
     def add(self, sequence: Sequence, *, is_prepared: bool = True) -> None:
-        """Add a request and set the ranks of its sequences.
+        """Add a request and set the rank of each sequence of the request.
 
         The id must be new. The pool must have enough blocks for each sequence if it runs alone.
 
@@ -230,7 +230,7 @@ class Scheduler:
         return self._pending_plans.plan_next(before, self._plan_step)
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Return the part of an early plan that is still valid; see `PendingPlans.settle`."""
+        """Correct the chunks of an early plan; see `PendingPlans.settle`."""
         return self._pending_plans.settle(plan, device_token_ids)
 
     def drop(self, plan: StepPlan) -> None:
@@ -381,7 +381,7 @@ class Scheduler:
         error: str | None = None,
         is_refused: bool = False,
     ) -> RequestUpdate:
-        """Remove a sequence that has ended from its request, and return its last update.
+        """Remove an ended sequence, and return the last update of the sequence.
 
         If an uncommitted plan contains the sequence, the sequence keeps its row and its blocks
         until the plan is committed.

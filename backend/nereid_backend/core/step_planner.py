@@ -111,7 +111,7 @@ class StepPlanner:
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def _plan_chunks(self) -> list[Chunk]:
-        """Return the chunks of the running sequences, followed by those of waiting sequences.
+        """Return the chunks of the running sequences, and then the chunks of waiting sequences.
 
         If `has_overdue_prompt` is true, the last step had no budget for the first waiting prompt,
         which cannot be divided. In this case, only that prompt is planned.

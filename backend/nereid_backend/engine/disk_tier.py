@@ -66,7 +66,7 @@ class DiskTier:
     """
 
     def __init__(self, store: DiskStore, cache: PrefixCache, prefixes: StoredPrefixes) -> None:
-        """Create the disk tier, which from now on writes the new blocks of `cache` to `store`.
+        """Create the disk tier. From now on, the tier writes the new blocks of `cache` to `store`.
 
         Args:
             store: the folder.

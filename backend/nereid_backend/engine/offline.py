@@ -70,7 +70,7 @@ def generate(
 def _add_requests(
     add_request: AddRequest, requests: deque[tuple[str, Sequence[int], SamplingParams]]
 ) -> None:
-    """Add requests to the engine until its waiting queue is full or all are added.
+    """Add requests to the engine. Stop when the waiting queue is full or no request is left.
 
     The added requests are removed from `requests`.
     """

@@ -29,7 +29,7 @@ class PrefixSessions:
         self._block_size = block_size
 
     def statistics(self, client_id: str | None = None) -> dict[str, Any]:
-        """Return counters of the prefix cache and its sessions.
+        """Return counters of the prefix cache and of the cache's sessions.
 
         Example of a session: `{"client_id": "team-a", "prompt_cache_key": "chat-1", "num_tokens":
         4096, "expires_in_s": 287.5}`.
@@ -117,7 +117,7 @@ class PrefixSessions:
         )
 
     def _matching(self, client_id: str | None, prompt_cache_key: str | None) -> list[SessionUse]:
-        """Return the sessions of a client that have this key. None matches every value."""
+        """Find sessions by their client and their `prompt_cache_key`. None matches every value."""
         return [
             session
             for session in self._pool.idle.sessions()

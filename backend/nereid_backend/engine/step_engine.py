@@ -56,7 +56,7 @@ class StepEngine(Protocol):
         """The names of the loaded LoRA adapters."""
 
     def load_lora(self, name: str, path: str) -> None:
-        """Load a LoRA adapter, or replace the adapter with this name."""
+        """Load a LoRA adapter. Replace an existing adapter with the same name."""
 
     def unload_lora(self, name: str) -> None:
         """Unload a LoRA adapter."""

@@ -31,7 +31,7 @@ class Matcher(Protocol):
         """
 
     def fill(self, row: TokenMask) -> None:
-        """Set the bits of the tokens that may follow in `row`, and clear all other bits."""
+        """Set in `row` the bits of the tokens that may come next, and clear all other bits."""
 
     @staticmethod
     def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:

@@ -100,7 +100,7 @@ def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled
 
 
 def _simple_grammar(tag: object) -> tuple[str, str] | None:
-    """Return the kind and source of the only grammar in a structural tag.
+    """If a structural tag contains only one grammar, return the grammar's kind and source.
 
     Return None if the tag contains anything else, such as text around the grammar. Example: the tag
     `{"format": {"type": "regex", "pattern": "a+"}}` gives `("regex", "a+")`.
@@ -132,7 +132,7 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
 
 
 def _texts(node: object) -> Iterator[str]:
-    """Yield all strings of a structural tag, except those inside its JSON schemas."""
+    """Yield all strings of a structural tag, except the strings inside JSON schemas."""
     if isinstance(node, str):
         yield node
     elif isinstance(node, list):

@@ -45,7 +45,7 @@ class _CompiledSpec:
 
 @dataclass
 class _Compilation:
-    """A compilation that is running, and the number of requests that wait for its result."""
+    """A running compilation, and the number of requests that wait for the compilation's result."""
 
     future: Future[_CompiledSpec]
     num_waiting: int = 0

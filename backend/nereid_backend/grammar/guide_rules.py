@@ -77,7 +77,7 @@ def rules_for(
 
 
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
-    """Return the tokens that contain the end of the marker and some text after it.
+    """Return the tokens that contain the end of the marker and some text after the marker.
 
     The key of the result is the number of the marker's bytes that must come before the token. Each
     value lists the tokens with their text after the marker and after white space.

@@ -107,7 +107,7 @@ class LLGuidanceBackend:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _grammar_error(self, kind: str, source: str, matcher: LLMatcher) -> RequestError:
-        """Return the RequestError for an invalid grammar that is not a JSON schema."""
+        """Return the RequestError for an invalid grammar of any type except a JSON schema."""
         is_regex = kind == "regex"
         if is_regex:
             # `matcher` was created from a converted text, so the columns in its error belong to

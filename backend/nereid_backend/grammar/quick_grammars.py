@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which grammars compile so quickly that they need no trial in a child process."""
+"""Finds grammars that compile quickly and therefore need no trial in a child process."""
 
 import json
 import re

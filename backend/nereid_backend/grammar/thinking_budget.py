@@ -9,7 +9,7 @@ from nereid_backend.errors import EngineError, RequestError
 
 
 class _State(Enum):
-    """The part of an answer (before, in or after its reasoning) that the next token continues."""
+    """The position of the next token in an answer: before, in or after the answer's reasoning."""
 
     BEFORE = auto()  # the answer has only white space or the beginning of the start marker
     OPEN = auto()  # reasoning

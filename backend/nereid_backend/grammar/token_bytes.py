@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the entries of a tokenizer's vocabulary into the bytes that they stand for.
+"""Converts the entries of a tokenizer's vocabulary into bytes.
 
 A vocabulary represents bytes in one of three ways: byte-level BPE, SentencePiece, or SentencePiece
 with entries for single bytes (byte fallback).
@@ -44,7 +44,7 @@ def byte_fallback(text: str) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of the byte-level alphabet stands for.
+    """Return a mapping from each character of the byte-level alphabet to its byte.
 
     Example: "Ġ" stands for the byte 32, a space.
 

@@ -125,7 +125,7 @@ class TokenGuide:
             )
 
     def _advance(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
-        """Advance the phase and the grammar by one token, and return whether it is allowed.
+        """Advance the phase and the grammar by one token. Return whether the token is allowed.
 
         The phases are described in the module's docstring. Example: in the phase WHITE_SPACE, the
         token with a newline keeps the phase, and the token `{` begins the phase GRAMMAR.
@@ -155,7 +155,7 @@ class TokenGuide:
         return self._phase is Phase.ENDED or matcher.is_complete() or self._is_stuck(matcher)
 
     def _advance_before_marker(self, matcher: Matcher, data: bytes) -> bool:
-        """Advance by a token before or in the marker, and return whether it is allowed.
+        """Advance by a token before or in the marker. Return whether the token is allowed.
 
         Text after the marker and white space must match the start of the grammar. All other tokens
         are allowed. Examples after the tokens "</" and "th", with the marker "</think>":
@@ -186,7 +186,7 @@ class TokenGuide:
     # ---- tokens that may follow ------------------------------------------------------------------
 
     def fill(self, row: TokenMask) -> bool:
-        """Write the mask of the tokens that may come next into `row`.
+        """Write into `row` the mask of the tokens that may come next.
 
         Args:
             row: the mask, [ceil(vocab_size / 32)] int32, contiguous.
@@ -300,7 +300,7 @@ class TokenGuide:
         return not row.any()
 
     def forced(self) -> list[int]:
-        """Return the tokens that must come next; [] if there is more than one possibility.
+        """Return the tokens that must come next, or [] if several tokens are possible.
 
         For a text that the grammar forces, these are the tokens that the tokenizer would choose.
         The engine appends the tokens without sampling.

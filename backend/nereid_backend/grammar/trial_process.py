@@ -71,7 +71,7 @@ class _Job:
 
 
 class TrialServer:
-    """Starts the child processes, and kills those that exceed a limit."""
+    """Starts child processes, and kills each child process that exceeds a limit."""
 
     def __init__(self, connection: Connection, compile_grammar: Compile, timeout_s: float) -> None:
         """Create a server.

@@ -144,7 +144,7 @@ class Vocabulary:
 
     @cached_property
     def _plain(self) -> Mapping[bytes, int]:
-        """A mapping from the bytes of a token to its id. Special tokens are not included."""
+        """Maps the bytes of a token to the id of the token. Special tokens are not included."""
         return {
             data: number
             for number, data in enumerate(self.tokens)
@@ -230,7 +230,7 @@ def _token_bytes(
     ids: Mapping[str, int],
     vocab_size: int,
 ) -> list[bytes]:
-    """Return the bytes of each token; b"" for an id without a token.
+    """Return the bytes of each token. The bytes of an id without a token are b"".
 
     Args:
         backend: the tokenizer of the tokenizers library.
@@ -265,7 +265,7 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
 
 
 def _kinds(decoder: object) -> Iterator[str]:
-    """Yield the type of a decoder, such as "ByteLevel", and the types of the decoders in it."""
+    """Yield the type of a decoder, such as "ByteLevel", and the types of all nested decoders."""
     if isinstance(decoder, Mapping):
         yield str(decoder.get("type"))
         for part in decoder.get("decoders") or ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the LoRA adapters that requests can select, some of them in memory.
+"""Stores the LoRA adapters that requests can select. Some adapters are in memory.
 
 The adapters in memory need at most `lora_memory` bytes together. If a new request needs an adapter
 that is not in memory, the store removes the least recently used adapters from memory, and reads the

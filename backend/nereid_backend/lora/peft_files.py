@@ -65,7 +65,7 @@ def read_adapter(
     max_bytes: int,
     like: Tensor,
 ) -> tuple[Adapter, AdapterWeights]:
-    """Read a LoRA adapter from disk, and check that it fits the model.
+    """Read a LoRA adapter from disk, and check that the adapter fits the model.
 
     Args:
         name: the name with which requests select the adapter.
@@ -91,7 +91,7 @@ def read_adapter(
 
 
 def _digest(*contents: bytes) -> bytes:
-    """Return a hash of the contents of several files and of their lengths.
+    """Return one hash of the contents and the lengths of several files.
 
     The length of each file is hashed, too. Example: the files "ab", "c" and the files "a", "bc"
     have different hashes.
@@ -261,7 +261,7 @@ def _scale(file: Path, config: dict[str, Any], name: str, rank: int) -> float:
 def _layer_setting(
     file: Path, config: dict[str, Any], setting: str, name: str, default: object
 ) -> object:
-    """Return the setting for a layer: that of the first matching pattern, or the default.
+    """Return the setting of the first pattern that matches a layer, or the default setting.
 
     Example: with rank_pattern={"q_proj": 2}, the layer "layers.0.q_proj" has the rank 2.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling positions of a step, with the positions that verify draft tokens.
+"""The sampling positions of a step, including the positions that verify draft tokens.
 
 The model computes the last known token of a sequence together with k draft tokens. The forward pass
 returns the logits after each of these tokens. At each of these k + 1 positions, a token is sampled

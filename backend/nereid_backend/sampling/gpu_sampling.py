@@ -74,7 +74,7 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 @functools.cache
 def why_unusable(device: torch.device) -> str | None:
-    """Return why the sampling kernel cannot run on a device; None if it can.
+    """Return the reason why the sampling kernel cannot run on a device, or None if it can run.
 
     The kernel is compared with the reference once for each device in each process.
     """

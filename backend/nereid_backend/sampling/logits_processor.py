@@ -56,7 +56,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LogitsParams:
-    """The sampling parameters of one request that change logits, as arrays.
+    """The logit-changing sampling parameters of one request, as arrays.
 
     Attributes:
         owner: the request.
@@ -229,7 +229,7 @@ def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int],
 
 
 def explain_no_token(sequence: Sequence) -> str:
-    """Return a sentence with the fields of a request that together forbid every token."""
+    """Return a sentence that names the request's fields that together forbid every token."""
     params = sequence.params
     limits = [
         name

@@ -177,7 +177,7 @@ class PendingTokens:
                 sampled_tokens.top.update(zip(indices, reports, strict=True))
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample the tokens that may be wrong again, and replace them in `sampled_tokens`."""
+        """Sample the possibly wrong tokens a second time, and replace them in `sampled_tokens`."""
         for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
             if part.uncertain is not None and is_certain_copy is not None:
                 (is_certain,) = is_certain_copy.wait()
@@ -205,7 +205,7 @@ class PendingTokens:
     def _sample_again(
         self, part: _PendingSlice, rows: list[int], sampled_tokens: SampledTokens
     ) -> None:
-        """Sample the given rows of a slice again, and replace their tokens.
+        """Sample the given rows of a slice a second time, and replace the tokens of these rows.
 
         Args:
             part: the slice.
@@ -332,7 +332,7 @@ class Sampler:
 def _rank_positions(
     logits: Tensor, token_ids: Tensor, inputs: _SliceInputs, logsumexp: Tensor | None = None
 ) -> RankedRows | None:
-    """Return the log-probabilities that requests ask for; None if there are none.
+    """Return the requested log-probabilities, or None if no request needs log-probabilities.
 
     Args:
         logits: [n, vocab_size], the model's own logits.

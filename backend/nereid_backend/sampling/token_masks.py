@@ -81,7 +81,7 @@ class MaskingGuide(Guide, Protocol):
         """
 
     def forced(self) -> list[int]:
-        """Return the tokens that the grammar requires next; [] if it does not require any."""
+        """Return the tokens that the grammar requires next, or [] if the grammar requires none."""
 
 
 def guide_of(sequence: Sequence) -> MaskingGuide | None:
@@ -142,7 +142,7 @@ class _FillJob:
     rows: dict[int, int]
 
     def result(self) -> StepMasks:
-        """Fill the masks and return them.
+        """Fill the masks and return the masks.
 
         The first positions of all sequences are filled together, because they do not depend on
         draft tokens. The positions after draft tokens follow, one sequence at a time.
@@ -234,7 +234,7 @@ class _FillJob:
 
 
 class MaskFiller:
-    """Fills the token masks of a step, in several threads if that takes long."""
+    """Fills the token masks of a step. Uses several threads if filling the masks takes long."""
 
     def __init__(self) -> None:
         self._max_jobs = min(_MAX_THREADS, os.cpu_count() or 1)
@@ -314,7 +314,7 @@ def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
 
 
 def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
-    """Return the logits with -inf for every token that is not allowed, for a CPU.
+    """On a CPU, return the logits with -inf for every token that is not allowed.
 
     Adding 0 or -inf has no branches. The addition takes the same time for any mask and is several
     times faster than `masked_fill_`.

@@ -87,7 +87,7 @@ def search(
     logits, max_logit, factor, vocab_size, low, count, total, wanted,
     BY_COUNT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Find the highest threshold at which enough tokens remain. The search starts at `low`.
+    """Find the highest threshold that keeps enough tokens. The search starts at `low`.
 
     With BY_COUNT, a threshold keeps enough if it keeps at least `wanted` tokens. Otherwise, the
     weights of the kept tokens must sum to at least `wanted`. `count` and `total` are the number of

@@ -10,7 +10,7 @@ _MIN_BLOCKS = 32
 
 
 def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return one index for each row, which the random number of the row determines.
+    """Select one index in each row by the random number of the row.
 
     The result is the first index at which the cumulative weights exceed the random number times the
     sum of the row. Example: the weights [1, 0, 3] have the cumulative weights [1, 1, 4]. The random

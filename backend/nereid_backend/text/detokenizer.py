@@ -105,7 +105,7 @@ class Detokenizer:
         return text
 
     def _return_decodable(self, before: str) -> str:
-        """Return the text up to the last complete character, if there is one.
+        """Return the decoded text up to its last complete character.
 
         This method is called when too many tokens have been kept back.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts prompts to token ids, and rejects a long prompt before all of it is converted."""
+"""Converts prompts to token ids. Rejects a long prompt before the whole prompt is converted."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ class PromptEncoder:
         return self._encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of `text`, without a limit on their number."""
+        """Return the token ids of `text`, without a limit on the number of token ids."""
         if self._backend is None:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         # encode_batch_fast is faster than `encode`, because it does not compute the position of

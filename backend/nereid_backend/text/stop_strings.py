@@ -69,7 +69,7 @@ class StopStrings:
         return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Find the stop string in `text` that ends the answer, and its position.
+        """Find the stop string at which the answer ends, and the position of the stop string.
 
         Return the position of the stop string in `text`, and the stop string. Return None if `text`
         contains no stop string. Example: with the stop string "END", "one END" gives (4, "END").

@@ -38,7 +38,7 @@ class TokenText:
         self._texts: dict[int, str] = {}
 
     def data(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text, or b"" if no token has this id."""
+        """Return the bytes that a token adds to a text, or b"" for an id without a token."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._read(token_id)

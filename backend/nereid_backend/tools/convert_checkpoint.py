@@ -83,7 +83,7 @@ def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' confi
 def _converted(
     weights: Mapping[str, Any], integers: set[str], bits: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the new checkpoint with their names.
+    """Yield the name and the value of each tensor in the new checkpoint.
 
     Args:
         weights: the weights of the source by name, read one by one.
@@ -104,7 +104,7 @@ def _converted(
 
 
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """Round a weight to integers, and return the tensors that represent it.
+    """Round a weight to integers, and return the tensors that represent the rounded weight.
 
     The keys are the suffixes of the tensors' names in the compressed-tensors format.
     """
@@ -163,7 +163,7 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _unfinished(index: int) -> str:
-    """Return the temporary name of a file that is being written.
+    """Return the temporary name for a file during its writing.
 
     `index` is the number of the file.
 

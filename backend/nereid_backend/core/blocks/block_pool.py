@@ -64,7 +64,7 @@ class BlockPool:
         return len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks of the KV cache and return their ids.
+        """Allocate `count` blocks of the KV cache and return the ids of the blocks.
 
         Free blocks are allocated first, then idle blocks. The blocks get a reference count of 1.
         The caller must make sure that `count` is at most `num_free`. Example: the stack of free
@@ -146,7 +146,7 @@ class BlockPool:
         self._on_reuse = callback
 
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Verify that every block is either free, or idle, or part of a block table.
+        """Verify that every block is free, is idle, or is in a block table.
 
         Args:
             block_tables: all block tables, which may contain the null block. If given, `check`

@@ -141,7 +141,7 @@ class BlockTables:
         return position < sequence.num_tokens_with_blocks
 
     def num_first_blocks(self, sequence: Sequence) -> int:
-        """Return how many blocks a sequence needs at its start if no token is cached."""
+        """Return the number of blocks that a sequence without cached tokens needs at its start."""
         return sum(self._num_first_blocks(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -254,7 +254,7 @@ class BlockTables:
             request.block_tables = []
 
     def drop_oldest_prompt(self) -> bool:
-        """Release the prompt blocks of the request that has kept them for the longest time.
+        """Find the request that has kept prompt blocks longest, and release its prompt blocks.
 
         Returns:
             False if no request has prompt blocks.

@@ -89,7 +89,7 @@ class DiskStore:
         return self._num_bytes
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the bytes that were stored with a key; None if the key has no valid file."""
+        """Return the bytes that were stored under a key, or None if the key has no valid file."""
         name = self._name(key)
         with self._lock:
             if name in self._pending:

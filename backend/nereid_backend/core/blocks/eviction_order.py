@@ -103,7 +103,7 @@ class EvictionOrder(Generic[Item]):
         self._expiry_due = clock()
 
     def __contains__(self, item: Item) -> bool:
-        """Return whether an item is idle, which means that no sequence uses the item."""
+        """Return whether an item is idle. An item is idle if no sequence uses the item."""
         session = self._session_of.get(item)
         return item in (self._plain if session is None else session.idle)
 

@@ -53,7 +53,7 @@ class PrefixCache:
         windows: abc.Sequence[AttentionWindow | None] = (None,),
         snapshots: StateSnapshots | None = None,
     ) -> None:
-        """Create an empty cache of the blocks in `pool`, which have `block_size` tokens each.
+        """Create an empty cache of the blocks in `pool`. Each block has `block_size` tokens.
 
         `windows` has the attention window of each group of layers, or None for full attention.
         """
@@ -123,7 +123,7 @@ class PrefixCache:
             self.snapshots.unsaved = {}
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the full blocks that do not contain the last token of a sequence.
+        """Return the hashes of a sequence's full blocks. Omit a block with the last token.
 
         Example: with 16 tokens in a block, a sequence of 48 tokens has two such blocks, and a
         sequence of 49 tokens has three.
@@ -281,7 +281,7 @@ class PrefixCache:
         return [[] for _ in self._windows]
 
     def _missing_blocks(self, tables: list[list[int]]) -> dict[AttentionWindow | None, list[int]]:
-        """Return for each window which blocks are missing from the groups with this window.
+        """For each window, find the blocks that are missing from the groups with this window.
 
         Element i of a list is the largest index up to i at which a group with the window has a null
         block, or -1. Example: two groups with one window and the tables [4, null, 9] and [null, 3,
@@ -341,7 +341,7 @@ class PrefixCache:
 
 
 def _last_missing(table: list[int], null_block: int) -> list[int]:
-    """For each index of a table, return the index of the last null block up to there, or -1.
+    """For each index i of a table, return the index of the last null block up to i, or -1.
 
     Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
     """

@@ -85,7 +85,7 @@ class StateSnapshots:
         self._deleted: list[int] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Return whether a snapshot exists for the block with this hash."""
+        """Return whether the block with the hash `block_hash` has a snapshot."""
         return block_hash in self._ids
 
     def __len__(self) -> int:

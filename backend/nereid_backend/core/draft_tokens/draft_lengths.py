@@ -142,7 +142,7 @@ class StepCosts:
         return ratio
 
     def needs_plain_step(self, num_sequences: int) -> bool:
-        """Return whether the next step should have no drafts, so that it is measured."""
+        """Return whether to run the next step without drafts, so that such a step is measured."""
         measured = self._of(num_sequences)
         period = _MEASURE_EVERY if measured.plain else _MEASURE_AFTER
         return measured.num_since_plain >= period
@@ -236,5 +236,5 @@ class DraftLengths:
         history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
 
     def forget(self, sequence: Sequence) -> None:
-        """Delete the history of a sequence that ended."""
+        """Delete the history of an ended sequence."""
         self._histories.pop(sequence, None)

@@ -90,6 +90,6 @@ class PromptLookup:
         return (period * (limit // len(period) + 1))[:limit]
 
     def forget(self, sequence: Sequence) -> None:
-        """Delete the index of a sequence that ended."""
+        """Delete the index of an ended sequence."""
         self._indices.pop(sequence, None)
         self.lengths.forget(sequence)

@@ -103,7 +103,7 @@ class FairQueue:
 def fair_shares(
     demands: Mapping[str, int], weights: Mapping[str, float], budget: int
 ) -> dict[str, int]:
-    """Divide a budget among clients by their weights, and give no client more than it demands.
+    """Divide a budget among clients by weight. No client gets more than the client demands.
 
     If a client demands less than its share, the rest is divided among the other clients. Every
     client gets at least 1.

@@ -64,12 +64,12 @@ class RunningSequences(RankedSequences):
         self._max_num_seqs = max_num_seqs
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence and assign a row to it. At least one row must be free."""
+        """Insert a sequence and assign a row to the sequence. At least one row must be free."""
         sequence.row = self.free_rows.pop()
         super().add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from the list and free its row.
+        """Remove a sequence from the list and free the row of the sequence.
 
         The list must contain the sequence.
         """

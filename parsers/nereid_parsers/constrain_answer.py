@@ -239,7 +239,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
-    """Convert one member of `structures` into a node of type `tag`, see `_legacy_tag_node`."""
+    """Convert one member of `structures` into a node of type `tag`. See `_legacy_tag_node`."""
     if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
         raise ConstraintError(
             f"{path}: the value must be an object whose key 'begin' has a string of at least one "

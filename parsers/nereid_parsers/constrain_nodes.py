@@ -27,7 +27,7 @@ def const(text: str) -> Node:
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return the structural-tag node that matches any text that contains none of `excludes`.
+    """Return a structural-tag node. The node matches any text that contains none of `excludes`.
 
     In a sequence, the text ends where the next node starts. White space around the strings is
     removed, and strings of only white space are ignored. Example: `any_text((" <a> ",))` gives
@@ -128,7 +128,7 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return the node that matches one or more items with the constant `separator` between them.
+    """Return the node that matches one or more items. The text `separator` separates the items.
 
     The node is smaller than the usual node of `repeated`, because it contains each item only once.
     """

@@ -214,7 +214,7 @@ def _merge(first: object, second: object) -> dict[str, Any]:
 
 
 def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
-    """Merge the keywords of two schemas, see `_merge`."""
+    """Merge the keywords of two schemas. See `_merge`."""
     merged = dict(first)
     for keyword, value in second.items():
         if keyword not in merged:

@@ -103,7 +103,7 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
-    """Return the unfinished message with which the prompt ends, or "".
+    """Return the unfinished message at the end of the prompt, or "".
 
     The model continues this message.
 

@@ -1,4 +1,4 @@
-"""The declarations of tool calls: their markers, names, ids and arguments.
+"""Declares the markers, the names, the ids and the arguments of tool calls.
 
 The conventions for markers, patterns and alternatives are described in declarations.py.
 """

@@ -1,4 +1,4 @@
-"""The formats of Cohere Command. Reasoning, response and tool calls each have their own markers."""
+"""The formats of Cohere Command. Different markers enclose reasoning, response and tool calls."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

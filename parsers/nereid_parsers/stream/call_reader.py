@@ -139,7 +139,7 @@ class CallReader:
         return bool(self._call_writer.num_started)
 
     def add_deviation(self, deviation: str) -> None:
-        """Store the description of a deviation from the format, see `CallWriter.add_deviation`."""
+        """Store the description of a deviation from the format. See `CallWriter.add_deviation`."""
         self._call_writer.add_deviation(deviation)
 
     # ---- text that is not a tool call ------------------------------------------------------------
@@ -252,7 +252,7 @@ class CallReader:
         return self.treat_as_content(0, _NO_CALL)
 
     def read_broken(self) -> State | None:
-        """Read arguments that are not valid JSON, see `OpenCall.read_broken`."""
+        """Read arguments that are not valid JSON. See `OpenCall.read_broken`."""
         call = self._open_call
         assert call is not None
         return self._end_call(call.variant) if call.read_broken() else None

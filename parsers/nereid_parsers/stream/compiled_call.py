@@ -62,7 +62,7 @@ class CompiledCall:
         self._tags = _compile_tags(call, section, self._head_pattern)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
-        """Match the marker and the header of a tool call at `pos`, and the start of its body.
+        """Match the marker, the header and the start of the body of a tool call at `pos`.
 
         The start of the body is examined because ordinary text may contain the marker. Example:
         `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the header ends at

@@ -1,4 +1,4 @@
-"""Stores the text that has arrived, and the position up to which the text has been read."""
+"""Stores the received text, and the position at which the unread text starts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TextBuffer:
         self.is_final = False
 
     def append(self, text: str) -> None:
-        """Add text that has arrived, and discard the text that has already been read."""
+        """Add newly received text, and discard the text that has already been read."""
         self.text = self.text[self.pos :] + text if self.pos < len(self.text) else text
         self.pos = 0
 
     def push_back(self, text: str) -> None:
-        """Insert `text` before the unread text, so that `text` is read next."""
+        """Insert `text` before the unread text. The reader then reads `text` first."""
         self.text = text + self.text[self.pos :]
         self.pos = 0
 
@@ -42,7 +42,7 @@ class TextBuffer:
         return self.text[self.pos :]
 
     def take_until(self, end: int) -> str:
-        """Return the text up to the position `end`, and mark it as read."""
+        """Return the unread text up to the position `end`, and mark the returned text as read."""
         piece = self.text[self.pos : end]
         self.pos = end
         return piece

@@ -281,7 +281,7 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return the markers that a model may write around tool calls that its template never renders.
+    """Return candidates for the markers of tool calls, for a template that renders no tool call.
 
     The markers are in the text of the template or in the tokenizer's vocabulary, or they differ in
     one word from the markers of the tools and their results. Example: the markers

@@ -121,7 +121,7 @@ class StepReader(BodyReader):
         self._step = first_step
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the body, which starts at `text[pos]`, see `BodyReader.read`."""
+        """Read the next piece of the body, which starts at `text[pos]`. See `BodyReader.read`."""
         size = len(text)
         while pos < size and self.status is MORE:
             end = self._step(text, pos)

@@ -191,7 +191,7 @@ class ObjectReader(StepReader):
         if isinstance(keys, NameIsKey):
             is_first_member = not self._has_arguments
             return KeyRole.ARGUMENTS if is_first_member else KeyRole.INVALID
-        # The outer key "" stands for an undeclared object, which is not a part of declared paths.
+        # The outer key "" represents an undeclared object. Declared paths do not contain this key.
         path = ".".join(key for key in (*self._outer_keys, self._key) if key)
         role = declared_roles(keys).get(path)
         if role is None:

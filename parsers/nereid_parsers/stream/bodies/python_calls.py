@@ -47,7 +47,7 @@ class PythonCallsReader(StepReader):
         self._literal = LiteralReader(PYTHON)
 
     def read(self, text: str, pos: int) -> int:
-        """Read the tool calls in `text`, see `BodyReader.read`."""
+        """Read the tool calls in `text`. See `BodyReader.read`."""
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
@@ -191,7 +191,7 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the arguments, see `BodyReader.abandon`."""
+        """Complete the JSON text of the arguments. See `BodyReader.abandon`."""
         value_end = self._literal.closing_text() if self._step == self._read_value else ""
         object_end = "}" if self._num_arguments else "{}"
         self.writer.write(value_end + object_end)
@@ -246,7 +246,7 @@ class UnquotedKeyReader(BodyReader):
         return end
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the object, see `BodyReader.abandon`."""
+        """Complete the JSON text of the object. See `BodyReader.abandon`."""
         self.writer.write(self._literal.closing_text())
         self.writer.end(BROKEN_ARGUMENTS)
         return True

@@ -278,7 +278,7 @@ class TaggedReader(StepReader):
         self.writer.write("}" if self._keys else "{}")
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the arguments, see `BodyReader.abandon`."""
+        """Complete the JSON text of the arguments. See `BodyReader.abandon`."""
         self._close_arguments()
         self.writer.end("there is text between the arguments")
         return True

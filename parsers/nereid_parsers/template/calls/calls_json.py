@@ -20,7 +20,7 @@ _DECODER = json.JSONDecoder(strict=False)
 
 
 class _JsonSpan(NamedTuple):
-    """A JSON value in a text, with the indices of its start and its end."""
+    """A JSON value in a text, with the indices at which the value starts and ends."""
 
     start: int
     end: int

@@ -1,1 +1,1 @@
-"""The environment in which chat templates run: no access to the system, and limits of work."""
+"""The environment for chat templates. It prevents access to the system, and limits the work."""

@@ -240,7 +240,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     # ---- the filters that `AddCounting` adds to a template --------------------------------------
 
     def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Wrap the items of a loop, so that the budget counts each item that the loop reads."""
+        """Wrap the items of a loop. The budget then counts each item that the loop reads."""
         if isinstance(items, list | tuple | str | dict | range):
             return _CountedItems(items, self._counted)
         return self._counted(items)

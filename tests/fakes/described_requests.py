@@ -36,7 +36,10 @@ class DescribedRequests:
         self._operations = [result.ok() for result in schema.get_all_operations()]
 
     def send(self, part, num_parts, num_requests):
-        """Send about `num_requests` requests to every `num_parts`-th operation, from `part` on."""
+        """Send about `num_requests` requests to the operations of one part of the description.
+
+        The operations are numbered. Part 1 of 3 has the operations 1, 4, 7 and so on.
+        """
         operations = self._operations[part::num_parts]
         num_examples = num_requests // (len(MODES) * len(operations)) + 1
         with requests.Session() as session:

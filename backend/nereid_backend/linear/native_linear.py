@@ -70,7 +70,7 @@ def pack(weight: Tensor) -> Tensor:
     outputs are padding and contain zeros.
     """
     missing = -weight.shape[0] % LANES
-    # Skip `pad` if no rows are missing, because it would copy the weight.
+    # `pad` copies the weight, so `pad` is called only if rows are missing.
     padded = functional.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()
     if weight.dtype == torch.bfloat16:
         return padded.view(-1, LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()

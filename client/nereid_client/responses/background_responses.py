@@ -219,7 +219,7 @@ async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[by
 
 
 def _in_parts(events: Sequence[bytes]) -> list[bytes]:
-    """Join events to byte strings, each with up to _EVENTS_PER_WRITE events.
+    """Join events into byte strings. Each byte string contains up to _EVENTS_PER_WRITE events.
 
     Each byte string is one write to the socket, so fewer byte strings save time.
     """

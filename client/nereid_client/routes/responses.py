@@ -289,7 +289,7 @@ def _generate(
 def _new_builder(
     request: Request, responses_request: ResponsesRequest, *, is_stored: bool
 ) -> ResponseBuilder:
-    """Return a builder for the response to a request, which has no output yet."""
+    """Return a builder for the response to a request. The builder has no output yet."""
     fields = request_fields(
         responses_request,
         f"resp_{secrets.token_hex(16)}",

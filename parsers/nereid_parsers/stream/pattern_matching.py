@@ -120,7 +120,7 @@ class Pattern:
                 if end < 0:
                     return end  # NEED_MORE or NO_MATCH
                 value = text[pos:end]
-                # If a pattern contains the name twice, both names must be equal.
+                # If a pattern captures the name twice, both captured texts must be equal.
                 if step.name == "name" and fields.get("name", value) != value:
                     return NO_MATCH
                 fields[step.name] = value

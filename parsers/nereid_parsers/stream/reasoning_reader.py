@@ -187,7 +187,7 @@ class ReasoningReader:
         return State.REASONING
 
     def _read_content_opening(self, marker: str) -> State:
-        """Read an opening marker of the content inside the reasoning. Return the next state.
+        """Read a marker that opens the content while the reasoning is open. Return the next state.
 
         The marker ends the reasoning if the reasoning is empty, or if the marker is a special
         token, which a model does not quote. Otherwise the marker is a part of the reasoning.

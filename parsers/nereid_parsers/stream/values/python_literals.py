@@ -391,6 +391,6 @@ class LiteralReader:
             self._json_parts.append('"')
 
     def _converted_value(self, types: frozenset[str]) -> str:
-        """Return the JSON text of the stored string, converted to one of `types`."""
+        """Convert the stored string to one of `types`, and return the JSON text of the result."""
         text: str = json.loads(f'"{"".join(self._stored_string)}"')
         return to_json(text, types)

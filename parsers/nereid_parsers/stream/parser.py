@@ -1,4 +1,4 @@
-"""The public interface. `StreamParser` parses text in pieces, and `parse` parses a complete text."""
+"""The public interface. `StreamParser` parses a text in pieces; `parse` parses a complete text."""
 
 from __future__ import annotations
 

@@ -3,8 +3,11 @@ from pathlib import Path
 import pytest
 from nereid_backend.core.draft_tokens.draft_lengths import StepCosts
 from nereid_backend.fast_imports import importing
+from nereid_backend.vision.torchvision_operators import declare_operators
 
 with importing():
+    # transformers imports torchvision if it is installed.
+    declare_operators()
     import torch
     from backend.tiny_models import BY_NAME
     from transformers.utils import logging

@@ -12,12 +12,14 @@ from backend.vision.image_archs import picture
 from e2e.gauges_page import gauge_of
 from fakes.live_frontend import wait_for
 from PIL import Image
+from transformers.utils import is_torchvision_available
 
 from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
-# The template prints one placeholder for each image, and the functions in the format of Hermes.
+# The template prints one placeholder for each image and each video, and the functions in the format
+# of Hermes.
 _TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 You may call functions: <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
@@ -29,7 +31,8 @@ Answer with <tool_call>
 {% if message.content is string %}{{ message.content }}
 {%- elif message.content %}
 {%- for part in message.content %}
-{%- if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}<|image_pad|>
+{%- elif part.type == 'video' %}<|video_pad|>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}
 {%- endif %}
 {%- for call in message.tool_calls or [] %}<tool_call>
@@ -117,6 +120,9 @@ def ask(post):
 
 def test_a_second_use_of_an_image_runs_no_encoder(server, ask):
     gauge = gauge_of(server.metrics_port)
+    # The test request that `nereid serve` sends at the start must not be counted between the two
+    # readings.
+    wait_for(lambda: gauge("prompt_tokens_total") > 0)
     before = gauge("prompt_tokens_total")
     first, usage = ask(question(data_url(21)))
     second, again = ask(question(data_url(21)))
@@ -127,6 +133,42 @@ def test_a_second_use_of_an_image_runs_no_encoder(server, ask):
     wait_for(lambda: gauge("prompt_tokens_total") == before + num_tokens)
     wait_for(lambda: gauge("image_encodings_total") >= 2)
     assert gauge("image_encodings_total") == 2
+
+
+def test_a_video_is_answered_or_refused_by_name(ask, post):
+    def video(seed: int) -> list[dict]:
+        frames = ",".join(png(seed + number) for number in range(4))
+        part = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
+        return [{"role": "user", "content": [part, {"type": "text", "text": "What happens?"}]}]
+
+    if is_torchvision_available():
+        first, usage = ask(video(50))
+        # Two frames are computed together, and two rows and two columns of patches are merged.
+        assert usage["prompt_tokens"] > 12
+        second, again = ask(video(50))
+        assert second["message"] == first["message"]
+        assert again["prompt_tokens_details"]["cached_tokens"] > 0
+        _, other = ask(video(60))
+        assert other["prompt_tokens"] == usage["prompt_tokens"]
+        assert other["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 1
+        message = "frame 0: the file is not an image"
+    else:
+        message = "needs the package torchvision"
+        status, answer = post("/chat/completions", messages=video(50), max_tokens=8)
+        assert status == 400
+        assert message in answer["error"]["message"]
+
+    file = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    messages = [{"role": "user", "content": [file]}]
+    status, answer = post("/chat/completions", messages=messages, max_tokens=8)
+    assert status == 400
+    assert message in answer["error"]["message"]
+
+    remote = {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}
+    messages = [{"role": "user", "content": [remote]}]
+    status, answer = post("/chat/completions", messages=messages, max_tokens=8)
+    assert status == 400
+    assert "decodes no video files. Send the frames" in answer["error"]["message"]
 
 
 def test_the_three_apis_give_the_same_answer(post, ask):

@@ -15,8 +15,10 @@ class ImageInputs:
         digest: a hash of the arguments. Two prompts with the same token ids and the same digest
             have the same keys and values.
         first_token: the index of the first prompt token whose keys and values depend on the images.
+        has_videos: whether some of the images are frames of a video.
     """
 
     arguments: Mapping[str, object]
     digest: bytes
     first_token: int
+    has_videos: bool = False

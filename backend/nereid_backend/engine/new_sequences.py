@@ -118,6 +118,11 @@ class NewSequences:
         """
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
+        if images.has_videos and self._images.video_reason:
+            raise RequestError(
+                f"messages: videos are refused, because {self._images.video_reason} Send some "
+                "frames of the video as image parts."
+            )
         if not self._images.shares_blocks:
             # This model stores no keys and values in the blocks of a prompt with images, so other
             # prompts must not reuse these blocks. first_token=0 means that all keys and values

@@ -10,14 +10,16 @@ The correct logits are those of transformers' generate for test images.
     generated   transformers' generate computes every token; very slow
 
 The choice never depends on the model's name. If no candidate can be used, requests with images are
-refused with the reasons.
+refused with the reasons. The chosen candidate is also tested with videos. If its logits for videos
+are not correct, requests with videos are refused.
 """
 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
@@ -35,15 +37,20 @@ from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
 from nereid_backend.vision.check_prompt import PromptCheck
 from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.image_tensors import place_images
-from nereid_backend.vision.load_processor import has_processor
+from nereid_backend.vision.load_processor import has_processor, refused_videos
 from nereid_backend.vision.own_attention import OwnAttention
 from nereid_backend.vision.packed_images import PackedImages
 from nereid_backend.vision.single_images import GeneratedPath, SplitPath
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # The number of tokens that are generated after each test prompt.
 _NUM_STEPS = 4
 # The sizes of the test images in pixels, width and height.
 _SIZES = ((40, 30), (30, 50))
+# The number of frames of each test video.
+_NUM_FRAMES = (4, 2)
 # The largest size of the stored image features in bytes.
 _FEATURE_BYTES = 256 * 2**20
 
@@ -55,6 +62,7 @@ class ImageSupport:
     Attributes:
         name: "packed", "single" or "generated"; empty if images are refused.
         reason: a sentence that says why images are refused; empty if they are accepted.
+        video_reason: a sentence that says why videos are refused; empty if they are accepted.
         config: the config of the model.
         add: adds the support for images to the forward path of texts, and returns the new path.
         needs_images: whether the model computes only prompts with images.
@@ -68,6 +76,7 @@ class ImageSupport:
     reason: str
     config: PretrainedConfig
     add: Callable[[ForwardPath], ForwardPath]
+    video_reason: str = ""
     needs_images: bool = False
     difference: float = 0.0
     features: FeatureCache | None = None
@@ -106,7 +115,7 @@ def choose_image_path(
     try:
         processor = ChatProcessor(folder, config)
         with attention.used():
-            trial = _make_trial(checkpoint, processor, block_size)
+            trial = _make_trial(checkpoint, _image_prompts(processor), block_size)
     except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
         reason = f"transformers cannot answer a test image: {_describe(error)}"
         progress(f"images: refused, because {reason}")
@@ -122,10 +131,27 @@ def choose_image_path(
             continue
         detail = f" ({'; '.join(problems)})" if problems else ""
         progress(f"images: {name}{detail}")
+        video_reason = refused_videos(processor.processor)
+        if not video_reason:
+            try:
+                with attention.used():
+                    videos = _make_trial(checkpoint, _video_prompts(processor), block_size)
+                check_path(add(spec.build(videos.sizes)), videos, checkpoint.model.dtype)
+            except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+                video_reason = _describe(error)
+        progress(f"videos: refused, because {video_reason}" if video_reason else f"videos: {name}")
         # The number of encoded images is reported as a metric, which must not include the test
         # images.
         features.num_encoded = 0
-        support = ImageSupport(name, "", config, add, difference=difference, features=features)
+        support = ImageSupport(
+            name,
+            "",
+            config,
+            add,
+            video_reason=video_reason and f"{video_reason}.",
+            difference=difference,
+            features=features,
+        )
         if name == "generated" or config.is_encoder_decoder:
             # transformers' generate and encoder-decoder models prepare the images in another way
             # than a decoder. This other way is not checked.
@@ -178,21 +204,30 @@ def _candidates(
 
 
 @torch.inference_mode()
-def _make_trial(checkpoint: Checkpoint, processor: ChatProcessor, block_size: int) -> Trial:
-    """Return test prompts with images, and the logits of transformers' generate for these prompts.
+def _make_trial(
+    checkpoint: Checkpoint, make_prompts: list[Callable[[], ImagePrompt]], block_size: int
+) -> Trial:
+    """Return test prompts, and the logits of transformers' generate for these prompts.
 
-    The first prompt has one image. The second prompt has two images of different sizes; it is left
-    out if the model accepts only one image. The last prompt equals the first prompt, so that stored
-    features are tested, too.
+    The last prompt equals the first prompt, so that stored features are tested, too.
+
+    Args:
+        checkpoint: the model.
+        make_prompts: functions that return the prompts. If transformers cannot answer a prompt
+            after the first prompt, the prompt is left out. Some models accept only one image.
+        block_size: the number of tokens in one block.
     """
-    prompts = [_test_prompt(checkpoint, processor, 1)]
-    answers = [_generate(checkpoint, prompts[0])]
-    try:
-        two = _test_prompt(checkpoint, processor, len(_SIZES))
-        answers.append(_generate(checkpoint, two))
-        prompts.append(two)
-    except Exception:  # noqa: BLE001 - a model's code can raise any exception
-        answers = answers[:1]
+    prompts: list[ImagePrompt] = []
+    answers: list[tuple[list[int], torch.Tensor]] = []
+    for make_prompt in make_prompts:
+        try:
+            prompt = _placed(make_prompt(), checkpoint)
+            answers.append(_generate(checkpoint, prompt))
+            prompts.append(prompt)
+        except Exception:
+            # A model's code can raise any exception.
+            if not prompts:
+                raise
     prompts.append(prompts[0])
     answers.append(answers[0])
     sequences = [
@@ -204,17 +239,38 @@ def _make_trial(checkpoint: Checkpoint, processor: ChatProcessor, block_size: in
     return Trial(sequences, expected, block_size, images)
 
 
-def _test_prompt(checkpoint: Checkpoint, processor: ChatProcessor, num_images: int) -> ImagePrompt:
-    """Return a prompt with images of random pixels and a short text."""
-    from PIL import Image
-
+def _image_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
+    """Return functions that return a prompt with one image and a prompt with two images."""
     rng = random.Random(0)
-    parts: list[dict[str, Any]] = []
-    for width, height in _SIZES[:num_images]:
-        pixels = Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height))
-        parts += [{"type": "image", "image": pixels}]
-    parts += [{"type": "text", "text": "What is shown here?"}]
-    prompt = processor.prepare([{"role": "user", "content": parts}])
+    parts = [{"type": "image", "image": _random_image(rng, size)} for size in _SIZES]
+    return [partial(_test_prompt, processor, parts[:number]) for number in (1, 2)]
+
+
+def _video_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
+    """Return functions that return a prompt with one video and a prompt with two videos."""
+    rng = random.Random(0)
+    parts = [
+        {"type": "video", "video": [_random_image(rng, size) for _ in range(number)]}
+        for size, number in zip(_SIZES, _NUM_FRAMES, strict=True)
+    ]
+    return [partial(_test_prompt, processor, parts[:number]) for number in (1, 2)]
+
+
+def _random_image(rng: random.Random, size: tuple[int, int]) -> "Image":
+    """Return an image with random pixels. `size` is the width and the height."""
+    import PIL.Image
+
+    return PIL.Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
+
+
+def _test_prompt(processor: ChatProcessor, parts: list[dict[str, Any]]) -> ImagePrompt:
+    """Return a prompt that consists of content parts and a short text."""
+    text = {"type": "text", "text": "What is shown here?"}
+    return processor.prepare([{"role": "user", "content": [*parts, text]}])
+
+
+def _placed(prompt: ImagePrompt, checkpoint: Checkpoint) -> ImagePrompt:
+    """Copy the images of a prompt to the device of the model, and return the new prompt."""
     assert prompt.images is not None
     images = place_images(prompt.images, checkpoint.device, checkpoint.model.dtype)
     return replace(prompt, images=images)

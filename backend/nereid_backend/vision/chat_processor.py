@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares chat messages that contain images. The checkpoint's own processor does the work."""
+"""Prepares chat messages that contain images or videos with the checkpoint's own processor."""
 
 import hashlib
 import inspect
@@ -14,11 +14,19 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
+from transformers.video_utils import VideoMetadata
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
-from nereid_backend.vision.load_processor import load_processor
-from nereid_backend.vision.messages import FoundImage, read_images, split_messages
+from nereid_backend.vision.load_processor import load_processor, refused_videos
+from nereid_backend.vision.messages import (
+    Found,
+    FoundImage,
+    FoundVideo,
+    read_images,
+    read_video,
+    split_messages,
+)
 from nereid_backend.vision.read_image import ImageLimits
 
 if TYPE_CHECKING:
@@ -82,7 +90,7 @@ class TextProcessor:
         """
         messages, found = split_messages(messages, ImageLimits())
         if found:
-            raise RequestError(f"messages: images are refused, because {self._reason}")
+            raise RequestError(f"messages: images and videos are refused, because {self._reason}")
         joined = [
             {**message, "content": "".join(_texts(message["content"]))}
             if isinstance(message.get("content"), list)
@@ -104,7 +112,12 @@ class TextProcessor:
 
 
 class ChatProcessor:
-    """Converts chat messages to token ids, and their images to arguments of the model."""
+    """Converts chat messages to token ids, and their images to arguments of the model.
+
+    Attributes:
+        limits: the limits of the images of one request.
+        processor: the checkpoint's processor, a processor of transformers.
+    """
 
     def __init__(
         self, folder: Path, config: PretrainedConfig, limits: ImageLimits | None = None
@@ -115,8 +128,8 @@ class ChatProcessor:
             ModelError: the processor is missing or broken, or needs a package that is missing.
         """
         self.limits = limits or ImageLimits()
-        self._processor: Any = load_processor(folder, config)
-        self._image_token_ids = _image_token_ids(self._processor, config)
+        self.processor: Any = load_processor(folder, config)
+        self._image_token_ids = _image_token_ids(self.processor, config)
         # Some models need the type of each token (text or image), but not every processor returns
         # these types.
         self._needs_token_types = _takes_token_types(config)
@@ -139,65 +152,68 @@ class ChatProcessor:
     @property
     def has_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return _chat_template(self._processor) is not None
+        return _chat_template(self.processor) is not None
 
     def prepare_split(
         self,
         messages: list[dict[str, Any]],
-        found: Sequence[FoundImage],
+        found: Sequence[Found],
         template_arguments: dict[str, Any],
     ) -> ImagePrompt:
-        """Convert messages and their images to a prompt.
+        """Convert messages and their images and videos to a prompt.
 
-        The messages contain a placeholder for each image. The docstring of `prepare` lists the
-        errors.
+        The messages contain a placeholder for each image and each video. The docstring of `prepare`
+        lists the errors.
         """
         if not self.has_template:
             return self._prepare_plain(messages, found)
         return self.prepare_text(self.render(messages, template_arguments), found)
 
-    def _prepare_plain(
-        self, messages: list[dict[str, Any]], found: Sequence[FoundImage]
-    ) -> ImagePrompt:
+    def _prepare_plain(self, messages: list[dict[str, Any]], found: Sequence[Found]) -> ImagePrompt:
         """Convert messages to a prompt if the checkpoint has no chat template.
 
-        The prompt consists of a placeholder for each image and of the texts. Some processors insert
+        The prompt consists of a placeholder for each image and each video, and of the texts. Some
+        processors insert
         the placeholders themselves, and refuse a text that contains placeholders.
         """
         texts = [text for message in messages for text in _texts(message.get("content"))]
         text = "\n".join(texts)
-        placeholder = getattr(self._processor, "image_token", None)
-        if not isinstance(placeholder, str):
+        names = ["image_token" if isinstance(item, FoundImage) else "video_token" for item in found]
+        values = [getattr(self.processor, name, None) for name in names]
+        placeholders = [value for value in values if isinstance(value, str)]
+        if len(placeholders) < len(found):
             return self.prepare_text(text, found)
         try:
-            return self.prepare_text(placeholder * len(found) + text, found)
+            return self.prepare_text("".join([*placeholders, text]), found)
         except RequestError as error:
             try:
                 return self.prepare_text(text, found)
             except RequestError:
                 raise error from None
 
-    def prepare_text(self, text: str, found: Sequence[FoundImage]) -> ImagePrompt:
-        """Convert a rendered text and its images to a prompt.
+    def prepare_text(self, text: str, found: Sequence[Found]) -> ImagePrompt:
+        """Convert a rendered text and its images and videos to a prompt.
 
-        The text contains one placeholder for each image, unless the processor inserts the
-        placeholders.
+        The text contains one placeholder for each image and each video, unless the processor
+        inserts the placeholders.
 
         Raises:
-            RequestError: an image is invalid, or the processor refuses the text or an image.
+            RequestError: an image or a video is invalid, or the processor refuses the text, an
+                image or a video.
         """
-        images = read_images(found, self.limits)
-        outputs = self._process(text, images)
+        videos = [item for item in found if isinstance(item, FoundVideo)]
+        outputs = self._process(text, read_images(found, self.limits), videos)
         token_ids = [int(token) for token in outputs["input_ids"][0]]
         if self._needs_token_types and TOKEN_TYPES[0] not in outputs:
-            types = self._processor.create_mm_token_type_ids([token_ids])
+            types = self.processor.create_mm_token_type_ids([token_ids])
             outputs[TOKEN_TYPES[0]] = torch.tensor(types)
-        if not images:
+        if not found:
             return ImagePrompt(token_ids, None, text)
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
         first_token = self._first_image_token(token_ids, arguments)
+        digest = arguments_digest(arguments)
         return ImagePrompt(
-            token_ids, ImageInputs(arguments, arguments_digest(arguments), first_token), text
+            token_ids, ImageInputs(arguments, digest, first_token, bool(videos)), text
         )
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
@@ -211,7 +227,7 @@ class ChatProcessor:
         messages = [{**message, "content": _parts(message.get("content"))} for message in messages]
         try:
             return str(
-                self._processor.apply_chat_template(
+                self.processor.apply_chat_template(
                     messages, tokenize=False, **{"add_generation_prompt": True, **arguments}
                 )
             )
@@ -222,16 +238,20 @@ class ChatProcessor:
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
 
-    def _process(self, text: str, images: "list[Image]") -> dict[str, Any]:
-        """Call the processor for a text and its images, and return the outputs of the processor."""
-        tokenizer = getattr(self._processor, "tokenizer", None)
+    def _process(
+        self, text: str, images: "list[Image]", videos: list[FoundVideo]
+    ) -> dict[str, Any]:
+        """Call the processor for a text, its images and its videos. Return the outputs."""
+        tokenizer = getattr(self.processor, "tokenizer", None)
         bos = getattr(tokenizer, "bos_token", None)
         arguments: dict[str, Any] = {"return_tensors": "pt"}
         if bos is not None and text.startswith(bos):
             # The rendered text already begins with the BOS token.
             arguments["add_special_tokens"] = False
+        if videos:
+            arguments |= self._video_arguments(videos)
         try:
-            outputs = self._processor(text=text, images=images or None, **arguments)
+            outputs = self.processor(text=text, images=images or None, **arguments)
         except Exception as error:
             # A processor can raise any exception. This exception must end only the request with
             # these images.
@@ -240,7 +260,39 @@ class ChatProcessor:
                 f"messages: the checkpoint's processor cannot prepare the images: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
-        return dict(outputs)
+        return {name: value for name, value in outputs.items() if name != "video_metadata"}
+
+    def _video_arguments(self, videos: list[FoundVideo]) -> dict[str, Any]:
+        """Decode videos, and return the arguments of the processor that contain the videos.
+
+        Raises:
+            RequestError: the processor accepts no videos, or a frame is invalid.
+        """
+        if reason := refused_videos(self.processor):
+            raise RequestError(
+                f"messages: videos are refused, because {reason}. Send some frames of the video as "
+                "image parts."
+            )
+        frames = [read_video(found, self.limits) for found in videos]
+        metadata = [
+            VideoMetadata(
+                total_num_frames=len(images),
+                fps=found.video.fps,
+                width=images[0].width,
+                height=images[0].height,
+                duration=len(images) / found.video.fps,
+                frames_indices=list(range(len(images))),
+            )
+            for images, found in zip(frames, videos, strict=True)
+        ]
+        return {
+            "videos": frames,
+            "video_metadata": metadata,
+            # Some processors compute the times of the frames from this output.
+            "return_metadata": True,
+            # The client has already chosen the frames, so the processor must use all of them.
+            "do_sample_frames": False,
+        }
 
     def _first_image_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
         """Return the index of the first token of an image; 0 if the index is unknown."""
@@ -254,7 +306,7 @@ class ChatProcessor:
 
 def _image_token_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
     """Return the ids of the placeholder tokens that the config and the processor name."""
-    names = ("image_token_id", "image_token_index")
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
     values = [getattr(source, name, None) for source in (processor, config) for name in names]
     return {value for value in values if isinstance(value, int)}
 

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-_METHOD = "get_image_features"
+_METHODS = ("get_image_features", "get_video_features")
 
 
 class FeatureCache:
-    """Stores the results of a model's method `get_image_features`.
+    """Stores the results of a model's methods `get_image_features` and `get_video_features`.
 
     The key of a result is the digest of the images.
 
@@ -24,7 +24,7 @@ class FeatureCache:
     """
 
     def __init__(self, model: Module, max_bytes: int) -> None:
-        """Replace the method `get_image_features` of each module by a method that uses this cache.
+        """Replace the two methods of each module by methods that use this cache.
 
         Args:
             model: the model.
@@ -40,9 +40,10 @@ class FeatureCache:
         self._num_calls = 0
         self._is_encoding = False
         for module in model.modules():
-            method = getattr(module, _METHOD, None)
-            if callable(method):
-                setattr(module, _METHOD, self._cached(method))
+            for name in _METHODS:
+                method = getattr(module, name, None)
+                if callable(method):
+                    setattr(module, name, self._cached(method))
 
     @contextmanager
     def serving(self, digest: bytes) -> Iterator[None]:
@@ -66,7 +67,7 @@ class FeatureCache:
         # `wraps` copies the signature of `method`. transformers' `generate` reads the signature to
         # choose the arguments.
         @wraps(method)
-        def get_image_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
+        def get_features(*args: object, **kwargs: object) -> Any:  # noqa: ANN401
             # The method of an outer module may call the method of an inner module. The inner call
             # then runs without the cache, so that only the result of the outer call is stored.
             if self._digest is None or self._is_encoding:
@@ -86,7 +87,7 @@ class FeatureCache:
             self._store(key, _copy(features))
             return features
 
-        return get_image_features
+        return get_features
 
     def _store(self, key: tuple[bytes, int], features: Any) -> None:  # noqa: ANN401
         """Store features.

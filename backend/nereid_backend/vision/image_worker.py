@@ -9,7 +9,8 @@ a child for each request. The time and the memory of a child are limited, so a h
 only the child. Messages, packed with msgpack:
 
     first message of the worker    ["ready"] or ["failed", message]
-    parent -> worker               [text, [image, ...]], each image is a data URL or base64
+    parent -> worker               [text, [image, ...]], each image is a data URL or base64;
+                                   a video is a data URL of its frames
     worker -> parent               ["done", token ids, packed images] or ["refused", message]
 """
 
@@ -99,18 +100,21 @@ def _load(folder: Path) -> Prepare:
 
     from nereid_backend.errors import RequestError
     from nereid_backend.vision.chat_processor import ChatProcessor
-    from nereid_backend.vision.messages import FoundImage
+    from nereid_backend.vision.messages import Found, FoundImage, FoundVideo, check_numbers
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import decode_data_url
+    from nereid_backend.vision.video_frames import is_video_url, read_video_url
 
     # Threads of torch do not survive a fork.
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     processor = ChatProcessor(folder, config)
 
-    def decode(content: bytes, field: str) -> FoundImage:
+    def decode(content: bytes, field: str) -> Found:
         if content[:5].lower() == b"data:" or b"://" in content[:20]:
             url = content.decode("utf-8", "replace")
+            if is_video_url(url):
+                return FoundVideo(field, read_video_url(url, field, processor.limits))
             return FoundImage(field, decode_data_url(url, field, processor.limits))
         try:
             return FoundImage(field, base64.b64decode(content, validate=True))
@@ -118,10 +122,8 @@ def _load(folder: Path) -> Prepare:
             raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
 
     def prepare(text: str, images: list[bytes]) -> list[Any]:
-        limit = processor.limits.max_images
-        if len(images) > limit:
-            raise RequestError(f"the request has {len(images)} images, but the limit is {limit}.")
         found = [decode(image, f"image {number}") for number, image in enumerate(images, 1)]
+        check_numbers(found, processor.limits)
         prompt = processor.prepare_text(text, found)
         assert prompt.images is not None
         return ["done", prompt.token_ids, pack_images(prompt.images)]

@@ -76,6 +76,16 @@ def _from_pretrained(auto_class: Any, folder: Path, arguments: dict[str, Any]) -
     return auto_class.from_pretrained(folder, trust_remote_code=False, **arguments)
 
 
+def refused_videos(processor: Any) -> str:  # noqa: ANN401 - a processor of transformers
+    """Return a clause that says why a processor accepts no videos; empty if it accepts videos."""
+    video_processor = getattr(processor, "video_processor", None)
+    if video_processor is None:
+        return "the checkpoint's processor has no video processor"
+    if isinstance(video_processor, _NoVideo):
+        return "the video processor needs the package torchvision, which is not installed"
+    return ""
+
+
 class _NoVideo:
     """Replaces a video processor that cannot be loaded, because a package is missing."""
 

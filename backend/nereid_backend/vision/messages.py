@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separates the images of a chat from the messages."""
+"""Separates the images and videos of a chat from the messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,17 @@ from nereid_backend.errors import RequestError
 from nereid_backend.vision.read_image import (
     ImageLimits,
     check_size,
+    decode_base64,
     decode_data_url,
     decode_image,
 )
 from nereid_backend.vision.refused_parts import refused_part
+from nereid_backend.vision.video_frames import (
+    VideoFrames,
+    check_num_frames,
+    is_video_part,
+    read_video_part,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,20 +41,38 @@ class FoundImage:
     source: Any
 
 
+@dataclass(frozen=True, slots=True)
+class FoundVideo:
+    """A video in a chat message.
+
+    Attributes:
+        field: the name of the content part, such as `messages[0].content[1]`.
+        video: the frames of the video.
+    """
+
+    field: str
+    video: VideoFrames
+
+
+Found = FoundImage | FoundVideo
+
+
 def split_messages(
     messages: Sequence[Mapping[str, Any]], limits: ImageLimits
-) -> tuple[list[dict[str, Any]], list[FoundImage]]:
-    """Replace each image in messages by a placeholder. Return the new messages and the images.
+) -> tuple[list[dict[str, Any]], list[Found]]:
+    """Replace each image and each video in messages by a placeholder.
+
+    Return the new messages, and a list of the images and videos in their order.
 
     Example: a message with the content [{"type": "image_url", "image_url": {"url": "data:..."}},
     {"type": "text", "text": "Hi"}] gets the content [{"type": "image"}, {"type": "text", "text":
     "Hi"}], and "data:..." is the only image.
 
     Raises:
-        RequestError: a content part is invalid, a content part is a video, audio or a file, or
-            there are too many images.
+        RequestError: a content part is invalid, a content part is audio or a file, or there are
+            too many images.
     """
-    images: list[FoundImage] = []
+    found: list[Found] = []
     result = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -55,30 +80,46 @@ def split_messages(
         content = message.get("content")
         if isinstance(content, list | tuple):
             parts = [
-                _split_part(part, f"messages[{index}].content[{number}]", images)
+                _split_part(part, f"messages[{index}].content[{number}]", found, limits)
                 for number, part in enumerate(content)
             ]
             message = {**message, "content": parts}
         result.append(dict(message))
-    if len(images) > limits.max_images:
+    check_numbers(found, limits)
+    return result, found
+
+
+def check_numbers(found: Sequence[Found], limits: ImageLimits) -> None:
+    """Raise a RequestError if a request has too many images or too many frames of videos."""
+    num_images = sum(isinstance(item, FoundImage) for item in found)
+    if num_images > limits.max_images:
         raise RequestError(
-            f"messages: the request has {len(images)} images, but the limit is {limits.max_images}."
+            f"messages: the request has {num_images} images, but the limit is {limits.max_images}. "
+            "Send fewer images."
         )
-    return result, images
+    num_frames = sum(len(item.video.frames) for item in found if isinstance(item, FoundVideo))
+    check_num_frames(num_frames, "messages", limits)
 
 
-def _split_part(part: Any, field: str, images: list[FoundImage]) -> dict[str, Any]:  # noqa: ANN401
-    """Return a placeholder for an image part. Return any other content part unchanged.
+def _split_part(
+    part: Any,  # noqa: ANN401 - any JSON value
+    field: str,
+    found: list[Found],
+    limits: ImageLimits,
+) -> dict[str, Any]:
+    """Return a placeholder for an image or a video. Return any other content part unchanged.
 
-    Mutates: `images`. The image is appended.
+    Mutates: `found`. The image or the video is appended.
     """
     if not isinstance(part, Mapping):
         raise RequestError(f"{field}: the content part must be an object.")
-    kind = part.get("type")
+    if is_video_part(part):
+        found.append(FoundVideo(field, read_video_part(part, field, limits)))
+        return {"type": "video"}
     refused = refused_part(part)
     if refused is not None:
         raise RequestError(f"{field}: the content part has the type {refused[0]}, but {refused[1]}")
-    if kind not in _IMAGE_TYPES:
+    if part.get("type") not in _IMAGE_TYPES:
         return dict(part)
     name = next((n for n in ("image_url", "image", "url") if part.get(n) is not None), None)
     source = part[name] if name is not None else None
@@ -86,18 +127,39 @@ def _split_part(part: Any, field: str, images: list[FoundImage]) -> dict[str, An
         source = source.get("url")
     if source is None or (isinstance(source, str) and not source):
         raise RequestError(f"{field}: the content part has no image. Set image_url.url.")
-    images.append(FoundImage(f"{field}.{name}", source))
+    found.append(FoundImage(f"{field}.{name}", source))
     return {"type": "image"}
 
 
-def read_images(images: Sequence[FoundImage], limits: ImageLimits) -> list["Image"]:
-    """Decode images, and return them in the same order.
+def read_images(found: Sequence[Found], limits: ImageLimits) -> list["Image"]:
+    """Decode the images in `found`, and return them in the same order. Videos are left out.
 
     Raises:
         RequestError: an image is damaged or too large.
         ModelError: Pillow is not installed.
     """
-    return [_read(image, limits) for image in images]
+    return [_read(image, limits) for image in found if isinstance(image, FoundImage)]
+
+
+def read_video(found: FoundVideo, limits: ImageLimits) -> list["Image"]:
+    """Decode the frames of a video, and return them in the same order.
+
+    Raises:
+        RequestError: a frame is damaged or too large, or the frames have different sizes.
+        ModelError: Pillow is not installed.
+    """
+    frames = []
+    for number, frame in enumerate(found.video.frames):
+        field = f"{found.field}: frame {number}"
+        source = decode_base64(frame, field, limits) if isinstance(frame, str) else frame
+        frames.append(_read(FoundImage(field, source), limits))
+        if frames[0].size != frames[-1].size:
+            first, size = frames[0].size, frames[-1].size
+            raise RequestError(
+                f"{field} has {size[0]} x {size[1]} pixels, but frame 0 has {first[0]} x "
+                f"{first[1]} pixels. All frames of a video must have the same size."
+            )
+    return frames
 
 
 def _read(image: FoundImage, limits: ImageLimits) -> "Image":

@@ -30,6 +30,7 @@ class ImageLimits:
 
     Attributes:
         max_images: the largest number of images.
+        max_frames: the largest number of images in all videos together.
         max_bytes: the largest size of an image file.
         max_pixels: the largest number of pixels of an image.
         max_aspect_ratio: the largest ratio of an image's longer side to its shorter side. If the
@@ -37,6 +38,7 @@ class ImageLimits:
     """
 
     max_images: int = 16
+    max_frames: int = 64
     max_bytes: int = 20 * 2**20
     max_pixels: int = 16 * 10**6
     max_aspect_ratio: int = 100
@@ -67,15 +69,24 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
             f"{field}: the URL must be a data URL with base64 content, such as "
             "data:image/png;base64,..."
         )
+    return decode_base64(url[match.end() :], field, limits)
+
+
+def decode_base64(text: str, field: str, limits: ImageLimits) -> bytes:
+    """Decode an image file in base64, and return its bytes.
+
+    Raises:
+        RequestError: the text is not valid base64, or the file is too large.
+    """
     # Four characters of base64 contain three bytes.
-    num_bytes = (len(url) - match.end()) * 3 // 4
+    num_bytes = len(text) * 3 // 4
     if num_bytes > limits.max_bytes + 2:
         raise RequestError(
             f"{field}: the image file has about {num_bytes} bytes, but the limit is "
             f"{limits.max_bytes}. Send a smaller file."
         )
     try:
-        return base64.b64decode(url[match.end() :], validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
 

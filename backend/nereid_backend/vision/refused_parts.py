@@ -4,17 +4,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-_VIDEO = "videos are not supported. Send some frames of the video as image parts."
 _AUDIO = "audio is not supported. Send a transcript as a text part."
 _FILE = "files are not supported. Send the text of the file as a text part."
-_EMBEDS = "embeddings of images are not supported. Send the image as an image_url part."
+_EMBEDS = "embeddings of images and videos are not supported. Send the images themselves."
 # The keys are the names of these types in the APIs of OpenAI, vLLM and SGLang, and in the chat
 # templates of transformers.
 _REASONS = {
-    **dict.fromkeys(("video", "video_url", "input_video", "video_embeds"), _VIDEO),
     **dict.fromkeys(("audio", "audio_url", "input_audio", "audio_embeds"), _AUDIO),
     **dict.fromkeys(("file", "input_file", "file_url", "document"), _FILE),
-    "image_embeds": _EMBEDS,
+    **dict.fromkeys(("image_embeds", "video_embeds"), _EMBEDS),
 }
 
 
@@ -22,7 +20,7 @@ def refused_part(part: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the type of a content part and the reason for its refusal; None if it is not refused.
 
     In vLLM's API, a content part can have no type. The name of its field then determines the type.
-    Example: the part {"video_url": {"url": "data:..."}} returns ("video_url", "videos are not
+    Example: the part {"audio_url": {"url": "data:..."}} returns ("audio_url", "audio is not
     supported. ...").
     """
     kind = part.get("type")

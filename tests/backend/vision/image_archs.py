@@ -3,6 +3,7 @@
 
     python tests/backend/vision/image_archs.py              run the types without a result
     python tests/backend/vision/image_archs.py llava gemma3   run these types again
+    python tests/backend/vision/image_archs.py --videos       send videos instead of images
 
 Each type runs in its own process with a limit on time and memory. The file `--results` contains one
 line of JSON for each result.
@@ -91,12 +92,33 @@ def chat(images: list[Image.Image], text: str) -> Chat:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def make_chats(num_images: int) -> list[Chat]:
-    """Return chats with up to `num_images` images each."""
-    chats = [chat([picture(1, 60, 40)], "hello"), chat([picture(2, 30, 44)], "a longer question?")]
-    if num_images > 1:
-        chats.append(chat([picture(1, 60, 40), picture(3, 36, 36)], "two"))
-    return chats
+def video_chat(videos: list[list[Image.Image]], text: str) -> Chat:
+    """Return a chat with videos and a text. Each video is a list of frames."""
+    parts = [{"type": "video", "video": frames} for frames in videos]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def make_chats() -> list[Chat]:
+    """Return chats with one or two images."""
+    return [
+        chat([picture(1, 60, 40)], "hello"),
+        chat([picture(2, 30, 44)], "a longer question?"),
+        chat([picture(1, 60, 40), picture(3, 36, 36)], "two"),
+    ]
+
+
+def film(seed: int, num_frames: int) -> list[Image.Image]:
+    """Return a video with frames of random pixels."""
+    return [picture(100 * seed + number, 60, 40) for number in range(num_frames)]
+
+
+def make_video_chats() -> list[Chat]:
+    """Return chats with one or two videos."""
+    return [
+        video_chat([film(1, 4)], "hello"),
+        video_chat([film(2, 6)], "a longer question?"),
+        video_chat([film(1, 4), film(3, 2)], "two"),
+    ]
 
 
 def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
@@ -106,20 +128,22 @@ def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
     return model.eval(), ChatProcessor(folder, model.config)
 
 
-def reference(folder: Path) -> tuple[list[Chat], Answers, bool]:
+def reference(folder: Path, is_video: bool) -> tuple[list[Chat], Answers, bool]:
     """Return the chats that transformers can answer, its tokens, and whether pixels matter."""
     model, processor = _load_reference(folder)
     chats, answers = [], []
-    for each in make_chats(2):
+    for each in make_video_chats() if is_video else make_chats():
         try:
             answers.append(_generate(model, processor, each)[0])
             chats.append(each)
         except Exception:
             if len(chats) < 2:
                 raise
-    logits = [
-        _generate(model, processor, chat([picture(seed, 60, 40)], "hello"))[1] for seed in (1, 9)
+    similar = [
+        video_chat([film(seed, 4)], "hello") if is_video else chat([picture(seed, 60, 40)], "hello")
+        for seed in (1, 9)
     ]
+    logits = [_generate(model, processor, each)[1] for each in similar]
     return chats, answers, bool((logits[0] - logits[1]).abs().max() > 1e-4)
 
 
@@ -200,22 +224,29 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Callable[[Engine, list[Chat]], Answe
 }
 
 
-def build(model_type: str, parent: Path) -> tuple[Path, list[Chat], Answers, bool]:
+def build(
+    model_type: str, parent: Path, is_video: bool = False
+) -> tuple[Path, list[Chat], Answers, bool]:
     """Write a checkpoint that transformers can run, and return it with its `reference`."""
     errors = []
     for sizes in image_types.SIZES:
         try:
             folder = image_types.save(model_type, parent / sizes, sizes)
-            return folder, *reference(folder)
+            return folder, *reference(folder, is_video)
         except Exception as error:  # noqa: BLE001 - the sizes of images do not fit the type
             errors.append(f"{sizes}: {type(error).__name__}: {str(error).strip()[-150:]}")
     raise ValueError("; ".join(dict.fromkeys(errors)))
 
 
-def examine(model_type: str, result: Result, situations: list[str] | None = None) -> None:
+def examine(
+    model_type: str,
+    result: Result,
+    situations: list[str] | None = None,
+    is_video: bool = False,
+) -> None:
     """Run one type in every situation and store the outcome in `result`."""
     with tempfile.TemporaryDirectory() as name:
-        folder, chats, expected, result.depends = build(model_type, Path(name))
+        folder, chats, expected, result.depends = build(model_type, Path(name), is_video)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
         for situation in situations or SITUATIONS:
@@ -227,8 +258,9 @@ def examine(model_type: str, result: Result, situations: list[str] | None = None
                 return
             try:
                 result.path, result.text_path = engine._parts.images.name, engine.info.path
-                if engine._parts.images.reason:
-                    result.status, result.reason = "refused", engine._parts.images.reason
+                images = engine._parts.images
+                if reason := images.reason or (is_video and images.video_reason):
+                    result.status, result.reason = "refused", reason
                     return
                 result.cells[situation] = _cell(expected, run(engine, chats))
             finally:
@@ -243,13 +275,13 @@ def _cell(expected: Answers, got: Answers) -> str:
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 
 
-def examine_in_child(model_type: str) -> Result:
+def examine_in_child(model_type: str, is_video: bool) -> Result:
     """Run `examine` in a child process, and return the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _serve(model_type, writer)
+        _serve(model_type, is_video, writer)
     os.close(writer)
     with os.fdopen(reader) as stream:
         text = stream.read()
@@ -259,14 +291,14 @@ def examine_in_child(model_type: str) -> Result:
     return Result(**json.loads(text))
 
 
-def _serve(model_type: str, writer: int) -> None:
+def _serve(model_type: str, is_video: bool, writer: int) -> None:
     """Run `examine`, write the result to the pipe, and end the child process."""
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     result = Result(model_type)
     start = time.monotonic()
     try:
-        examine(model_type, result)
+        examine(model_type, result, is_video=is_video)
     except BaseException as error:  # noqa: BLE001 - any error is this type's result
         result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
     result.seconds = round(time.monotonic() - start, 1)
@@ -301,10 +333,17 @@ def main() -> None:
     """Run the requested types, then print the table."""
     parser = argparse.ArgumentParser(description="Compare chats with images with transformers.")
     parser.add_argument("types", nargs="*", help="types to run again; by default all")
-    parser.add_argument("--results", type=Path, default=Path("build/image_archs.jsonl"))
+    parser.add_argument("--videos", action="store_true", help="send videos instead of images")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="default: build/image_archs.jsonl, with --videos build/video_archs.jsonl",
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--table", action="store_true", help="print the table and exit")
     asked = parser.parse_args()
+    kind = "video" if asked.videos else "image"
+    asked.results = asked.results or Path(f"build/{kind}_archs.jsonl")
     results = load_results(asked.results)
     if not asked.table:
         warnings.filterwarnings("ignore")
@@ -317,7 +356,7 @@ def main() -> None:
         for model_type in asked.types or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             if (model_type in results and not asked.types) or time.monotonic() > end:
                 continue
-            result = results[model_type] = examine_in_child(model_type)
+            result = results[model_type] = examine_in_child(model_type, asked.videos)
             with asked.results.open("a") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
             what = f"{result.cells} {result.reason}"

@@ -82,11 +82,12 @@ HINTS |= {
 HINTS |= {"paligemma": {"_sizes": "defaults", "_image": {"image_seq_length": 256}}}
 
 
-def _template(placeholder: str) -> str:
-    """Return a chat template that prints this text for each image."""
+def _template(image: str, video: str = "") -> str:
+    """Return a chat template that prints these texts for each image and each video."""
     return (
         "{% for message in messages %}{% for part in message.content %}"
-        f"{{% if part.type == 'image' %}}{placeholder}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
+        f"{{% if part.type == 'image' %}}{image}{{% elif part.type == 'video' %}}{video}"
+        "{% else %}{{ part.text }}{% endif %}"
         "{% endfor %}{% endfor %}"
     )
 
@@ -347,3 +348,17 @@ HINTS |= {
         "encoder": {"vision_config": {"image_size": 224, "patch_size": 14}},
     },
 }
+_VIDEO_IDS = {
+    "video_start_token_id": "<|begin_of_video|>",
+    "video_end_token_id": "<|end_of_video|>",
+}
+# The model's code finds the frames of a video between two special tokens.
+HINTS |= {
+    name: {
+        **HINTS.get(name, {}),
+        "_template": _template("<|image|>", "<|begin_of_video|><|video|><|end_of_video|>"),
+        "_ids": _VIDEO_IDS,
+    }
+    for name in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm5_next")
+}
+HINTS["ernie4_5_vl_moe"] |= {"_video": {"draw_on_frames": False}}

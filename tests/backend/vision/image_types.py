@@ -19,6 +19,8 @@ from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_M
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
 
 from backend import shrink, shrink_hints
 
@@ -185,7 +187,8 @@ def make_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any
             audio_name = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type, "WhisperFeatureExtractor")
             parts[part] = getattr(transformers, audio_name)()
         else:
-            parts[part] = _NoVideo(image_processor)
+            video_processor = _video_processor(model_type, hints, vision)
+            parts[part] = video_processor or _NoVideo(image_processor)
     arguments = _processor_arguments(processor_class, vision, hints)
     changes = {
         "check_argument_for_proper_class": lambda *a: None,
@@ -233,6 +236,17 @@ def _image_processor(model_type: str, hints: dict[str, Any], vision: dict[str, A
     fits_config = hints["_sizes"] in ("config", "small")
     sizes = _image_sizes(image_class(), vision) if fits_config else {}
     return image_class(**(sizes | hints.get("_image", {})))
+
+
+def _video_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any]) -> Any:
+    """Return the video processor of a type; None if torchvision is missing or there is none."""
+    names = VIDEO_PROCESSOR_MAPPING_NAMES.get(model_type.removesuffix("_thinker"))
+    if not is_torchvision_available() or names is None:
+        return None
+    video_class = getattr(transformers, names["torchvision"])
+    fits_config = hints["_sizes"] in ("config", "small")
+    sizes = _image_sizes(video_class(), vision) if fits_config else {}
+    return video_class(**(sizes | hints.get("_image", {}) | hints.get("_video", {})))
 
 
 def _image_class(model_type: str, hints: dict[str, Any]) -> Any:

@@ -120,7 +120,7 @@ def test_a_model_without_images_answers_texts_and_refuses_images():
     try:
         hello = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
         assert engine.chat(hello, PARAMS).outputs[0].text
-        with pytest.raises(RequestError, match="images are refused, because the served model"):
+        with pytest.raises(RequestError, match="images and videos are refused, because"):
             engine.chat(chat([picture(1, 8, 8)], "hello"), PARAMS)
     finally:
         engine.close()

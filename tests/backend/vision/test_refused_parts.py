@@ -1,4 +1,4 @@
-"""Videos, audio and files in chats are refused by name, in the shapes of all APIs."""
+"""Audio, files and embeddings in chats are refused by name, in the formats of all APIs."""
 
 import pytest
 from nereid_backend.errors import RequestError
@@ -9,15 +9,14 @@ from nereid_backend.vision.read_image import ImageLimits
 from nereid_client.anthropic.content_blocks import _REFUSED_BLOCKS
 from nereid_client.responses.input_items import _REMEDIES
 
-URL = {"url": "data:video/mp4;base64,AAAA"}
+URL = {"url": "data:audio/wav;base64,AAAA"}
 PARTS = [
-    ({"type": "video_url", "video_url": URL}, "video"),
-    ({"type": "video", "video": "a.mp4"}, "video"),
-    ({"video_url": URL}, "video"),
     ({"type": "audio_url", "audio_url": URL}, "audio"),
+    ({"audio_url": URL}, "audio"),
     ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio"),
     ({"type": "file", "file": {"file_id": "file-1"}}, "files"),
     ({"type": "image_embeds", "image_embeds": "AAAA"}, "embeddings of images"),
+    ({"type": "video_embeds", "video_embeds": "AAAA"}, "embeddings of images and videos"),
 ]
 
 

@@ -10,8 +10,10 @@ from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.vision.refused_parts import refused_part
 
-# The content part that replaces each image before the messages are rendered.
+# The content parts that replace each image and each video before the messages are rendered.
 IMAGE_PLACEHOLDER = {"type": "image"}
+VIDEO_PLACEHOLDER = {"type": "video"}
+_PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -43,9 +45,12 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
 
 
 def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
-    """Return whether a message contains a placeholder for an image (see `take_images`)."""
+    """Return whether a message contains a placeholder for an image or a video.
+
+    `take_images` has inserted the placeholders.
+    """
     content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and IMAGE_PLACEHOLDER in content
+    return isinstance(content, list) and any(part in _PLACEHOLDERS for part in content)
 
 
 def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
@@ -91,12 +96,10 @@ def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # no
             f"messages: the content of item {index} must be a string or a list of text parts, but "
             f"the request has {shown(content)}."
         )
-    if IMAGE_PLACEHOLDER not in content:
+    if not any(part in _PLACEHOLDERS for part in content):
         return "".join(_read_text_part(part, index) for part in content)
     return [
-        part
-        if part == IMAGE_PLACEHOLDER
-        else {"type": "text", "text": _read_text_part(part, index)}
+        part if part in _PLACEHOLDERS else {"type": "text", "text": _read_text_part(part, index)}
         for part in content
     ]
 

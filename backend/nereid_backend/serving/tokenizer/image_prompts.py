@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER
+from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.image_sources import ImageSources
 from nereid_backend.vision.read_image import ImageLimits
+from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _IMAGE_TYPES = ("image_url", "image", "input_image")
@@ -33,7 +34,7 @@ def reads_images(model: str) -> bool:
 
 
 def has_image_parts(body: dict[str, Any] | None) -> bool:
-    """Return whether the messages of a chat contain at least one image."""
+    """Return whether the messages of a chat contain at least one image or video."""
     messages = body.get("messages") if body is not None else None
     contents = [
         message.get("content")
@@ -41,7 +42,7 @@ def has_image_parts(body: dict[str, Any] | None) -> bool:
         if isinstance(message, dict)
     ]
     return any(
-        isinstance(part, dict) and part.get("type") in _IMAGE_TYPES
+        isinstance(part, dict) and (part.get("type") in _IMAGE_TYPES or is_video_part(part))
         for content in contents
         if isinstance(content, list)
         for part in content
@@ -49,13 +50,15 @@ def has_image_parts(body: dict[str, Any] | None) -> bool:
 
 
 def take_images(body: dict[str, Any]) -> list[bytes]:
-    """Replace each image in the messages of a chat by a placeholder, and return the images.
+    """Replace each image and each video in the messages of a chat by a placeholder.
+
+    Return the images and videos. A video is returned as one data URL that contains its frames.
 
     Example: the part {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
     becomes {"type": "image"}, and b"data:image/png;base64,iVBO" is returned.
 
     Raises:
-        RequestError: an image part has no URL.
+        RequestError: an image part has no URL, or a video part has no frames.
 
     Mutates: `body`.
     """
@@ -74,11 +77,19 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
 
 
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return IMAGE_PLACEHOLDER for an image part. Return any other content part unchanged.
+    """Return a placeholder for an image part or a video part. Return any other part unchanged.
 
-    The URL or the base64 text of the image is appended to `images`.
+    The URL or the base64 text of the image or the video is appended to `images`.
     """
-    if not isinstance(part, dict) or part.get("type") not in _IMAGE_TYPES:
+    if not isinstance(part, dict):
+        return part
+    if is_video_part(part):
+        video = read_video_part(part, "messages", ImageLimits())
+        if not all(isinstance(frame, str) for frame in video.frames):
+            raise RequestError("messages: each frame of a video must be a text.")
+        images.append(video_url(video).encode("utf-8", "surrogatepass"))
+        return VIDEO_PLACEHOLDER
+    if part.get("type") not in _IMAGE_TYPES:
         return part
     source = part.get("image_url", part.get("image"))
     if isinstance(source, dict):

@@ -50,7 +50,9 @@ class RequestPrompts:
             return message_images or tensor_images
         if tensor_images or has_image_parts(body):
             field = "image" if tensor_images else "messages"
-            raise RequestError(f"{field}: the served model does not accept images. Send text only.")
+            raise RequestError(
+                f"{field}: the served model does not accept images or videos. Send text only."
+            )
         return []
 
     def with_images(

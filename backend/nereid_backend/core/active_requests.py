@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests that were accepted and have not ended, and the queue of their waiting sequences.
+"""The requests that have not ended, and the queue of their waiting sequences.
 
-If a request has several sequences, the first one (the leader) computes the prompt. Meanwhile, the
-other sequences (the followers) are not in the queue. When the prompt is computed, the followers
-enter the queue and wait for rows of their own. If the grammar of a request is still being compiled,
-no sequence of the request is in the queue.
+If a request has several sequences, the first sequence (the leader) computes the prompt. Until then,
+the other sequences (the followers) are not in the queue. When the prompt is computed, the followers
+enter the queue and wait for rows. While the grammar of a request is being compiled, no sequence of
+the request is in the queue.
 """
 
 from nereid_backend.core.adapter import Adapter
@@ -16,10 +16,10 @@ from nereid_backend.core.sequence import Sequence
 
 
 class ActiveRequests:
-    """All requests that have not ended, by id.
+    """All requests that have not ended.
 
     Attributes:
-        waiting: the queue of sequences that wait for a row. Clients take turns.
+        waiting: the queue of sequences that wait for a row. In this queue, clients take turns.
         num_sequences: the number of waiting and running sequences of all requests.
     """
 
@@ -27,9 +27,9 @@ class ActiveRequests:
         """Create an object without requests.
 
         Args:
-            tables: the block tables. They keep the blocks of a computed prompt for the followers.
-            shares_prompts: whether one sequence computes the prompt for all sequences of a
-                request. If False, every sequence computes the prompt itself.
+            tables: the block tables of all sequences.
+            shares_prompts: whether one sequence computes the prompt for all sequences of a request.
+                If False, every sequence computes the prompt itself.
         """
         self.waiting = FairQueue()
         self.num_sequences = 0
@@ -42,15 +42,15 @@ class ActiveRequests:
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether `request_id` is the id of an added request that has not ended."""
+        """Return whether a request with this id was added and has not ended."""
         return request_id in self._requests
 
     def of(self, sequence: Sequence) -> Request:
-        """Return the request of a sequence. The sequence must not have ended."""
+        """Return the request of a sequence that has not ended."""
         return self._requests[sequence.request_id]
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
-        """Return the sequences of a request that have not ended.
+        """Return the sequences of a request, without ended sequences.
 
         The list is empty if no request has the id `request_id`.
         """
@@ -68,13 +68,14 @@ class ActiveRequests:
         return request is not None and not request.is_prepared
 
     def add(self, sequences: list[Sequence], *, is_prepared: bool) -> None:
-        """Add all sequences of a new request to the requests that have not ended.
+        """Add a new request.
 
         The caller must set the rank of each sequence before the call.
 
         Args:
-            sequences: all sequences of one request.
-            is_prepared: False if the sequences must stay out of the queue until `start` is called.
+            sequences: all sequences of the request.
+            is_prepared: whether the request can enter the queue at once. If False, the request
+                enters the queue when `start` is called.
         """
         self.num_sequences += len(sequences)
         self.waiting.enter(sequences[0], len(sequences))
@@ -84,13 +85,13 @@ class ActiveRequests:
             self._enqueue(request)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
-        """Attach a guide to a request and put the request into the waiting queue.
+        """Attach a guide to a request, and put the request into the waiting queue.
 
         Do nothing if the request has ended.
 
         Args:
             request_id: a request that was added with is_prepared=False.
-            guide: the guide of the first sequence; None if the request has no grammar. Every other
+            guide: the guide of the first sequence; None if the request needs no guide. Every other
                 sequence gets a fork of `guide`.
         """
         request = self._requests.get(request_id)
@@ -104,14 +105,14 @@ class ActiveRequests:
         self._enqueue(request)
 
     def admit(self, sequence: Sequence) -> None:
-        """Remove a sequence from the waiting queue, because it was given a place in the batch."""
+        """Remove a sequence from the waiting queue, because the sequence is about to get a row."""
         request = self.of(sequence)
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Queue the other sequences of a request after one sequence has computed the shared prompt.
+        """Put the followers of a request into the queue, because the prompt is computed.
 
         `sequence` is the sequence that has computed the prompt. Example: sequence 0 of a request
         with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
@@ -123,10 +124,9 @@ class ActiveRequests:
             self._split(request)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove an ended sequence from the sequences of its request.
+        """Remove an ended sequence from the list of its request and from the queue.
 
-        One sequence of a request, the leader, computes the prompt for the other sequences, the
-        followers. If the leader ends before that, the next follower becomes the leader.
+        If the leader ends before it has computed the prompt, the next follower becomes the leader.
         """
         self.num_sequences -= 1
         request = self.of(sequence)
@@ -145,10 +145,9 @@ class ActiveRequests:
             self.waiting.add(new_leader)
 
     def check(self, num_running: int) -> None:
-        """Raise an AssertionError if a sequence of an accepted request was lost.
+        """Check that no sequence was lost.
 
-        Every sequence either runs, waits in the queue, or is held back until its prompt or its
-        grammar is ready.
+        Every sequence runs, is in the queue, or waits until its prompt or its grammar is ready.
 
         Args:
             num_running: the number of running sequences.
@@ -163,7 +162,7 @@ class ActiveRequests:
         assert all(r.row is None and not any(r.block_tables) for r in self.waiting)
 
     def _enqueue(self, request: Request) -> None:
-        """Put the first sequence of a request, which computes the prompt, into the waiting queue.
+        """Put the leader of a request into the waiting queue, so that it computes the prompt.
 
         If sequences do not share prompts, put the followers into the queue, too.
         """
@@ -173,7 +172,7 @@ class ActiveRequests:
             self._split(request)
 
     def _split(self, request: Request) -> None:
-        """Put the sequences that waited for the shared prompt into the waiting queue."""
+        """Put the followers of a request into the waiting queue."""
         request.is_split = True
         for follower in request.followers:
             self.waiting.add(follower)
@@ -196,7 +195,7 @@ def _is_queued(request: Request, sequence: Sequence) -> bool:
 
 
 def _num_held_back(request: Request) -> int:
-    """Return how many sequences of a request are neither running nor in the waiting queue."""
+    """Return the number of sequences of a request that neither run nor are in the queue."""
     if not request.is_prepared:
         return len(request.sequences)
     return 0 if request.is_split else len(request.followers)

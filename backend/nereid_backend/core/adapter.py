@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that identifies a LoRA adapter by its name, folder and content."""
+"""The class `Adapter`, which identifies a LoRA adapter by its name, folder and content."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ class Adapter:
     Attributes:
         name: the name with which requests select the adapter.
         path: the absolute path of the adapter's folder.
-        digest: a hash of the adapter's files. The prefix cache shares blocks only between requests
-            whose adapters have the same digest.
+        digest: a hash of the adapter's files. Two requests share cached blocks only if the digests
+            of their adapters are equal.
     """
 
     name: str

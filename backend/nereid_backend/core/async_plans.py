@@ -5,8 +5,8 @@
     A: a b c        B: a b c d          b ended     B: a c d    C: a c d            ...
 
 Plan B assumes that each sampling sequence of step A gets exactly one token. After step A is
-committed, `settle(B)` removes the chunks of B whose sequences got more tokens or ended. `drop(B)`
-discards B completely. A sequence that ends while an uncommitted plan contains the sequence keeps
+committed, `settle(B)` corrects the chunks of B for which this assumption was wrong. `drop(B)`
+discards B completely. If a sequence ends while an uncommitted plan contains it, the sequence keeps
 its row and its blocks until that plan is committed.
 """
 
@@ -22,12 +22,12 @@ _PENDING = -1
 
 
 class PendingPlans:
-    """The plans whose results are not applied yet, and the ended sequences in these plans.
+    """The uncommitted plans, and the ended sequences that these plans contain.
 
     Attributes:
         is_planning: whether `plan_next` is making a plan at the moment.
-        leaving: the sequences that have ended but are part of an uncommitted plan. These sequences
-            keep their rows and blocks.
+        leaving: the ended sequences that an uncommitted plan still contains. These sequences keep
+            their rows and blocks.
     """
 
     def __init__(self) -> None:
@@ -48,21 +48,21 @@ class PendingPlans:
 
         Example: `before` computes the last known token of a sequence with 20 tokens. The step will
         sample the token at index 20, so the next plan computes a chunk of one token that starts at
-        20. The pair of this chunk and the sampled token is added to `StepPlan.pending`.
+        20. The indices of this chunk and of the sampled token are added to `StepPlan.pending`.
 
-        While `plan_step` plans, each sequence for which the running step samples has a placeholder
-        as its last token.
+        Before `plan_step` is called, each sequence that samples in the running step gets a
+        placeholder token. The placeholders are removed afterwards.
 
         Args:
-            before: the plan of the running step, without draft tokens. If `before` was made ahead,
-                `before` must be the result of `settle`.
+            before: the plan of the running step. The plan must not contain draft tokens. If the
+                running step was planned ahead, pass the plan that `settle` returned.
             plan_step: a function that plans a step from the current state of the sequences.
 
         Returns:
             The plan of the next step. A plan without chunks needs no commit.
         """
         sampling: list[Sequence] = []
-        # Unpacking the tuple `chunk` takes less time than reading its fields by name.
+        # Unpacking a tuple takes less time than reading its fields by name.
         for sequence, start, num_tokens, samples, _is_first, _num_logits in before.chunks:
             sequence.num_computed_tokens = start + num_tokens
             if samples:
@@ -77,8 +77,7 @@ class PendingPlans:
                 sequence.token_ids.pop()
         if not plan.chunks:
             return plan
-        # This dict maps each sequence that samples to the index of its token among the sampled
-        # tokens of the running step.
+        # Maps each sampling sequence to the index of its token in the result of the running step.
         sources = {sequence: source for source, sequence in enumerate(sampling)}
         for index, chunk in enumerate(plan.chunks):
             if chunk.sequence in sources:
@@ -87,21 +86,22 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct the chunks of an early plan after the previous step has ended.
+        """Correct the chunks of a plan that was made ahead, after the previous step has ended.
 
-        Example: the plan assumed that a sequence with 20 tokens gets one token, which the plan
-        computes. If the grammar forced a second token, the sequence has 22 tokens. The chunk is
-        still valid, but it no longer ends at the last token, so it does not sample.
+        Example: a sequence had 20 tokens. The plan assumed that the previous step adds one token,
+        and has a chunk that computes this token. If the grammar forced a second token, the sequence
+        now has 22 tokens. The chunk is still valid, but it must not sample, because it no longer
+        contains the last token of the sequence.
 
         Args:
             plan: the plan that `plan_next` returned.
-            device_token_ids: the input tokens that the step read from the device, because the host
-                did not know these tokens yet (see `StepResult.device_token_ids`).
+            device_token_ids: the tokens that the step used as its input, see
+                `StepResult.device_token_ids`.
 
         Returns:
-            The plan with two corrections. If a chunk was computed with a wrong input token, the
-            chunk loses that token. If a chunk no longer ends at the last token of its sequence, the
-            chunk does not sample.
+            The corrected plan. If a chunk was computed with a wrong input token, the chunk has no
+            tokens and does not sample. If a chunk no longer contains the last token of its
+            sequence, the chunk does not sample.
         """
         chunks = plan.chunks
         for index, source in plan.pending:
@@ -124,11 +124,11 @@ class PendingPlans:
         self._plans = [other for other in self._plans if other is not plan]
 
     def will_end(self, sequence: Sequence) -> bool:
-        """Return whether a sequence has ended or reaches its length limit in this step."""
+        """Return whether a sequence has ended or reaches its length limit in the running step."""
         return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
     def take_free(self) -> list[Sequence]:
-        """Remove and return the ended sequences that no uncommitted plan contains any more."""
+        """Remove sequences from `leaving` and return them, if no uncommitted plan contains them."""
         busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         free = [sequence for sequence in self.leaving if sequence not in busy]
         for sequence in free:

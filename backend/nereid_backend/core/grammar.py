@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars and reasoning budgets of requests, and the interface that applies both.
+"""The grammar and the thinking budget of a request, and the interface of guides.
 
-A guide stores which tokens the grammar and the thinking budget of one sequence allow next. The
-package `nereid_backend.grammar` creates guides, and the sampler uses them. The core never looks
-into a guide.
+A guide limits the next tokens of one sequence to those that the grammar and the thinking budget
+allow. The package `nereid_backend.grammar` creates guides, and the sampler uses them. The core only
+stores and copies guides.
 """
 
 import json
@@ -16,17 +16,17 @@ KINDS = ("structural_tag", "json_schema", "regex", "ebnf", "choice")
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar in text form, as a request specifies it.
+    """The grammar of a request, as a text.
 
     Requests with equal specifications share one compiled grammar.
 
     Attributes:
         kind: one of `KINDS`.
-        source: depending on the kind: the JSON text of a structural tag, the JSON text of a schema,
-            a regular expression, an EBNF grammar, or a JSON list of strings.
-        after: a text such as "</think>". The grammar applies only to the part of the answer that
-            follows this text and any white space after it. If `after` is empty, the grammar applies
-            to the whole answer.
+        source: the text of the grammar. Depending on `kind`, the text is a structural tag in JSON,
+            a JSON schema, a regular expression, an EBNF grammar, or a JSON list of strings.
+        after: a text such as "</think>". The grammar applies only to the answer after this text.
+            White space that directly follows this text is ignored. If `after` is empty, the grammar
+            applies to the whole answer.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from the list of fields that another process has sent.
+        """Create a specification from a list of its fields, which another process has sent.
 
         Example: ["regex", "[0-9]+"] gives GrammarSpec(kind="regex", source="[0-9]+", after="").
 
@@ -58,7 +58,7 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Self:
-        """Return the specification of a grammar whose only answers are `choices`.
+        """Return the specification of a grammar that allows only the answers in `choices`.
 
         Example: ["yes", "no"] gives GrammarSpec(kind="choice", source='["yes", "no"]', after="").
         """
@@ -69,12 +69,12 @@ class ThinkingSpec(NamedTuple):
     """The delimiters and the token budget of a request's reasoning.
 
     Attributes:
-        start: the marker with which the model opens reasoning; empty if the model never opens
-            reasoning itself.
-        end: the marker that closes reasoning.
-        end_token_ids: the tokens that are forced when the budget is used up. They contain the end
-            marker and the text that the chat format puts before and after the marker.
-        is_open: whether the prompt ends inside reasoning.
+        start: the marker at the beginning of reasoning, such as "<think>"; empty if the model never
+            generates such a marker.
+        end: the marker at the end of reasoning, such as "</think>".
+        end_token_ids: the tokens that are forced when the budget is used up: the end marker, and
+            the text that the chat format requires before and after the marker.
+        is_open: whether the reasoning already begins in the prompt.
         budget: the largest number of reasoning tokens; None means no limit.
     """
 
@@ -86,10 +86,10 @@ class ThinkingSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from the list of fields that another process has sent.
+        """Create a specification from a list of its fields, which another process has sent.
 
-        Example: ["<think>", "</think>", [7], True, 100] means that the prompt ends inside
-        reasoning, and that token 7 is forced after 100 reasoning tokens.
+        Example: ["<think>", "</think>", [7], True, 100] means that the reasoning already begins in
+        the prompt, and that token 7 is forced after 100 reasoning tokens.
 
         Raises:
             RequestError: if the fields are not a valid specification.
@@ -108,17 +108,17 @@ class ThinkingSpec(NamedTuple):
 
 
 class Guide(Protocol):
-    """The tokens that may come next in one sequence, according to its grammar and reasoning budget.
+    """Limits the next tokens of one sequence, based on a grammar and a thinking budget.
 
-    A guide applies the grammar and the thinking budget of the request, and it advances with each
-    token of the answer.
+    The state of a guide advances with each token of the answer.
 
-    The thread that calls the engine uses a guide. While that thread waits for masks, the threads
-    that fill masks use the guide instead, so no two threads use a guide at the same time.
+    Two threads never use a guide at the same time. Usually, the thread that calls the engine uses
+    the guide. While this thread waits for token masks, other threads use the guide to compute the
+    masks.
     """
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance the state of the grammar by new tokens of the answer.
+        """Advance the state of the guide by new tokens of the answer.
 
         Args:
             token_ids: the new tokens, in order.

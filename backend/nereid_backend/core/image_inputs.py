@@ -10,11 +10,11 @@ class ImageInputs:
     """The images of one prompt, after the checkpoint's processor has prepared them.
 
     Attributes:
-        arguments: the model's arguments that describe the images, such as `pixel_values`. The keys
-            are the names of the arguments. The values are tensors of torch, or lists.
-        digest: a hash of the arguments. Two prompts with the same token ids and the same digest
-            have the same keys and values.
-        first_token: the index of the first prompt token whose keys and values depend on the images.
+        arguments: the arguments of the model that describe the images, by name. Example: the
+            argument `pixel_values`. The values are torch tensors or lists.
+        digest: a hash of the arguments. If two prompts have the same token ids and the same digest,
+            the model computes the same attention keys and values.
+        first_token: the index of the first prompt token that depends on the images.
         has_videos: whether some of the images are frames of a video.
     """
 

@@ -11,8 +11,8 @@ from nereid_backend.core.step_planner import StepPlanner
 class InvalidBlocks:
     """The blocks of the sequences that failed in the last step.
 
-    The blocks of a failed sequence may contain NaN, or they may have been overwritten to remove
-    NaN. Other sequences can share these blocks.
+    The blocks of a failed sequence may contain NaN or overwritten values. Other sequences can share
+    these blocks.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class InvalidBlocks:
         pending_plans: PendingPlans,
         planner: StepPlanner,
     ) -> None:
-        """Store references to the objects of the scheduler that contain block ids."""
+        """Create an object without blocks. The arguments are objects of the scheduler."""
         self._tables = tables
         self._running = running
         self._pending_plans = pending_plans
@@ -30,7 +30,7 @@ class InvalidBlocks:
         self._blocks: set[int] = set()
 
     def add(self, sequence: Sequence) -> None:
-        """Mark the blocks of a failed sequence as invalid, and delete all its snapshots."""
+        """Mark the blocks of a failed sequence as invalid, and delete its snapshots."""
         self._blocks |= self._tables.blocks_of(sequence)
         cache = self._tables.cache
         if cache is None or cache.snapshots is None:
@@ -43,7 +43,8 @@ class InvalidBlocks:
     def purge(self) -> None:
         """Remove the invalid blocks from the prefix cache and from all block tables.
 
-        Running sequences that share these blocks are preempted, and compute their tokens again.
+        If a running sequence shares one of these blocks, preempt the sequence. It then computes all
+        its tokens again.
         """
         if not self._blocks:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that the engine returns: updates, finished outputs, statistics and a description."""
+"""The data classes that the engine returns: updates, outputs, statistics and model information."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -10,13 +10,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class TokenLogprobs(NamedTuple):
     """The log-probabilities of some tokens at one position of a prompt or an answer.
 
-    They belong to the model's own distribution, which is the softmax of the logits before masks,
-    penalties and temperature.
+    The probabilities are the softmax of the model's logits, before masks, penalties and temperature
+    are applied.
 
     Attributes:
-        token_ids: the token at this position, followed by the likeliest tokens from the likeliest
-            on. If the token at this position is one of the likeliest tokens, the list contains that
-            token twice.
+        token_ids: the token at this position, followed by the likeliest tokens, sorted by
+            decreasing probability. If the token at this position is one of the likeliest tokens,
+            the list contains that token twice.
         logprobs: the natural logarithm of the probability of each token in `token_ids`.
         rank: the rank of the token at this position within the vocabulary. The likeliest token has
             rank 1.
@@ -27,13 +27,13 @@ class TokenLogprobs(NamedTuple):
     rank: int
 
 
-# This class is not frozen, because creating a frozen object takes several times as long, and each
-# step creates one update for each sequence.
+# This class is not frozen, because each step creates one update for each sequence. Creating an
+# object of a frozen class takes several times as long.
 @dataclass(slots=True)
 class RequestUpdate:
     """The tokens that one step adds to one sequence of a request.
 
-    The last update of every sequence has a `finish_reason`. Earlier updates have none.
+    In the last update of a sequence, `finish_reason` is set. In earlier updates, it is None.
 
     Attributes:
         request_id: the id that the caller chose for the request.
@@ -87,7 +87,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its finished sequences, sorted by index."""
+    """The prompt of a request, and the outputs of its sequences, sorted by index."""
 
     request_id: str
     prompt_token_ids: list[int]

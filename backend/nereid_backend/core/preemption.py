@@ -9,16 +9,18 @@ from nereid_backend.core.sequence import Sequence
 
 
 def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
-    """Return the sequence that must be preempted to free blocks for the sequence at `index`.
+    """Choose the sequence that is preempted so that the sequence at `index` gets blocks.
 
-    With one client, this is the cheapest sequence after `index`, or the sequence at `index` if no
-    sequence comes after it. See `_preemption_cost` for the cost.
+    If only one client has requests, the result is the cheapest sequence after `index`. If no
+    sequence comes after `index`, the result is the sequence at `index`. `_preemption_cost` defines
+    the cost.
 
     Args:
         index: the position of the sequence in the order of the running sequences.
         running: the running sequences.
-        by_client: whether several clients have requests. A sequence of the client with the most
-            blocks for its weight is then preempted, which may be the sequence at `index` itself.
+        by_client: whether several clients have requests. If so, the result is the cheapest sequence
+            of the client with the largest number of blocks divided by its weight. The sequence at
+            `index` may be preempted, too.
     """
     sequence = running[index]
     later = running.after(index)
@@ -46,23 +48,23 @@ def fair_victim(
     *,
     by_rows: bool,
 ) -> Sequence | None:
-    """Choose a sequence of another client, which will be preempted for `sequence`.
+    """Choose a running sequence of another client to preempt for a waiting sequence.
 
-    A client may lose a sequence only if it is still not worse off than the client of `sequence`.
-    The two clients are compared by their rows or blocks per weight after the preemption. The first
-    running sequence is never preempted.
+    The share of a client is its number of rows or blocks, divided by its weight. A client may lose
+    a sequence only if its share would still be at least the new share of the waiting sequence's
+    client. The first running sequence is never preempted.
 
     Example: rows are counted, and all clients have the weight 1. Client A has 3 running sequences,
-    client B has 1 running sequence, and a sequence of B needs a row. A may lose a sequence, because
-    both clients then have 2 rows. If A has only 2 running sequences, A would have fewer rows than
-    B, so the result is None.
+    client B has 1 running sequence, and a sequence of B waits for a row. A may lose a sequence,
+    because both clients then have 2 rows. If A has only 2 running sequences, the preemption would
+    leave A with 1 row and B with 2 rows, so the result is None.
 
     Args:
         sequence: the waiting sequence.
         num_needed: the number of rows or blocks that the waiting sequence needs.
         running: the running sequences.
-        leaving: sequences that have ended and must not be preempted.
-        by_rows: whether rows are counted. Otherwise, blocks are counted.
+        leaving: ended sequences, which must not be preempted.
+        by_rows: True to count rows, False to count blocks.
 
     Returns:
         The sequence to preempt; None if no sequence may be preempted.
@@ -94,7 +96,9 @@ def fair_victim(
 def _preemption_cost(sequence: Sequence) -> tuple[int, int, int]:
     """Return the sort key of a sequence. The sequence with the smallest key is preempted first.
 
-    The order is: lower priority, fewer tokens to compute again, later arrival.
+    The sequence with the largest `priority` number is preempted first. If these numbers are equal,
+    the sequence with the fewest tokens to compute again is preempted first. If the numbers of these
+    tokens are equal, too, the sequence that arrived last is preempted first.
     """
     num_lost = sequence.num_computed_tokens - sequence.num_reused_tokens
     return -sequence.params.priority, num_lost, -sequence.rank[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a request in the scheduler. A request consists of one or several sequences."""
+"""The state of a request in the scheduler. A request has one or more sequences."""
 
 from collections import abc
 
@@ -7,20 +7,20 @@ from nereid_backend.core.sequence import Sequence
 
 
 class Request:
-    """The n sequences that are generated for the prompt of one client request.
+    """The n sequences of one request.
 
-    One sequence, the leader, computes the prompt. Meanwhile, the other sequences, the followers,
-    stay out of the scheduler's queue. When the prompt is computed, the request is split: the
-    followers enter the queue and wait for rows of their own, and the request keeps the blocks of
-    the prompt for them.
+    The first sequence (the leader) computes the prompt. Until then, the other sequences (the
+    followers) are not in the queue of the scheduler. When the prompt is computed, the request is
+    split: the followers enter the queue and wait for rows. The request keeps the blocks of the
+    prompt for the followers.
 
     Attributes:
-        sequences: a mapping from indices to the sequences that have not ended.
+        sequences: maps the index of a sequence to the sequence. Ended sequences are removed.
         followers: the sequences that have not had a row yet, except the leader.
-        is_split: whether the followers are in the queue and wait for rows.
+        is_split: whether the followers have entered the queue.
         is_prepared: False while the grammar of the request is being compiled.
-        block_tables: the blocks of the prompt, in one block table for each group of layers
-            (window.py). The request keeps these blocks until the last follower has a row.
+        block_tables: one block table for each group of layers (window.py), with the blocks of the
+            prompt. The request keeps these blocks until every follower has a row.
     """
 
     def __init__(self, sequences: abc.Sequence[Sequence]) -> None:

@@ -14,7 +14,7 @@ MAX_SEQUENCES = 64
 MAX_CACHE_KEY_LENGTH = 256
 # The default of prompt_cache_ttl in seconds, for requests with a prompt_cache_key.
 _DEFAULT_CACHE_TTL_S = 300.0
-# Integers must be smaller than this number, so that they fit into a message between two processes.
+# Integers must be smaller than this number, because messages between processes use 64 bits.
 _TOO_LARGE = 2**64
 
 
@@ -22,9 +22,10 @@ _TOO_LARGE = 2**64
 class SamplingParams:
     """The sampling parameters of one request, with the same names as in vLLM's `SamplingParams`.
 
-    This class declares each parameter with its type, its default and, as metadata, its range. The
-    range is named like the arguments of pydantic's `Field`. The core imports only the standard
-    library, so this class checks no value. The subclass `CheckedSamplingParams` does.
+    This class declares the type, the default and the allowed range of each parameter. The ranges
+    are stored as metadata, whose keys are argument names of pydantic's `Field`. The core imports
+    only the standard library, so this class does not validate values. The subclass
+    `CheckedSamplingParams` validates them.
 
     Attributes:
         temperature: 0 selects the likeliest token (greedy sampling); larger values are more random.
@@ -105,7 +106,7 @@ class SamplingParams:
 
     @property
     def retention_s(self) -> float:
-        """The number of seconds for which the cached prefixes of the request are retained."""
+        """The time in seconds for which the cached prefixes of the request are retained."""
         if self.prompt_cache_ttl is not None:
             return self.prompt_cache_ttl
         return _DEFAULT_CACHE_TTL_S if self.prompt_cache_key else 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler, which owns the state of all requests from their arrival to their end.
+"""The scheduler. It manages the state of all requests from their arrival to their end.
 
     add -> waiting queue -> plan -> (the runner computes the step) -> commit -> update
                                ^                                         |
@@ -34,16 +34,16 @@ from nereid_backend.core.updates import append_sampled, common_prefix_len, make_
 
 
 class Scheduler:
-    """Plans each step, and applies the results of the step to the requests.
+    """Plans each step, and applies the result of each step to the requests.
 
-    The class is not thread-safe: one thread must call all its methods.
+    The class is not thread-safe. All methods must be called by the same thread.
 
     Attributes:
         pool: the blocks of the KV cache.
         cache: the prefix cache; None if prefix caching is off.
         drafter: proposes draft tokens; None if speculative decoding is off.
-        windows: the attention window of each group of layers (window.py); None for a group in which
-            tokens attend to all earlier tokens.
+        windows: the attention window of each group of layers (window.py); None for a group with
+            full attention.
     """
 
     def __init__(  # noqa: PLR0913 - settings, each given by name
@@ -64,22 +64,22 @@ class Scheduler:
 
         Args:
             pool: the blocks of the KV cache.
-            block_size: tokens in one block.
+            block_size: the number of tokens in one block.
             max_num_seqs: the largest number of sequences that run at the same time.
             max_num_batched_tokens: the largest number of tokens in one step.
             enable_prefix_caching: whether a request may reuse blocks that other requests have
                 computed.
-            shares_blocks: whether the blocks of a sequence contain its whole state. If False (as in
-                recurrent models), sequences never share blocks.
+            shares_blocks: whether sequences may share blocks. False for recurrent models, because
+                their blocks do not contain the whole state of a sequence.
             whole_prefill: if True, a prompt is never divided into chunks and never reuses cached
                 blocks. A prompt that exceeds the token budget is computed in a step of its own.
             drafter: proposes draft tokens; None turns speculative decoding off. A drafter requires
                 shares_blocks=True and whole_prefill=False.
-            windows: the attention window of each group of layers, before which blocks of the group
-                are freed. None for a group in which tokens attend to all earlier tokens.
-            num_states: the number of recurrent states that fit into the memory, for running
-                sequences and snapshots together. 0 if the model has no snapshots. With snapshots,
-                sequences share blocks through the prefix cache even if `shares_blocks` is False.
+            windows: the attention window of each group of layers; None for a group with full
+                attention. Blocks before the window are freed.
+            num_states: the number of recurrent states that fit into the memory, including
+                snapshots; 0 if the model has no snapshots. If there are snapshots, sequences share
+                blocks through the prefix cache even if `shares_blocks` is False.
         """
         self.pool = pool
         self.windows = tuple(windows)
@@ -116,8 +116,8 @@ class Scheduler:
         self._invalid_blocks = InvalidBlocks(
             self._tables, self._running, self._pending_plans, self._planner
         )
-        # The last updates of sequences that did not end in a step, for example of aborted
-        # sequences. The next call of `commit` returns these updates.
+        # The last updates of sequences that did not end in a step. Example: aborted sequences. The
+        # next call of `commit` returns these updates.
         self._ended: list[RequestUpdate] = []
 
     @property
@@ -127,25 +127,25 @@ class Scheduler:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the last plan is incomplete, because it was made before the previous step ended.
+        """Whether the last plan was made ahead and is incomplete.
 
-        A plan is incomplete if it would have needed a preemption or a block copy, which a plan that
-        is made ahead must not contain.
+        The plan is incomplete if it needed a preemption or a block copy. A plan that is made before
+        the previous step ends must not contain either of them.
         """
         return self._planner.is_held_up
 
     @property
     def num_running(self) -> int:
-        """The number of sequences that have a row and blocks and have not ended."""
+        """The number of running sequences. They have a row and blocks, and they have not ended."""
         return len(self._running) - len(self._pending_plans.leaving)
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that have no row and no blocks and have not ended."""
+        """The number of waiting sequences. They have no row and no blocks."""
         return self._requests.num_sequences - self.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        """Return whether a request was added and its last update has not been returned yet."""
+        """Return whether a request was added and still has updates to return."""
         return request_id in self._requests or any(
             update.request_id == request_id for update in self._ended
         )
@@ -155,7 +155,7 @@ class Scheduler:
         return self._requests.adapters()
 
     def is_preparing(self, request_id: str) -> bool:
-        """Return whether a request still waits for a call of `start` or `refuse`."""
+        """Return whether neither `start` nor `refuse` was called for a request yet."""
         return self._requests.is_preparing(request_id)
 
     def has_work(self) -> bool:
@@ -163,12 +163,13 @@ class Scheduler:
         return bool(self._requests or self._ended or self._pending_plans.leaving)
 
     def add(self, sequence: Sequence, *, is_prepared: bool = True) -> None:
-        """Add a request and set the rank of each sequence of the request.
+        """Add a request, and set the ranks of its sequences.
 
-        The id must be new. The pool must have enough blocks for each sequence if it runs alone.
+        The id of the request must be new. The pool must have enough blocks to run each sequence
+        alone.
 
         Args:
-            sequence: sequence 0 of the request. The method creates the other sequences as copies.
+            sequence: the first sequence of the request. The method creates the other sequences.
             is_prepared: if False, the request waits until `start` or `refuse` is called.
         """
         sequences = sequence.all_sequences()
@@ -176,9 +177,10 @@ class Scheduler:
         self._requests.add(sequences, is_prepared=is_prepared)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
-        """Attach a guide to a request and put the request into the waiting queue.
+        """Attach a guide to a request, and put the request into the waiting queue.
 
-        Do nothing if the request has ended. `guide` is None if the request has no grammar.
+        Do nothing if the request has ended. `guide` is None if the request has no grammar and no
+        thinking budget.
         """
         self._requests.start(request_id, guide)
 
@@ -187,7 +189,7 @@ class Scheduler:
 
         Args:
             request_id: a request that was added with is_prepared=False.
-            error: a sentence that describes the error, for the updates of the request.
+            error: a sentence that describes the error. The updates of the request contain it.
             is_refused: whether the request itself caused the error.
         """
         self._ended += [
@@ -202,7 +204,7 @@ class Scheduler:
         """
         sequences = self._requests.sequences_of(request_id)
         # End the last sequence first. If the first sequence ended first, the next sequence would
-        # have to compute the shared prompt, only to be ended as well.
+        # become the leader and enter the waiting queue.
         matching = [s for s in reversed(sequences) if index in (None, s.index)]
         ended = [self._end(sequence, "abort") for sequence in matching]
         self._ended += reversed(ended)
@@ -217,8 +219,8 @@ class Scheduler:
         """Plan the next step before the current step has ended.
 
         Args:
-            before: the plan of the running step, without draft tokens. If `before` was made ahead,
-                `before` must be the result of `settle`.
+            before: the plan of the running step. The plan must not contain draft tokens. If the
+                running step was planned ahead, pass the plan that `settle` returned.
 
         Returns:
             The plan of the next step. A plan without chunks needs no commit.
@@ -230,11 +232,11 @@ class Scheduler:
         return self._pending_plans.plan_next(before, self._plan_step)
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct the chunks of an early plan; see `PendingPlans.settle`."""
+        """Correct the chunks of a plan that was made ahead; see `PendingPlans.settle`."""
         return self._pending_plans.settle(plan, device_token_ids)
 
     def drop(self, plan: StepPlan) -> None:
-        """Discard a plan that was made before the previous step ended.
+        """Discard a plan that was made ahead.
 
         The sequences keep the blocks that were allocated for the plan.
         """
@@ -244,7 +246,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Apply the result of a step and return the updates of its sequences.
 
-        The result also contains the last updates of sequences that were aborted or refused since
+        The list also contains the last update of each sequence that was aborted or refused after
         the previous commit.
         """
         updates = self._ended
@@ -257,7 +259,7 @@ class Scheduler:
         for chunk in plan.chunks:
             outcome = next(sampled) if chunk.samples else None
             if outcome is not None and outcome.error is not None:
-                # Other sequences may share these blocks, even if this sequence has already ended.
+                # Other sequences may share the blocks of this sequence, even if it has ended.
                 self._invalid_blocks.add(chunk.sequence)
             if leaving and chunk.sequence in leaving:
                 continue
@@ -269,7 +271,7 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """End every sequence of a plan whose step failed, and return the last update of each."""
+        """End all sequences of a plan, because its step failed. Return their last updates."""
         updates = self._ended
         self._ended = []
         self._pending_plans.remove(plan)
@@ -285,21 +287,20 @@ class Scheduler:
         return updates
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
-        """Record how many seconds the forward pass and the sampling of a step took.
+        """Record the duration of the forward pass and the sampling of a step, in seconds.
 
-        These times show whether draft tokens save time. Steps with prefills are ignored.
+        The cost of draft tokens is computed from these times. Steps with prefills are ignored.
         """
         if self.drafter is None:
             return
         num_drafts = plan.num_tokens - len(plan.chunks)
-        # A decode needs the logits of all its tokens: of the last known token and of the draft
-        # tokens. A chunk of a prompt has more tokens than it needs logits, so this step contains a
-        # prefill.
+        # A decode needs the logits of all its tokens, which are the last known token and the draft
+        # tokens. A chunk of a prompt needs fewer logits than it has tokens.
         if all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks):
             self.drafter.lengths.costs.add_step(len(plan.chunks), num_drafts, seconds)
 
     def check(self) -> None:
-        """Raise an AssertionError if block tables, reference counts and rows disagree.
+        """Check that the block tables, the reference counts and the rows are consistent.
 
         Raises:
             AssertionError: if a block, a row or a sequence was lost.
@@ -319,9 +320,9 @@ class Scheduler:
     def _commit_chunk(self, chunk: Chunk, outcome: Sampled | None) -> RequestUpdate | None:
         """Apply the result of one chunk to its sequence, and return the update of the sequence.
 
-        The argument `outcome` and the result are None if the chunk does not sample.
+        If the chunk does not sample, `outcome` is None and the method returns None.
         """
-        # Unpacking the tuple `chunk` takes less time than reading its fields by name.
+        # Unpacking a tuple takes less time than reading its fields by name.
         sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
         num_known = len(sequence.token_ids)
         computed_end = start + num_tokens
@@ -336,11 +337,11 @@ class Scheduler:
         return update
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
-        """Append sampled tokens to a sequence and return its update.
+        """Append sampled tokens to a sequence, and return the update of the sequence.
 
-        End the sequence if one of the tokens ends it, or if no token could be sampled. Example: the
-        sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the tokens [5, 2],
-        and its finish_reason is "stop".
+        The sequence ends at a stop token, at its length limit, or if no token could be sampled.
+        Example: the sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the
+        tokens [5, 2], and its finish_reason is "stop".
         """
         if sampled.error is not None:
             return self._end(sequence, "error", error=sampled.error)
@@ -360,9 +361,10 @@ class Scheduler:
         return self._end(sequence, reason, update=update, stop_reason=stop_reason)
 
     def _verify_drafts(self, sequence: Sequence, new_token_ids: list[int]) -> None:
-        """Record how many draft tokens of a sequence were accepted, and clear its draft tokens.
+        """Record how many draft tokens of a sequence were accepted, and clear the draft tokens.
 
-        A draft token was accepted if it and all draft tokens before it equal the new tokens.
+        The accepted draft tokens are the longest common prefix of the draft tokens and the new
+        tokens.
         """
         drafts, sequence.draft_token_ids = sequence.draft_token_ids, []
         num_accepted = common_prefix_len(drafts, new_token_ids)
@@ -404,7 +406,7 @@ class Scheduler:
     def _release_ended(self) -> None:
         """Release the rows and blocks of ended sequences that no uncommitted plan contains.
 
-        The other ended sequences stay in the list, because a running step still uses their blocks.
+        The other ended sequences keep their blocks, because a running step still uses them.
         """
         if self._pending_plans.leaving:
             for sequence in self._pending_plans.take_free():

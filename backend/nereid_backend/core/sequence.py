@@ -9,8 +9,8 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sampling_params import SamplingParams
 
-# The seeds of two consecutive sequences of a request differ by this number, which is the counter
-# increment of SplitMix64. The number is odd, so no two sequences have the same seed.
+# The difference between the seeds of two consecutive sequences of a request. The number is the
+# counter increment of SplitMix64. It is odd, so no two sequences have the same seed.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -47,24 +47,25 @@ class Sequence:
             sequence first got a row; None before that.
         block_tables: one block table for each group of layers (window.py), each with the ids of the
             sequence's blocks in token order. The tables of a waiting sequence are empty.
-        num_dropped_blocks: for each block table, the number of leading blocks that were freed
-            because no later token attends to them in the layers of the group. The table contains
-            the null block in place of each freed block.
-        num_tokens_with_blocks: the number of leading tokens that have a place in every block table.
+        num_dropped_blocks: for each block table, the number of leading blocks that were freed. A
+            block is freed when no later token attends to it. The table contains the null block in
+            place of each freed block.
+        num_tokens_with_blocks: the number of leading tokens for which every block table has an
+            entry.
         table_version: a number that changes whenever a block table changes.
-        block_hashes: the hashes of the leading full blocks. Hashes that were not needed yet are
-            missing.
+        block_hashes: the hashes of the leading full blocks. A hash is appended when it is first
+            needed.
         num_findable_blocks: the number of leading full blocks whose hashes are in the prefix cache.
         snapshot_id: the snapshot of a recurrent state with which the sequence starts; None if the
             sequence starts without a snapshot. The attributes about snapshots are used only for
             models with a recurrent state (state_snapshots.py).
         unsaved_snapshot_id: the snapshot that the running step saves; None if there is none.
-        num_snapshot_tokens: the number of tokens that the last snapshot covers which the sequence
-            has loaded or saved.
+        num_snapshot_tokens: the number of leading tokens that a snapshot covers. This is the
+            snapshot that the sequence loaded or saved last.
         branch_position: the number of leading tokens whose blocks were cached when the sequence got
             its row.
-        prompt_logprobs: the log-probabilities of the prompt tokens from the second on. Entries of
-            tokens that have not been computed yet are missing.
+        prompt_logprobs: the log-probabilities of the prompt tokens that are computed so far, from
+            the second token on.
         was_reported: whether an update of this sequence has been returned.
         row: the index of the sequence in the runner's tables; None while the sequence waits.
     """
@@ -93,8 +94,7 @@ class Sequence:
         self.guide: Guide | None = None
         self.adapter: Adapter | None = None
         self.images: ImageInputs | None = None
-        # The tokens of the sequence, their log-probabilities, and whether an update has been
-        # returned.
+        # The tokens of the sequence, and the values that updates report.
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.draft_token_ids: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step plans, which the scheduler makes, and step results, which the runner returns."""
+"""The data classes of a step: the plan of the scheduler, and the result of the runner."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,19 +9,20 @@ from nereid_backend.core.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """Consecutive tokens of one sequence that the model computes in one step.
+    """The consecutive tokens that one step computes for one sequence.
 
     Attributes:
         sequence: the sequence.
         start: the index of the first token in `sequence.token_ids`. The keys and values of all
             earlier tokens are in the KV cache.
         num_tokens: the number of tokens.
-        samples: whether the chunk includes the last known token, so that the step samples a token.
-        is_first: whether the sequence has just got its row, so that the row contains no state of
-            the sequence yet.
-        num_logits: the number of tokens at the end of the chunk whose logits are needed. Sampling
-            needs one. Verifying draft tokens or reporting log-probabilities of the prompt needs
-            more.
+        samples: whether the step samples a token for the sequence. This is true if the chunk
+            includes the last known token.
+        is_first: whether this is the first chunk since the sequence got its row. The row then
+            contains no state of the sequence yet.
+        num_logits: the number of tokens, counted from the end of the chunk, for which the model
+            computes logits. To sample a token, 1 is enough. To verify draft tokens or to report
+            log-probabilities of the prompt, the number is larger.
     """
 
     sequence: Sequence
@@ -33,14 +34,16 @@ class Chunk(NamedTuple):
 
 
 class SnapshotPlan(NamedTuple):
-    """The recurrent states that a step loads, saves and deletes, by the ids of their snapshots.
+    """Lists the snapshots that a step loads, saves and deletes.
 
-    Each pair contains the index of a chunk in the plan and the id of a snapshot. The forward path
-    first loads, then deletes, then computes the chunks, and finally saves.
+    A snapshot is a copy of a recurrent state. Each pair contains the index of a chunk in the plan
+    and the id of a snapshot. The forward path loads snapshots, then deletes snapshots, then
+    computes the chunks, and finally saves snapshots.
 
     Attributes:
-        loads: a snapshot becomes the state of the chunk's sequence.
-        saves: the state of the chunk's sequence after the chunk is copied into a new snapshot.
+        loads: one pair for each snapshot that becomes the state of the chunk's sequence.
+        saves: one pair for each new snapshot. The snapshot contains the state of the chunk's
+            sequence after the chunk.
         deleted: the ids of the snapshots whose memory is released.
     """
 
@@ -57,12 +60,12 @@ class StepPlan:
         chunks: one chunk for each sequence of the step, in the order of the batch. Every sequence
             has its row and its blocks.
         num_tokens: the number of tokens of all chunks together.
-        copies: pairs of block ids (from, to). The blocks are copied before the forward pass,
-            because a sequence is about to write into a block that it has shared until now.
+        copies: pairs of block ids (from, to). The blocks are copied before the forward pass. A
+            sequence needs a copy before it writes into a block that other sequences use, too.
         pending: the chunks whose token is not known yet, because the previous step is still
-            sampling the token. Only a step that was planned ahead has such chunks. Each pair
-            contains two indices: the index of the chunk in this plan, and the index of the chunk
-            that samples the token among the sampling chunks of the previous plan.
+            sampling the token. Only a step that was planned ahead has such chunks. In each pair,
+            the first number is the index of the chunk in this plan. The second number is the index
+            of the token in `StepResult.sampled` of the previous step.
         snapshots: the snapshots of recurrent states; None if the model has no snapshots.
     """
 
@@ -76,7 +79,7 @@ class StepPlan:
 class Sampled(NamedTuple):
     """The tokens that one step generates for one sequence.
 
-    The chunk ends with the last known token of the sequence, so that the next token can be sampled.
+    A step generates tokens for a sequence only if it computes the last known token of the sequence.
 
     Attributes:
         token_ids: the new tokens: sampled tokens, draft tokens that verification accepted, and
@@ -95,16 +98,16 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens and log-probabilities that one step has generated.
+    """The tokens and log-probabilities that one step has computed.
 
     Attributes:
-        sampled: one entry for each chunk of the plan that samples, in the plan's order.
-        prompt_logprobs: a mapping from the index of a chunk in the plan to log-probabilities. The
-            log-probabilities belong to the prompt tokens that follow the tokens of the chunk. Only
-            chunks of requests that asked for log-probabilities of the prompt have an entry.
-        device_token_ids: the token on the device for each entry of `sampled`. A step that was
-            planned ahead uses this token as its input. The token rarely differs from the token in
-            `sampled`.
+        sampled: one entry for each sampling chunk of the plan, in the order of the plan.
+        prompt_logprobs: maps the index of a chunk in the plan to log-probabilities of prompt
+            tokens. Each of these prompt tokens directly follows a token of the chunk. The mapping
+            contains only chunks of requests that asked for log-probabilities of the prompt.
+        device_token_ids: for each entry of `sampled`, the token that the device sampled. A step
+            that was planned ahead uses this token as its input. In rare cases, this token differs
+            from the token in `sampled`.
     """
 
     sampled: list[Sampled] = field(default_factory=list)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step planner, which selects the tokens that the model computes in the next step.
+"""The step planner. It selects the tokens that the model computes in the next step.
 
 There is no prefill phase and no decode phase. The known tokens of a sequence are its prompt and the
 tokens that were sampled so far. The computed tokens of a sequence are those whose keys and values
 are in the KV cache. A step computes some known tokens of every sequence, within a token budget for
 all sequences together. When a step computes the last known token of a sequence, the step samples a
-new token. Three features follow from that rule:
+new token. This simple rule also covers three features:
 
 - chunked prefill: a long prompt is computed in several steps, together with sequences that add one
   token each;
@@ -17,19 +17,20 @@ follow. Example with a budget of 16 tokens: sequences A and B run and need one t
 waits with a prompt of 40 tokens. The step computes one token of A, one token of B, and the first 14
 tokens of C.
 
-If there are not enough free blocks, a running sequence that comes later in the order is
+If a running sequence needs more blocks than are free, a sequence that comes later in the order is
 preempted. The planner selects the sequence with the lowest priority. If several sequences have that
 priority, the planner selects the one with the fewest tokens to compute again. The first sequence in
 the order is never preempted for another sequence, so it always finishes.
 
-If several clients have requests, a client that has less than its fair share of the rows, the blocks
-or the token budget gets a part of the share of another client (_make_room and _prefill_shares). The
-short request of one client therefore does not wait for the long requests of another client.
+If several clients have requests, each client may use a fair share of the rows, the blocks and the
+token budget. If a client has less than its share, sequences of other clients are preempted or get
+fewer tokens (`_make_room` and `_prefill_shares`). The short request of one client therefore does
+not wait for the long requests of another client.
 
 With async scheduling, a step is planned ahead while the previous step is running (async_plans.py).
 A plan that is made ahead never preempts a sequence and never copies a block, because the running
-step may still use the blocks. If a plan would have needed a preemption or a copy, `is_held_up` is
-True.
+step may still use the blocks. If such a plan would need a preemption or a copy, `is_held_up` is set
+to True.
 """
 
 from collections import Counter
@@ -59,14 +60,15 @@ class StepPlanner:
         pending_plans: the plans whose steps are not committed.
         drafter: proposes draft tokens; None if speculative decoding is off.
         max_num_batched_tokens: the largest number of tokens in one step.
-        whole_prefill: whether every prompt must be computed in one step. A prompt that exceeds
-            `max_num_batched_tokens` is then computed in a step of its own.
+        whole_prefill: whether every prompt must be computed in one step. If so, a prompt that
+            exceeds `max_num_batched_tokens` is computed in a step of its own.
         num_preemptions: the number of preemptions since the start.
         is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
-        has_overdue_prompt: whether the last plan had no budget left for a waiting prompt that
-            cannot be divided into chunks. The next plan then starts with that prompt.
-        shares: the largest number of prompt tokens that the current step may compute for each
-            client. Empty if only one client has requests, or if prompts cannot be divided into
+        has_overdue_prompt: whether the next plan must start with the first waiting prompt. This
+            happens if the prompt cannot be divided into chunks and exceeded the rest of the budget
+            of the last plan.
+        shares: for each client, the number of prompt tokens that the current step may still
+            compute. Empty if only one client has requests, or if prompts cannot be divided into
             chunks.
     """
 
@@ -86,8 +88,8 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks.
 
-        If several clients have requests, each client gets its share of the rows, of the blocks and
-        of the token budget, and is charged for the tokens that the step computes.
+        If several clients have requests, the rows, the blocks and the token budget are shared
+        fairly. The tokens of the step are then added to the service of their clients.
         """
         if self.drafter is not None:
             self.drafter.prepare(self.running.sequences)
@@ -102,8 +104,8 @@ class StepPlanner:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
         if num_tokens > len(chunks):
-            # The attention kernels process all chunks of a single token together, so these chunks
-            # come first.
+            # Sort the chunks of one token to the front, because the attention kernels process all
+            # of these chunks together.
             chunks.sort(key=_has_many_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
@@ -111,10 +113,9 @@ class StepPlanner:
         return StepPlan(chunks, num_tokens, self.tables.take_copies(), snapshots=snapshots)
 
     def _plan_chunks(self) -> list[Chunk]:
-        """Return the chunks of the running sequences, and then the chunks of waiting sequences.
+        """Plan the running sequences, then plan waiting sequences, and return the chunks.
 
-        If `has_overdue_prompt` is true, the last step had no budget for the first waiting prompt,
-        which cannot be divided. In this case, only that prompt is planned.
+        If `has_overdue_prompt` is true, plan only the first waiting prompt.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -122,13 +123,13 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # There are not enough free blocks for the overdue prompt. Plan the running sequences
-            # instead, which would otherwise have waited for this prompt.
+            # There are not enough free blocks for the overdue prompt, so plan the running
+            # sequences.
             self._plan_running(chunks, budget)
         return chunks
 
     def preempt(self, sequence: Sequence) -> None:
-        """Preempt a running sequence: release its row and blocks, and queue it again."""
+        """Release the row and blocks of a running sequence, and put it into the waiting queue."""
         self.release(sequence)
         sequence.prompt_logprobs = []
         self.requests.waiting.add(sequence)
@@ -144,12 +145,12 @@ class StepPlanner:
         """Append the chunks of the running sequences to `chunks`.
 
         Returns:
-            The number of tokens of the budget that are left.
+            The rest of the budget.
         """
         index = 0
         running = self.running.sequences
         is_ahead = self.pending_plans.is_planning
-        # Preempting a sequence removes it from the list of running sequences during the loop.
+        # The length is read in each iteration, because a preemption shortens the list.
         while index < len(running) and budget > 0:
             sequence = running[index]
             if is_ahead and self.pending_plans.will_end(sequence):
@@ -162,14 +163,14 @@ class StepPlanner:
                 and self.tables.has_block(sequence, start)
                 and self.drafter is None
             ):
-                # Nearly all chunks are decodes that need no new block, so this branch creates them
-                # directly. The result is the same as that of `_plan_next_tokens`, but takes less
-                # time. The arguments are positional, because keyword arguments take more time.
+                # Most chunks contain one token and need no new block. This branch creates such a
+                # chunk in less time than `_plan_next_tokens`. The arguments are positional, because
+                # keyword arguments take more time.
                 num_tokens, samples, is_first, num_logits = 1, True, False, 1
                 chunk = Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
             else:
-                # Keep one token of the budget for each running sequence that is planned after this
-                # sequence. Otherwise, a long chunk could leave no budget for those sequences.
+                # Keep one token of the budget for each later running sequence. Otherwise, a long
+                # chunk could leave no budget for the later sequences.
                 num_later = len(running) - index - 1
                 chunk = self._plan_next_tokens(index, max(1, budget - num_later))
             if chunk is None:
@@ -180,7 +181,7 @@ class StepPlanner:
         return budget
 
     def _plan_next_tokens(self, index: int, limit: int) -> Chunk | None:
-        """Return the chunk with the next tokens of the running sequence at `index`.
+        """Plan the next chunk of the running sequence at `index`.
 
         Example: the sequence has 100 known tokens, 64 of them are computed, and `limit` is 16. The
         chunk consists of the 16 tokens from index 64 on.
@@ -197,7 +198,7 @@ class StepPlanner:
         # If `whole_prefill` is true, the first step of a sequence has computed its whole prompt, so
         # only the last sampled token remains.
         num_tokens = min(num_remaining, 1 if self.whole_prefill else limit)
-        # A client with long prompts gets only its share of the budget.
+        # If several clients have prompts, each client gets only its share of the budget.
         num_tokens = self._take_share(sequence, num_tokens)
         if self.tables.snapshots is not None:
             num_tokens = self.tables.snapshots.chunk_length(sequence, num_tokens)
@@ -209,19 +210,18 @@ class StepPlanner:
         return _make_chunk(sequence, num_tokens, is_first=False)
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
-        """Move waiting sequences to the running sequences, and append their chunks to `chunks`.
+        """Give rows and blocks to waiting sequences, and append their chunks to `chunks`.
 
         Stop at the first sequence for which the budget, the rows or the blocks do not suffice. With
-        `whole_prefill`, a prompt that exceeds the rest of the budget becomes the overdue prompt,
-        with which the next step starts.
+        `whole_prefill`, a prompt that exceeds the rest of the budget becomes the overdue prompt.
+        The next step starts with the overdue prompt.
 
-        A sequence gets blocks for all its known tokens at once. Otherwise, two prompts could each
-        have half of their blocks and wait for the other prompt's blocks forever.
+        A sequence gets blocks for all its known tokens at once. Otherwise, two sequences could each
+        get half of the blocks that they need, and wait for each other forever.
         """
         if self.is_held_up:
-            # A running sequence needs a preemption, but a plan that is made before the previous
-            # step ends must not preempt. Admit no waiting sequence, so that the free blocks remain
-            # for that sequence.
+            # A running sequence needs more blocks, but a plan that is made ahead must not preempt
+            # another sequence. Admit no waiting sequence, because it would use the free blocks.
             return
         starts_with_overdue_prompt = self.has_overdue_prompt
         self.has_overdue_prompt = False
@@ -241,29 +241,27 @@ class StepPlanner:
             chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if starts_with_overdue_prompt:
-                # The running sequences have no chunks in this step, because they wait for the
-                # overdue prompt. They must not wait for a second prompt as well.
+                # The running sequences have no chunks in this step. Plan no second prompt, because
+                # a second prompt would make the step of the running sequences even later.
                 break
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Give a row and blocks to a waiting sequence, if possible.
 
         Returns:
-            Whether the sequence got a row and blocks. False if there are not enough free blocks, or
-            if the sequence might need a block copy, which a plan that is made before the previous
-            step ends must not contain.
+            True if the sequence got a row and blocks. False if there are not enough free blocks.
+            Also False if the plan is made ahead and the sequence might need a block copy.
         """
         request = self.requests.of(sequence)
         if self.pending_plans.is_planning and sequence in request.followers:
             # The sequence shares the prompt blocks of its request and may need a copy of the last
-            # block. A plan that is made before the previous step ends must not copy blocks, so the
-            # sequence must wait.
+            # block. A plan that is made ahead must not copy blocks, so the sequence must wait.
             self.is_held_up = True
             return False
         while not self.tables.try_admit(sequence, request):
-            # No sequence is running, so all used blocks contain prompts that requests keep for
-            # their waiting sequences. Free the oldest of these prompts. The waiting sequences of
-            # that request then compute the prompt again.
+            # If no sequence is running, all used blocks contain prompts that requests keep for
+            # waiting sequences. Free the blocks of the oldest prompt. The waiting sequences of that
+            # request then compute the prompt again.
             if self.running or not self.tables.drop_oldest_prompt():
                 return False
         self.requests.admit(sequence)
@@ -271,9 +269,9 @@ class StepPlanner:
         return True
 
     def _make_room(self, sequence: Sequence) -> None:
-        """Preempt sequences of other clients if `sequence` has a right to their rows or blocks.
+        """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
 
-        See `preemption.fair_victim` for the sequences that may be preempted.
+        `preemption.fair_victim` selects the sequences. If it finds none, nothing is preempted.
         """
         num_blocks = self.tables.num_first_blocks(sequence)
         leaving = self.pending_plans.leaving
@@ -287,15 +285,16 @@ class StepPlanner:
             if victim is None:
                 return
             if self.pending_plans.is_planning:
-                # A plan that is made before the previous step ends must not preempt a sequence.
+                # A plan that is made ahead must not preempt a sequence.
                 self.is_held_up = True
                 return
             self.preempt(victim)
 
     def _prefill_shares(self) -> dict[str, int]:
-        """Return the largest number of prompt tokens that this step may compute for each client.
+        """Divide the token budget of this step among the clients whose prompts are not computed.
 
-        Return an empty dictionary if at most one client has a prompt to compute.
+        Return a dictionary that maps each of these clients to a number of prompt tokens. The
+        dictionary is empty if there is at most one such client.
         """
         if self.whole_prefill:
             return {}
@@ -306,7 +305,7 @@ class StepPlanner:
             sequences += self.requests.waiting.firsts()
         for sequence in sequences:
             num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            # A sequence with one remaining token is a decode, and decodes are always computed.
+            # One remaining token is a decode, and every decode is computed.
             if num_remaining > 1:
                 demands[sequence.params.client_id] += num_remaining
                 weights[sequence.params.client_id] = sequence.params.client_weight
@@ -316,10 +315,10 @@ class StepPlanner:
         return fair_shares(demands, weights, self.max_num_batched_tokens - len(self.running))
 
     def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of the next `num_tokens` tokens the client's share of the budget allows.
+        """Limit the number of tokens in a chunk to the rest of the client's share of the budget.
 
-        The limit is the rest of the client's share of the token budget. The returned number is
-        subtracted from this rest. One token is always allowed.
+        At least one token is always allowed. Subtract the allowed tokens from the share, and return
+        their number.
         """
         if num_tokens <= 1 or not self.shares:
             return num_tokens
@@ -332,13 +331,13 @@ class StepPlanner:
     def _free_some_blocks(self, index: int) -> bool:
         """Free blocks of the KV cache for the running sequence at `index`.
 
-        The call drops the prompt blocks of one request. If no request keeps prompt blocks, the call
-        preempts one sequence. The preempted sequence comes after `index` in the order, so it has no
-        chunk in the current plan yet.
+        The call releases the prompt blocks of one request. If no request keeps prompt blocks, the
+        call preempts the sequence at `index` or a later sequence. These sequences have no chunk in
+        the current plan yet.
 
         Returns:
-            False if the sequence at `index` itself was preempted, or if the plan is made ahead and
-            therefore must not preempt a sequence.
+            False if the sequence at `index` was preempted. Also False if a preemption is needed,
+            but the plan is made ahead.
         """
         if self.tables.drop_oldest_prompt():
             return True
@@ -353,7 +352,7 @@ class StepPlanner:
         return victim is not sequence
 
     def _propose_drafts(self, drafter: Drafter, sequence: Sequence, limit: int) -> None:
-        """Set the draft tokens of a sequence if enough blocks are free to compute them."""
+        """Set the draft tokens of a sequence. Do nothing if there are not enough free blocks."""
         num_allowed = sequence.max_total_tokens - len(sequence.token_ids) - 1
         drafts = drafter.propose(sequence, min(limit, num_allowed))
         if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
@@ -361,15 +360,16 @@ class StepPlanner:
 
 
 def _make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
-    """Return the chunk with the next `num_tokens` known tokens and the draft tokens.
+    """Return a chunk of the next `num_tokens` known tokens, followed by the draft tokens.
 
-    Example: a sequence has 20 known tokens, of which 19 are computed, and 3 draft tokens. The chunk
-    starts at 19 and has 4 tokens. All 4 logits are needed to verify the draft tokens.
+    Example: a sequence has 20 known tokens and 3 draft tokens. 19 tokens are computed, and
+    `num_tokens` is 1. The chunk starts at 19 and has 4 tokens. The verification of the draft tokens
+    needs the logits of all 4 tokens.
     """
     start = sequence.num_computed_tokens
     has_last_known_token = start + num_tokens == len(sequence.token_ids)
     num_drafts = len(sequence.draft_token_ids)
-    # The log-probability of each prompt token is computed from the logits of the token before it.
+    # The log-probability of a prompt token is computed from the logits of the previous token.
     num_known_with_logits = (
         num_tokens if sequence.wants_prompt_logprobs else int(has_last_known_token)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that append the tokens of a step to a sequence and report the new tokens."""
+"""Functions that append new tokens to a sequence, and functions that report new tokens."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from nereid_backend.core.step import Sampled
 
 
 def append_sampled(sequence: Sequence, sampled: Sampled) -> tuple[FinishReason | None, int | None]:
-    """Append sampled tokens to a sequence. Stop after the first token that ends the sequence.
+    """Append sampled tokens to a sequence, up to the first token that ends the sequence.
 
     Example: the sampled tokens are [5, 2, 9], and 2 is a stop token. The function appends 5 and 2,
     and returns ("stop", 2).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before a model is loaded, refuses models and settings without support for tensor parallelism."""
+"""Checks, before a model is loaded, whether it can be used with tensor parallelism."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from nereid_backend.errors import ConfigError, UnsupportedModelError
 from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.parallel.kv_heads import numbers_of_kv_heads
 
-# A linear layer with one of these names computes queries, keys and values.
+# The names of linear layers that compute queries, keys and values together.
 _FUSED_LAYERS = ("qkv_proj", "query_key_value")
 
 
@@ -71,12 +71,13 @@ def _check_gpus(config: EngineConfig) -> None:
 
 
 def check_checkpoint(config: EngineConfig) -> None:
-    """Check that transformers can divide the model of a checkpoint. The check reads no weight.
+    """Check that transformers can divide the model of a checkpoint. No weights are read.
 
     Raises:
         ModelError: if the checkpoint is damaged.
-        UnsupportedModelError: if the architecture cannot be divided, or the weights are quantised.
-        ConfigError: if the ranks would compute different numbers of heads.
+        UnsupportedModelError: if the architecture cannot be divided, or if the weights are
+            quantised.
+        ConfigError: if the attention heads cannot be divided equally among the ranks.
     """
     size = config.tensor_parallel_size
     folder = Path(checkpoint_folder(config.model))
@@ -103,7 +104,7 @@ def check_checkpoint(config: EngineConfig) -> None:
 
 
 def model_without_weights(config: PretrainedConfig) -> PreTrainedModel | None:
-    """Return the model on the device "meta", or None if transformers has no class for the model."""
+    """Create a model on the device "meta". Return None if transformers has no class for it."""
     found_class = model_class(config)
     if found_class is None:
         return None
@@ -115,10 +116,9 @@ def model_without_weights(config: PretrainedConfig) -> PreTrainedModel | None:
 def tensor_parallel_plan(model: PreTrainedModel | None) -> dict[str, str]:
     """Return the plan that transformers uses to divide a model among the ranks.
 
-    The plan maps the names of layers and weights to styles of division.
-
-    Example of an item: "model.layers.*.self_attn.q_proj" has the style "colwise". The plan is empty
-    if transformers has no plan or no class for the model.
+    The plan maps the names of layers and weights to styles of division. Example: the name
+    "model.layers.*.self_attn.q_proj" has the style "colwise". If transformers has no plan or no
+    class for the model, the result is empty.
     """
     # The plan of every architecture contains the output layer lm_head. If the plan contains only
     # lm_head, transformers cannot divide the model.
@@ -127,9 +127,10 @@ def tensor_parallel_plan(model: PreTrainedModel | None) -> dict[str, str]:
 
 
 def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> None:
-    """Raise a ConfigError if the query heads cannot be divided into `size` equal parts.
+    """Raise a ConfigError if the number of query heads is not a multiple of `size`.
 
-    The KV heads must also be divisible if one layer computes queries, keys and values.
+    If one layer computes queries, keys and values together, the number of KV heads must be a
+    multiple of `size`, too.
     """
     colwise = {name.rsplit(".", 1)[-1] for name, style in plan.items() if style == "colwise"}
     names = []
@@ -147,10 +148,10 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
 
 
 def _check_kv_heads(counts: list[int], size: int) -> None:
-    """Raise a ConfigError if the ranks cannot compute equal numbers of KV heads.
+    """Raise a ConfigError if the KV heads cannot be divided equally among the ranks.
 
     Args:
-        counts: the numbers of KV heads of the attention layers.
+        counts: each number of KV heads that occurs in the attention layers.
         size: the number of ranks.
     """
     for count in counts:
@@ -163,9 +164,9 @@ def _check_kv_heads(counts: list[int], size: int) -> None:
 
 
 def number_of_heads(config: PretrainedConfig, name: str) -> int | None:
-    """Return the number of heads in the field `name` of a config.
+    """Return the number of attention heads that the field `name` of a config contains.
 
-    Return None if the config does not contain the field, or if the layers have different numbers.
+    Return None if the field is missing, or if it has a separate value for each layer.
     """
     try:
         value = getattr(config, name, None)

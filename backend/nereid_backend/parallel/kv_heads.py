@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the KV heads of a model among the ranks. There may be fewer KV heads than ranks.
+"""Divides the KV heads of a model among the ranks, even if there are fewer KV heads than ranks.
 
-The plans of transformers divide the rows of the layers k_proj and v_proj into equal parts. If there
-are fewer KV heads than ranks, each part would be smaller than a head. In this case, each rank loads
-the whole layers and keeps only the rows of one KV head. Several ranks then compute the same KV
-head.
+transformers divides the rows of the layers k_proj and v_proj into equal parts. If there are fewer
+KV heads than ranks, each part would be smaller than a head. In this case, each rank loads the whole
+layers and keeps only the rows of one KV head. Several ranks then compute the same KV head.
 
 Example with 8 query heads, 2 KV heads and 4 ranks:
 
@@ -22,21 +21,23 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 
 from nereid_backend.parallel.process_group import Rank
 
-# The style of a layer whose weights are complete on every rank.
+# The style of a layer that is not divided: every rank has all its weights.
 _REPLICATE = "replicate"
 
 
 def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list[int]:
-    """Return each number of KV heads that occurs in the attention layers that `plan` divides.
+    """Return the different numbers of KV heads in the attention layers, sorted.
 
-    Attention layers without a layer k_proj are not counted.
+    Only attention layers whose layer k_proj is divided by `plan` are considered.
     """
     layers = _divided_attention(model, plan)
     return sorted({_num_kv_heads(attention) for _, attention in layers})
 
 
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Return new rules for some layers of `plan`, so that several ranks compute the same KV head.
+    """Return the rules that are needed if there are fewer KV heads than ranks.
+
+    The rules replace rules of `plan`. They let each rank load the whole layers k_proj and v_proj.
 
     Args:
         model: the model without weights (on the device "meta").
@@ -44,7 +45,7 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
         size: the number of ranks.
 
     Returns:
-        The rules. They are empty if the KV heads can be divided among the ranks.
+        The rules. They are empty if each number of KV heads is a multiple of `size`.
 
     Example for a model with 2 KV heads and 4 ranks:
     {"model.layers.*.self_attn.k_proj": "replicate", "model.layers.*.self_attn.v_proj": "replicate"}
@@ -59,7 +60,7 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
 
 
 def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank) -> None:
-    """Keep only the rows of this rank's KV heads in the layers that `rules` replicate.
+    """In the layers k_proj and v_proj, delete the rows of KV heads that belong to other ranks.
 
     Args:
         model: the loaded model.
@@ -76,7 +77,7 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
             rows = layer.out_features // count
             own = slice(first * rows, (first + num_own) * rows)
             for name, parameter in list(layer.named_parameters(recurse=False)):
-                # Without the copy, the rows of the other heads would stay in memory.
+                # Without `clone`, the rows of the other heads would stay in memory.
                 kept = nn.Parameter(parameter.detach()[own].clone(), requires_grad=False)
                 setattr(layer, name, kept)
             layer.out_features = num_own * rows
@@ -85,7 +86,7 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
 def _divided_attention(
     model: PreTrainedModel, plan: Mapping[str, str], style: str = "colwise"
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the names and the attention layers whose layer k_proj has the style `style`."""
+    """Yield each attention layer whose layer k_proj has the style `style`, and its name."""
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "k_proj", None), nn.Linear):
             rule = replace_layer_number_by_wildcard(f"{name}.k_proj")
@@ -94,9 +95,9 @@ def _divided_attention(
 
 
 def _projections(attention: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the names and the layers that compute keys and values.
+    """Yield the layers that compute the keys and the values, and their names.
 
-    Some models have no layer v_proj, because the keys are also the values.
+    Some models have no layer v_proj, because their values are equal to their keys.
     """
     for name in ("k_proj", "v_proj"):
         layer = getattr(attention, name, None)
@@ -105,7 +106,7 @@ def _projections(attention: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _num_kv_heads(attention: nn.Module) -> int:
-    """Return the number of KV heads that an undivided attention layer computes."""
+    """Return the number of KV heads of an attention layer that is not divided."""
     key_layer: Any = attention.k_proj
     head_dim: Any = attention.head_dim
     return int(key_layer.out_features // head_dim)

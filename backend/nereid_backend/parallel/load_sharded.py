@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a model that is divided over several processes.
 
-The ranks load and probe their parts of the model at the same time. From then on, only rank 0 runs
-the code of the engine. For each forward pass, all ranks compute their parts at the same time:
+The ranks load and check their parts of the model at the same time. After that, only rank 0 runs the
+scheduler and the sampler. In each forward pass, all ranks compute their parts at the same time:
 
     rank 0   plan, send | forward pass | sampling     (ShardedPath)
     rank n     receive  | forward pass |              (rank_process.py)
@@ -39,10 +39,10 @@ from nereid_backend.runner import ForwardPath
 
 
 class ShardedPath:
-    """The forward path that rank 0 uses with tensor parallelism.
+    """The forward path of rank 0 if tensor parallelism is used.
 
-    Each step is sent to the other ranks. All ranks then compute their parts of the step at the same
-    time.
+    `forward` sends each step to the other ranks. All ranks then compute their parts of the step at
+    the same time.
     """
 
     def __init__(self, path: ForwardPath, ranks: Ranks) -> None:
@@ -59,7 +59,7 @@ class ShardedPath:
         """Compute the logits of a step on all ranks; see `ForwardPath.forward`.
 
         Raises:
-            LostRankError: if a rank has ended or has failed.
+            LostRankError: if a rank has ended or failed.
         """
         with self._ranks.computing():
             self._ranks.send("step", self._encoder.encode(plan))
@@ -78,12 +78,11 @@ def load_sharded(
 
     Args:
         config: the settings. tensor_parallel_size is larger than 1.
-        hook: the engine's entry in transformers' attention interface.
-        progress: called with one line for each slow operation.
+        hook: the attention function that transformers calls in each layer.
+        progress: called with one line of text at the start of each slow operation.
 
     Returns:
-        The loaded model, and the processes of the other ranks. The caller must close these
-        processes.
+        The loaded model, and the processes of the other ranks. The caller must close the processes.
 
     Raises:
         ConfigError: if the machine or the model does not support the settings.
@@ -94,7 +93,8 @@ def load_sharded(
     check_settings(config, device)
     check_checkpoint(config)
     config = _settings_of_ranks(config, device)
-    # The undivided model is loaded into the main memory for the check of the logits.
+    # The undivided model is also loaded into the main memory, because its logits are compared with
+    # the logits of the divided model.
     check_weight_memory(config, device)
     progress(f"tensor parallelism: starting {config.tensor_parallel_size - 1} more processes")
     ranks = Ranks(config, device)
@@ -108,9 +108,9 @@ def load_sharded(
 def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
     """Return the settings of each rank.
 
-    The ranks share the CPUs and the memory of the KV cache. Rearranged weights and LoRA adapters
-    are not used, because both work only with whole layers. CUDA graphs are not used, because all
-    ranks would have to replay a graph at the same time.
+    The CPUs and the memory of the KV cache are divided among the ranks. Rearranged weights and LoRA
+    adapters are turned off, because they require undivided layers. CUDA graphs are turned off,
+    because all ranks would have to replay a graph at the same time.
     """
     size = config.tensor_parallel_size
     memory = config.kv_cache_bytes
@@ -128,16 +128,15 @@ def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConf
 def _open_sharded(
     ranks: Ranks, config: EngineConfig, hook: AttentionHook, progress: Progress, clock: StageClock
 ) -> OpenedModel:
-    """Load rank 0's part of the model, and check the logits that all ranks compute.
+    """Load rank 0's part of the model, and check the logits that the ranks compute together.
 
     Tensor parallelism supports neither LoRA adapters nor images.
 
     Args:
         ranks: the processes of the other ranks. These processes load their parts at the same time.
         config: the settings of each rank; see `_settings_of_ranks`.
-        hook: the engine's entry in transformers' attention interface. The forward path computes
-            the model's attention in the hook.
-        progress: called with one line for each slow operation.
+        hook: the attention function that transformers calls in each layer.
+        progress: called with one line of text at the start of each slow operation.
         clock: measures the stages of the start.
 
     Returns:
@@ -152,7 +151,7 @@ def _open_sharded(
     return OpenedModel(
         shard.checkpoint,
         chosen,
-        # LoRA adapters change only whole layers, but each rank has a part of a layer.
+        # LoRA adapters require undivided layers.
         adaptable_layers={},
         images=refuse_images(
             shard.checkpoint.model.config,
@@ -193,7 +192,9 @@ def _check_logits(
 
 
 def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
-    """Return test sequences and the logits that the undivided model computes on the CPU.
+    """Compute the logits of test sequences with the undivided model on the CPU.
+
+    Return the test sequences and the logits.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
@@ -207,8 +208,8 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
         trust_remote_code=config.trust_remote_code,
     )
     trials = Trials(undivided, config)
-    # The other ranks are idle while the undivided model runs. This process can therefore use more
-    # CPUs than the setting num_threads allows.
+    # The other ranks are idle while the undivided model runs, so this process can use more CPUs
+    # than the setting num_threads allows.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(num_threads, usable_cpus() - 1))
     try:
@@ -219,27 +220,27 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
 
 
 def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> int:
-    """Return the memory for the KV cache of one rank in bytes.
+    """Return the size of each rank's KV cache in bytes.
 
-    All ranks have the same number of blocks, so the rank with the least free memory decides.
+    All ranks need the same number of blocks, so the size is limited by the rank with the least free
+    memory.
 
     Args:
         ranks: the other ranks.
         config: the settings of a rank.
-        activations: the memory of one step in bytes.
+        activations: the memory that one step needs, in bytes.
     """
     device = ranks.rank.device
     ranks.send("budget", activations)
     budget = ranks.rank.smallest(kv_cache_budget(config, device, activations))
     if device.type == "cpu" and config.kv_cache_bytes is None:
-        # On a CPU, all ranks allocate their KV caches in the same main memory, so each rank gets an
-        # equal share of the memory.
+        # On a CPU, all ranks use the same main memory, so each rank gets an equal share of it.
         budget //= ranks.rank.size
     return budget
 
 
 def _describe_heads(shard: Shard, size: int) -> str:
-    """Return a log line with the number of attention heads that each process computes."""
+    """Return a log line that reports how many attention heads each process computes."""
     heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
     described = " or ".join(
         f"{kv} KV head{'s' * (kv > 1)} and {query} query head{'s' * (query > 1)}"

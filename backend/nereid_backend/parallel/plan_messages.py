@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step plans as messages from rank 0 to the other ranks.
+"""Converts step plans into messages, which rank 0 sends to the other ranks.
 
-A message contains only data that a forward pass needs and that no earlier message contained.
-Example: a sequence has the block table [7, 2]. After 32 tokens, it gets the block 9. The message of
-the next step contains the sequence's row, the new token, and the block 9.
+A message contains only the data that a forward pass needs. Data that was in an earlier message is
+omitted. Example: a sequence has the block table [7, 2]. After 32 tokens, the sequence gets block 9.
+The message of the next step contains the row of the sequence, the new token, and block 9.
 """
 
 from typing import NamedTuple
@@ -22,9 +22,9 @@ class ChunkMessage(NamedTuple):
         start: the index of the first token of the chunk in the sequence.
         token_ids: the tokens of the chunk, followed by its draft tokens.
         is_first: whether this is the first chunk since the sequence got its row.
-        num_logits: the number of tokens at the end of the chunk whose logits are needed.
-        new_blocks: the new blocks at the end of the block table. No earlier message contained these
-            blocks.
+        num_logits: the number of tokens, counted from the end of the chunk, for which the model
+            computes logits.
+        new_blocks: the blocks that were appended to the block table after the previous message.
         num_dropped_blocks: the number of leading blocks that were freed.
     """
 
@@ -51,8 +51,8 @@ class PlanEncoder:
     """Converts the step plans of rank 0 into messages for the other ranks."""
 
     def __init__(self) -> None:
-        """Create an encoder that has not encoded any plan yet."""
-        # For each row, the number of blocks that the encoder has already put into messages.
+        """Create an encoder that has not encoded a plan yet."""
+        # Maps a row to the number of blocks that earlier messages contained.
         self._num_sent: dict[int, int] = {}
 
     def encode(self, plan: StepPlan) -> StepMessage:
@@ -69,9 +69,8 @@ class PlanEncoder:
         row = sequence.row
         assert row is not None
         num_sent = 0 if chunk.is_first else self._num_sent[row]
-        # A block table never becomes shorter: new blocks are appended, and a freed block is
-        # replaced by the null block. The message states the number of freed blocks in
-        # num_dropped_blocks.
+        # A block table never becomes shorter: new blocks are appended, and the null block replaces
+        # a freed block. The message contains the number of freed blocks in num_dropped_blocks.
         self._num_sent[row] = max(num_sent, len(sequence.block_table))
         return ChunkMessage(
             row,
@@ -87,8 +86,8 @@ class PlanEncoder:
 class PlanDecoder:
     """Converts the messages of rank 0 into step plans for another rank.
 
-    A decoded plan contains only the data that a forward pass needs. A forward pass with the decoded
-    plan computes the same step as a forward pass with rank 0's plan.
+    A decoded plan contains only the data that a forward pass needs. The forward pass of the decoded
+    plan computes the same tokens as the forward pass of the original plan.
     """
 
     def __init__(self) -> None:
@@ -96,9 +95,9 @@ class PlanDecoder:
         self._sequences: dict[int, Sequence] = {}
 
     def decode(self, message: StepMessage) -> StepPlan:
-        """Return the step plan that a message describes.
+        """Convert a message into a step plan.
 
-        The sequences of the plan have only the attributes that a forward pass reads.
+        In the sequences of the plan, only the attributes that a forward pass reads are set.
         """
         chunks = [self._decode(chunk) for chunk in message.chunks]
         return StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks), message.copies)
@@ -110,9 +109,8 @@ class PlanDecoder:
         sequence.row = message.row
         sequence.block_table += message.new_blocks
         sequence.num_dropped_blocks = [message.num_dropped_blocks]
-        # No message contains the tokens whose keys and values come from the prefix cache. In
-        # token_ids, zeros replace these tokens, because a forward pass reads no token before the
-        # chunk.
+        # The messages do not contain tokens that were found in the prefix cache. Zeros replace
+        # these tokens in token_ids, because a forward pass does not read tokens before the chunk.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
         sequence.token_ids[message.start :] = message.token_ids

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The group of processes (ranks) that compute one model together with torch.distributed.
 
-The data of a group travels over NCCL between GPUs, and over gloo between processes on CPUs.
+On GPUs, the processes communicate over NCCL. On CPUs, they communicate over gloo.
 """
 
 import datetime
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from transformers.integrations import accelerate
 from transformers.utils import logging as transformers_logging
 
-# The longest time that a rank waits for the other ranks. The ranks read different parts of the
-# weights, which can take minutes longer on one rank than on another.
+# The longest time that a rank waits for the other ranks. Each rank reads other parts of the
+# weights, so one rank can take minutes longer than another rank.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -30,8 +30,8 @@ class Rank:
         number: the number of the process, from 0.
         size: the number of processes in the group.
         device_type: "cpu" or "cuda".
-        store: a file through which the processes find each other. The file is in a folder of its
-            own.
+        store: the path of a file through which the processes find each other. The folder of the
+            file contains no other files.
     """
 
     number: int
@@ -41,7 +41,7 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process: the CPU, or the GPU whose index equals the rank."""
+        """The device of this process: the CPU, or the GPU with the index `number`."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, self.number)
@@ -69,14 +69,14 @@ class Rank:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context in which transformers loads only the part of a model for this rank."""
-        # transformers logs a warning for each rule of the plan that matches no layer. Such rules
-        # are normal, because they are meant for other variants of the architecture.
+        """Return a context in which transformers loads only this rank's part of a model."""
+        # transformers logs a warning for each rule of the plan that matches no layer. These
+        # warnings are hidden, because some rules apply only to other variants of the architecture.
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        # If the library accelerate is not installed, transformers refuses every device map,
-        # although transformers calls accelerate only for device maps with several devices. The
-        # device map of a rank has one device, so the check for accelerate is replaced.
+        # If the library accelerate is not installed, transformers refuses every device map. The
+        # device map of a rank has only one device, for which transformers does not call accelerate.
+        # Therefore, the check for accelerate is replaced.
         with (
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),
@@ -87,9 +87,9 @@ class Rank:
                 transformers_logging.set_verbosity(verbosity)
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of the numbers that the ranks pass to this method.
+        """Send a number to all ranks, and return the smallest number of all ranks.
 
-        All ranks must call this method, because it waits for the number of every rank.
+        Every rank must call this method, because the call waits for the numbers of all ranks.
         """
         tensor = torch.tensor([number], device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)

@@ -3,7 +3,7 @@
 
     python -m nereid_backend.parallel.rank_process FD
 
-FD is the inherited end of a socket pair. ranks.py describes the messages.
+FD is the file descriptor of a socket that is connected to rank 0. ranks.py describes the messages.
 """
 
 import logging
@@ -33,7 +33,7 @@ _STOP = ("stop",)
 
 
 class RankService:
-    """Computes the work that rank 0 sends.
+    """Handles the messages of rank 0, and computes this rank's part of each step.
 
     Args:
         config: the settings.
@@ -69,9 +69,10 @@ class RankService:
 
 def main() -> NoReturn:
     """Load this rank's part of the model, and run forward passes until rank 0 ends this process."""
-    # Ctrl-C reaches all processes of the group, but only rank 0 decides when to stop.
+    # Ctrl-C sends SIGINT to all processes of the group. This process ignores the signal, because
+    # rank 0 ends the other ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Rank 0 logs the same warnings.
+    # Hide warnings, because rank 0 logs the same warnings.
     logging.getLogger().setLevel(logging.ERROR)
     connection = Connection(int(sys.argv[1]))
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -94,10 +95,10 @@ def main() -> NoReturn:
 
 
 def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoReturn:
-    """Queue the messages of rank 0. Exit when rank 0 sends "stop" or has ended.
+    """Put the messages of rank 0 into a queue. Exit if rank 0 sends "stop" or ends.
 
-    This function runs in a separate thread. The process can therefore exit even while its main
-    thread waits for another rank.
+    This function runs in a separate thread, so that the process can exit while the main thread
+    waits for another rank.
     """
     rank: Rank | None = None
     while True:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the processes of the ranks 1, 2, ... and sends work to these processes.
+"""Starts the processes of the ranks 1, 2, ... and sends messages to these processes.
 
-Rank 0 is the engine process. It has the scheduler and the sampler. The other ranks only compute the
-forward passes that rank 0 sends (rank_process.py):
+Rank 0 is the engine process. It runs the scheduler and the sampler. The other ranks only compute
+forward passes (rank_process.py). The ranks send these messages:
 
     rank 0 -> rank n    (config, rank), then ("build", sizes), ("step", message), ("clear", blocks),
                         ("budget", activations), ("stop",)
-    rank n -> rank 0    "started", then nothing, or the reason why the rank has failed
+    rank n -> rank 0    "started"; if the rank fails, also "failed: " and the reason
 
-A rank that has lost another rank cannot continue, because each layer needs the results of all
-ranks. If a rank ends, the group cannot be repaired: every later step raises a LostRankError.
+If a rank ends, the other ranks cannot continue, because each layer needs the results of all ranks.
+Every later step then raises a LostRankError.
 """
 
 import contextlib
@@ -38,15 +38,15 @@ from nereid_backend.parallel.process_group import Rank
 _MODULE = "nereid_backend.parallel.rank_process"
 _STARTED = "started"
 _EXIT_TIMEOUT_S = 5.0
-# After an error in rank 0, rank 0 waits at most this number of seconds for a report that another
-# rank has failed.
+# After an error, rank 0 waits at most this number of seconds for a report that another rank has
+# failed.
 _NOTICE_TIMEOUT_S = 2.0
-# The other ranks notice the death of a rank within this time in seconds.
+# If a rank dies, the other ranks fail within this number of seconds.
 _FOLLOWING_ERRORS_S = 0.2
 
 
 class Ranks:
-    """The processes of all ranks except rank 0. Rank 0 starts, instructs and ends these processes.
+    """The processes of all ranks except rank 0. Rank 0 starts and ends these processes.
 
     Attributes:
         rank: rank 0, which is this process.
@@ -88,9 +88,9 @@ class Ranks:
             raise
 
     def send(self, *message: object) -> None:
-        """Send a message to all other ranks. Do nothing if a rank has ended.
+        """Send a message to all other ranks.
 
-        The next step of the caller raises an error if a rank has ended.
+        If a rank has ended, no error is raised here. The next step raises a LostRankError.
         """
         packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for connection in self._connections:
@@ -112,8 +112,8 @@ class Ranks:
         """Return a context for a forward pass that all ranks compute at the same time.
 
         Raises:
-            LostRankError: if the forward pass fails. The ranks may then have computed different
-                layers, so they cannot compute another step together.
+            LostRankError: if the forward pass fails. The group cannot be used after this error,
+                because the ranks may have stopped at different layers.
         """
         self.check()
         try:
@@ -125,10 +125,10 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context for a stage of loading that all ranks run at the same time.
+        """Return a context for loading a model, which all ranks do at the same time.
 
         Raises:
-            EngineError: if rank 0 fails because another rank has failed. Errors of rank 0 itself
+            EngineError: if rank 0 fails because another rank has failed. All other errors of rank 0
                 are raised unchanged.
         """
         try:
@@ -177,9 +177,9 @@ class Ranks:
         connection.send((config, rank))
 
     def _await_start(self, number: int, connection: Connection) -> None:
-        """Wait until a rank has imported its libraries.
+        """Wait until the process of a rank has started.
 
-        Raise an EngineError if the process of the rank ends before its libraries are imported.
+        Raise an EngineError if the process ends before it has sent the message "started".
         """
         try:
             message = connection.recv()
@@ -194,21 +194,22 @@ class Ranks:
             multiprocessing.connection.wait(self._connections)
             if self._is_closing:
                 return
-            # If a rank dies, the other ranks lose their connections to the dead rank and fail a
-            # moment later. The errors of these ranks say only that a connection was lost. This code
-            # waits for the failures, and then reports only the death.
+            # If a rank dies, the other ranks lose their connections and fail a moment later. Wait
+            # until these ranks have failed, so that `_describe_failures` can ignore their errors
+            # and report only the death.
             time.sleep(_FOLLOWING_ERRORS_S)
             self._failure = self._describe_failures()
-            # After the event is set, this process may end at any time. The folder of the store is
-            # therefore removed first.
+            # Remove the folder of the store before the event is set, because this process may end
+            # at any time after that.
             self.rank.remove_store()
             self._has_failed.set()
             if self.rank.device_type == "cuda":
-                # gloo notices that a rank has ended. NCCL would wait, so the NCCL group is aborted.
+                # If a rank has ended, gloo raises an error. NCCL would wait for the rank forever,
+                # so the group is aborted.
                 distributed_c10d._abort_process_group()
 
     def _describe_failures(self) -> str:
-        """Return how ranks have died. If no rank has died, return the errors of the failed ranks.
+        """Describe the ranks that have died. If no rank has died, describe the failed ranks.
 
         Example: "rank 2 of the model ended (signal 9)".
         """
@@ -221,7 +222,7 @@ class Ranks:
         return "; ".join(deaths or reasons)
 
     def _describe_end(self, number: int, connection: Connection) -> str:
-        """Return the last message of a rank, or a description of how its process ended.
+        """Return the error message of a rank. If there is none, describe how its process ended.
 
         Examples: "failed: RuntimeError: out of memory" and "ended (signal 9)".
         """
@@ -231,7 +232,7 @@ class Ranks:
             return self._describe_death(number)
 
     def _describe_death(self, number: int) -> str:
-        """Return how the process of a rank has ended, such as "ended (signal 9)"."""
+        """Describe how the process of a rank has ended. Example: "ended (signal 9)"."""
         try:
             code = self._processes[number - 1].wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism: prepares the settings and the GPUs of each engine process.
 
-Each engine process has its own GPUs and loads the complete model. The processes do not communicate
-with each other. The executor distributes the requests (serving/executor/replica_selector.py).
+Each engine process has its own GPUs and loads the complete model. The engine processes do not
+communicate with each other. The executor distributes the requests among them
+(serving/executor/replica_selector.py).
 """
 
 import os
@@ -20,8 +21,9 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     """Restrict this engine process to its own GPUs, and return the settings of the process.
 
-    Each process gets an equal part of the CPUs and of the disk space for the prefix cache. Each
-    process gets its own random seed, so that equal requests without a seed get different outputs.
+    The CPUs and the disk space for the prefix cache are divided equally among the processes. Each
+    process has a different random seed, so that equal requests without a seed get different
+    outputs.
 
     Call this function before the process uses a GPU.
 
@@ -50,9 +52,9 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
 
 def _restrict_gpus(config: EngineConfig, index: int) -> None:
     """Hide the GPUs of the other engine processes. Do nothing if the model runs on the CPU."""
-    # `device_count` counts the GPUs without loading the CUDA driver. `torch.cuda.is_available`
-    # would load the driver. The driver reads CUDA_VISIBLE_DEVICES only once, so the change at the
-    # end of this function would then have no effect.
+    # `device_count` does not load the CUDA driver, but `torch.cuda.is_available` would load it. The
+    # driver reads CUDA_VISIBLE_DEVICES only when it is loaded. If it were loaded here, the
+    # assignment at the end of this function would have no effect.
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
         return

@@ -22,8 +22,8 @@ class Shard:
     """One rank's part of a model.
 
     Attributes:
-        checkpoint: the model. A divided weight contains only the part of this rank.
-        spec: the forward path `packed`. Its attention layers have only the heads of this rank.
+        checkpoint: the model. Each divided weight contains only this rank's part.
+        spec: the forward path `packed`. Its attention layers have only this rank's heads.
     """
 
     checkpoint: Checkpoint
@@ -33,14 +33,14 @@ class Shard:
 def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: Progress) -> Shard:
     """Load one rank's part of a model. All ranks must call this function at the same time.
 
-    transformers divides the layers by its own plan, and reads only the rank's part of each divided
-    weight. If there are fewer KV heads than ranks, several ranks compute the same KV head.
+    transformers chooses the layers that are divided, and reads only this rank's part of each
+    divided weight. If there are fewer KV heads than ranks, several ranks compute the same KV head.
 
     Args:
         config: the settings.
-        hook: the engine's entry in transformers' attention interface.
+        hook: the attention function that transformers calls in each layer.
         rank: this process.
-        progress: called with one line for each slow operation.
+        progress: called with one line of text at the start of each slow operation.
 
     Raises:
         ModelError: if the weights are damaged.
@@ -62,7 +62,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
     try:
         return Shard(checkpoint, next(variants))
     except Exception as error:
-        # A model's code can raise any exception.
+        # The code of a model can raise any exception.
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size={rank.size}. "
             "The divided model cannot use the forward path packed, because "
@@ -71,7 +71,10 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
 
 
 def _replication_rules(config: EngineConfig, size: int) -> dict[str, str]:
-    """Return the rules for KV heads that several ranks compute; see `replication_rules`."""
+    """Return the rules that are needed if there are fewer KV heads than ranks.
+
+    See `kv_heads.replication_rules`.
+    """
     folder = Path(checkpoint_folder(config.model))
     model = model_without_weights(read_config(folder, config.trust_remote_code))
     return {} if model is None else replication_rules(model, tensor_parallel_plan(model), size)

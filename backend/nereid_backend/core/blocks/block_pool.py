@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 
-# If sessions retain more than this share of the blocks, their blocks are evicted in the same order
-# as all other cached blocks.
+# If sessions retain more than this share of the blocks, retained blocks are no longer preferred to
+# other cached blocks. The oldest blocks are then evicted first.
 _MAX_RETAINED_SHARE = 0.75
 
 
 class BlockPool:
-    """A fixed number of KV cache blocks, each with a reference count.
+    """A fixed number of KV cache blocks. Each block has a reference count.
 
     Attributes:
         num_blocks: the number of blocks.
@@ -35,8 +35,8 @@ class BlockPool:
         """Create a pool of free blocks. `clock` returns the time for sessions, in seconds."""
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
-        # The free blocks are a stack whose top is the end of the list. The list is in reverse
-        # order, so that block 0 is allocated first.
+        # The list is a stack: the last block of the list is allocated first. The list starts in
+        # reverse order, so that block 0 is allocated before block 1.
         self._free = list(range(num_blocks - 1, -1, -1))
         self.idle: EvictionOrder[int] = EvictionOrder(int(num_blocks * _MAX_RETAINED_SHARE), clock)
         # All cached blocks, whether they are idle or in a block table.
@@ -45,7 +45,7 @@ class BlockPool:
 
     @property
     def null_block(self) -> int:
-        """The id that replaces a freed block in block tables. No real block has this id."""
+        """The id that block tables contain in place of a freed block. No block has this id."""
         return self.num_blocks
 
     @property
@@ -67,9 +67,10 @@ class BlockPool:
         """Allocate `count` blocks of the KV cache and return the ids of the blocks.
 
         Free blocks are allocated first, then idle blocks. The blocks get a reference count of 1.
-        The caller must make sure that `count` is at most `num_free`. Example: the stack of free
-        blocks is [5, 3], with 3 on top, and the idle blocks are [1, 4], with the oldest first.
-        `allocate(3)` returns [3, 5, 1].
+        The caller must make sure that `count` is at most `num_free`.
+
+        Example: the stack of free blocks is [5, 3], with 3 on top. The idle blocks are [1, 4], with
+        the oldest first. `allocate(3)` returns [3, 5, 1].
         """
         assert count <= self.num_free, (
             f"{count} blocks were requested, but only {self.num_free} blocks are free."
@@ -86,10 +87,9 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Increment the reference count of each block.
+        """Increment the reference count of each block, because the caller adds it to a block table.
 
-        The caller adds the blocks to one more block table. Each block must be idle or part of a
-        block table.
+        Each block must be idle or in another block table.
         """
         for block in blocks:
             if self._ref_counts[block] == 0:
@@ -99,9 +99,9 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrement the reference count of each block.
 
-        If the count of a block becomes 0, a cached block becomes idle and any other block becomes
-        free. The blocks are released from the last to the first. The pool therefore reuses cached
-        blocks from the end of a sequence before cached blocks from the beginning.
+        If the count of a block becomes 0, the block becomes idle if it is cached, and free
+        otherwise. The blocks are released from the last to the first. Cached blocks at the end of a
+        sequence are therefore allocated again before cached blocks at its beginning.
         """
         for block in reversed(blocks):
             count = self._ref_counts[block] - 1
@@ -131,7 +131,7 @@ class BlockPool:
         self.idle.retain((block for block in blocks if block in self._cached), key, seconds)
 
     def unmark_cached(self, block: int) -> None:
-        """Mark a block as not cached. A block that no block table contains becomes free."""
+        """Mark a block as not cached. If no block table contains the block, it becomes free."""
         self._cached.discard(block)
         is_idle = block in self.idle
         self.idle.forget(block)
@@ -139,14 +139,14 @@ class BlockPool:
             self._free.append(block)
 
     def on_reuse(self, callback: Callable[[int], None]) -> None:
-        """Set the function that is called when a cached block is allocated for other tokens.
+        """Set the function that is called when a cached block is allocated for new tokens.
 
-        The argument of the function is the id of the block.
+        The function is called with the id of the block.
         """
         self._on_reuse = callback
 
     def check(self, block_tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Verify that every block is free, is idle, or is in a block table.
+        """Check that every block is free, is idle, or is in a block table.
 
         Args:
             block_tables: all block tables, which may contain the null block. If given, `check`

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block tables of sequences. Several sequences can share a block.
 
-Example: two sequences of one request with a prompt of 2.5 blocks, some steps after the prompt was
-computed.
+Example: a request has a prompt of 2.5 blocks and two sequences. Some steps after the prompt was
+computed, the block tables are:
 
-    sequence 0   [ 4 ][ 9 ][ 1 ][ 6 ]     computed the prompt and appends its output to block 1
+    sequence 0   [ 4 ][ 9 ][ 1 ][ 6 ]     computed the prompt; wrote its output to the blocks 1, 6
     the request  [ 4 ][ 9 ][ 1 ]          keeps the prompt for sequences that have no row yet
-    sequence 1   [ 4 ][ 9 ][ 7 ]          block 7 is a copy of block 1, because both get new tokens
+    sequence 1   [ 4 ][ 9 ][ 7 ]          writes its output to block 7, which is a copy of block 1
 
 A full block is never written again, so any number of block tables can contain the block. Sequences
 never share the block that receives the next token.
 
 A sequence has one block table for each group of layers (window.py). If a group has an attention
-window, its blocks that no later token attends to are freed after every step. In this group, a
-sequence then needs blocks only for the tokens of the window and the tokens of one step, not for all
-its tokens.
+window, the blocks before the window are freed after every step. A sequence then needs blocks for
+the tokens of the window and of one step, but not for all its tokens.
 """
 
 from collections import abc
@@ -30,10 +29,10 @@ from nereid_backend.core.sequence import Sequence
 
 
 class BlockTables:
-    """Allocates the blocks of sequences, and frees these blocks later.
+    """Allocates and frees the blocks of sequences.
 
-    A request with several sequences can keep the blocks of its prompt until every sequence has
-    blocks.
+    If a request has several sequences, it can keep the blocks of its prompt until every sequence
+    has blocks.
     """
 
     def __init__(
@@ -49,11 +48,11 @@ class BlockTables:
 
         Args:
             pool: the pool that provides the blocks.
-            block_size: tokens in one block.
+            block_size: the number of tokens in one block.
             cache: the prefix cache; None if prefix caching is off.
-            windows: the attention window of each group of layers; None for a group in which tokens
-                attend to all earlier tokens.
-            max_step_tokens: the largest number of tokens that one step computes of one sequence;
+            windows: the attention window of each group of layers; None for a group with full
+                attention.
+            max_step_tokens: the largest number of tokens that one step computes for one sequence;
                 None if one step may compute all tokens of a sequence.
         """
         self.cache = cache
@@ -67,17 +66,17 @@ class BlockTables:
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
         """Allocate blocks for all known tokens of a waiting sequence, if enough blocks are free.
 
-        The sequence shares the blocks of its longest prefix in the prefix cache. A follower (a
-        sequence whose request has already computed the prompt) shares the prompt blocks of its
-        request instead. In a group with an attention window, the sequence gets only the blocks that
-        it needs at the same time.
+        The sequence shares the blocks of its longest cached prefix. If another sequence of the
+        request has already computed the prompt, the sequence shares the blocks of the prompt
+        instead. In a group with an attention window, the sequence gets only the blocks that it
+        needs at the same time.
 
         Example with one group: block_size is 16, and the sequence has 35 tokens. The cache contains
-        its first block as block 4, and the pool allocates the blocks 9 and 2. The block table
-        becomes [4, 9, 2], and 16 tokens count as computed.
+        the first block of the sequence as block 4, and the pool allocates the blocks 9 and 2. The
+        block table becomes [4, 9, 2], and 16 tokens count as computed.
 
         Returns:
-            Whether enough blocks were free. If not, nothing is changed.
+            Whether enough blocks were free. If False, nothing has changed.
 
         Mutates: the sequence's block tables and its number of computed tokens. The call may add
             block copies, which the next call of `take_copies` returns.
@@ -93,8 +92,8 @@ class BlockTables:
         ]
         num_dropped = self._nums_null(tables)
         shared = _used(tables, num_dropped)
-        # `num_free` also counts the cached blocks that no block table contains. This sequence
-        # shares some of those blocks, so they cannot be allocated to it as new blocks.
+        # `num_free` includes the idle blocks that the sequence shares. These blocks cannot be
+        # allocated as new blocks.
         num_available = self._pool.num_free - self._pool.count_idle(shared)
         if sum(num_new) > num_available:
             return False
@@ -109,25 +108,25 @@ class BlockTables:
         return True
 
     def _find_cached(self, sequence: Sequence) -> list[list[int]]:
-        """Return block tables with the blocks of the longest cached prefix of a sequence.
+        """Find the longest cached prefix of a sequence, and return one block table for each group.
 
-        The blocks before the attention window of a group are replaced by the null block.
+        In a group with an attention window, the null block replaces each block before the window.
         """
-        # Return no blocks if the request wants log-probabilities of the prompt, because the model
-        # computes no logits for tokens that are found in the cache.
+        # If the request asks for log-probabilities of the prompt, the model must compute the whole
+        # prompt, because cached tokens have no logits.
         if self.cache is None or sequence.wants_prompt_logprobs:
             return [[] for _ in self._windows]
         return self.cache.find(sequence)
 
     @property
     def snapshots(self) -> StateSnapshots | None:
-        """The saved copies of recurrent states; None if this engine saves no copies."""
+        """The snapshots of recurrent states; None if the engine saves no snapshots."""
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
         """Record how many tokens of a new sequence were found in the prefix cache.
 
-        Do nothing if the number was recorded before, because the sequence was admitted earlier.
+        Do nothing if the number was recorded before. This happens if the sequence was preempted.
         """
         if sequence.num_cached_tokens is not None:
             return
@@ -137,21 +136,21 @@ class BlockTables:
             self.cache.num_hit_tokens += sequence.num_reused_tokens
 
     def has_block(self, sequence: Sequence, position: int) -> bool:
-        """Return whether a sequence has blocks for the token at `position` in every table."""
+        """Return whether every block table of a sequence has an entry for the token `position`."""
         return position < sequence.num_tokens_with_blocks
 
     def num_first_blocks(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a sequence without cached tokens needs at its start."""
+        """Return the number of blocks that a waiting sequence needs, without cached blocks."""
         return sum(self._num_first_blocks(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Append new blocks to the block tables until they have blocks for `num_tokens` tokens.
+        """Append blocks to the block tables of a sequence, up to `num_tokens` tokens.
 
-        Example: with one group and 16 tokens in a block, a sequence with 2 blocks gets 1 more block
-        for its first 33 tokens, and none for its first 32 tokens.
+        Example with one group and 16 tokens in a block: a sequence has 2 blocks. If `num_tokens` is
+        33, the sequence gets 1 more block. If `num_tokens` is 32, it gets no block.
 
         Returns:
-            Whether enough blocks were free. If not, nothing is changed.
+            Whether enough blocks were free. If False, nothing has changed.
         """
         if num_tokens <= sequence.num_tokens_with_blocks:
             return True
@@ -169,11 +168,11 @@ class BlockTables:
         return True
 
     def free_blocks_before_window(self, sequence: Sequence) -> None:
-        """Free the leading blocks that no later token of a running sequence attends to.
+        """Free the blocks of a running sequence that no later token attends to.
 
         Example: block_size is 4, the group has a sliding window of 4 tokens, and 10 tokens are
-        computed. The next token, at position 10, attends to positions 7 to 10, which start in the
-        second block. The block table [8, 3, 6] becomes [null, 3, 6].
+        computed. The next token is at position 10 and attends to positions 7 to 10. Position 7 is
+        in the second block, so the block table [8, 3, 6] becomes [null, 3, 6].
         """
         first_needed = 0  # the index of the first block in the window
         previous_window = None
@@ -182,13 +181,14 @@ class BlockTables:
         ):
             if window is None:
                 continue
-            # Consecutive groups often have the same window, so its first block is computed once.
+            # Consecutive groups often have the same window. In this case, compute `first_needed`
+            # only once.
             if window is not previous_window:
                 first_position = window.first_visible(sequence.num_computed_tokens)
                 first_needed = first_position // self._block_size
                 previous_window = window
             # The block table may end before the window starts, because the block of the next token
-            # is allocated only when that token is planned.
+            # is not allocated yet.
             end = min(first_needed, len(table))
             num_dropped = sequence.num_dropped_blocks[group]
             if end > num_dropped:
@@ -198,14 +198,14 @@ class BlockTables:
                 sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
-        """Return the blocks of a sequence, including freed blocks that are still cached."""
+        """Return the blocks of a sequence and its freed blocks that are still cached."""
         blocks = set(_used(sequence.block_tables, sequence.num_dropped_blocks))
         if self.cache is not None and any(sequence.num_dropped_blocks):
             blocks |= self.cache.cached_blocks(sequence.block_hashes)
         return blocks
 
     def release(self, sequence: Sequence) -> None:
-        """Release all blocks of a sequence and reset its number of computed tokens to 0."""
+        """Release all blocks of a sequence, and set its number of computed tokens to 0."""
         if self.snapshots is not None:
             self.snapshots.discard(sequence)
         if self.cache is not None and sequence.params.retention_s > 0:
@@ -215,17 +215,18 @@ class BlockTables:
         self._set_reused(sequence, 0, [0] * len(self._windows))
 
     def hold_prompt(self, request: Request, leader: Sequence) -> None:
-        """Let the other sequences of a request share the prompt blocks that `leader` has computed.
+        """Keep the prompt blocks of `leader` for the other sequences of the request.
 
         The leader is the sequence that has computed the prompt. The other sequences are called
-        followers. If the model has a recurrent state, the followers do not share the blocks here,
-        because they also need the state. They find blocks and a snapshot in the prefix cache.
+        followers. If the model has a recurrent state, the blocks are not kept, because the
+        followers also need the state. The followers then find blocks and a snapshot in the prefix
+        cache.
 
         Example with one group: the prompt has 10 tokens, block_size is 4, and the leader's block
         table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
         """
-        # The other sequences of the request have the same prompt as the leader, so their block
-        # hashes and their number of cached tokens are the same, too.
+        # The followers have the same prompt as the leader, so they also have the same block hashes
+        # and the same number of cached tokens.
         num_full_blocks = leader.num_prompt_tokens // self._block_size
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
@@ -236,9 +237,9 @@ class BlockTables:
         tables = [table[:num_blocks] for table in leader.block_tables]
         for window, table in zip(self._windows, tables, strict=True):
             if window is not None:
-                # Each of the other sequences computes only the last prompt token again, so it needs
-                # only the blocks that this token attends to. All of these blocks still exist,
-                # because the leader needed them when it computed the same token.
+                # A follower computes only the last prompt token again, so it needs only the blocks
+                # that this token attends to. These blocks still exist, because the leader has just
+                # used them for the same token.
                 last_position = leader.num_prompt_tokens - 1
                 first_needed = window.first_visible(last_position) // self._block_size
                 table[:first_needed] = [self._pool.null_block] * first_needed
@@ -254,10 +255,10 @@ class BlockTables:
             request.block_tables = []
 
     def drop_oldest_prompt(self) -> bool:
-        """Find the request that has kept prompt blocks longest, and release its prompt blocks.
+        """Release the prompt blocks that a request has kept for the longest time.
 
         Returns:
-            False if no request has prompt blocks.
+            False if no request keeps prompt blocks.
         """
         oldest = next(iter(self._requests_with_prompt.values()), None)
         if oldest is None:
@@ -266,7 +267,7 @@ class BlockTables:
         return True
 
     def drop_prompts_with(self, blocks: set[int]) -> None:
-        """Release the prompt blocks of every request whose table contains any of `blocks`."""
+        """Release the prompt blocks of each request that keeps at least one of `blocks`."""
         for request in list(self._requests_with_prompt.values()):
             if not blocks.isdisjoint(chain(*request.block_tables)):
                 self.drop_prompt(request)
@@ -278,7 +279,7 @@ class BlockTables:
                 self.cache.forget(block)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pending block copies as pairs (source, destination), and clear the list."""
+        """Return the block copies of the next step as pairs (from, to), and clear the list."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -287,9 +288,10 @@ class BlockTables:
         return chain(*(request.block_tables for request in self._requests_with_prompt.values()))
 
     def check(self, running: abc.Iterable[Sequence]) -> None:
-        """Raise an AssertionError if a block table of a running sequence is wrong.
+        """Check the block tables of the running sequences.
 
-        Every group has a table. Its freed blocks are null blocks, and no other entry is.
+        A sequence has one table for each group. In a table, exactly the entries of freed blocks are
+        null blocks.
 
         Raises:
             AssertionError: if a block table is wrong.
@@ -310,12 +312,12 @@ class BlockTables:
                 )
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
-        """Allocate the blocks of a sequence, and share the prompt blocks of its request.
+        """Give the prompt blocks of a request and new blocks to a sequence of the request.
 
-        Example with one group: the prompt has 10 tokens in the blocks [4, 9, 1] of 4 tokens. The
-        follower computes the last prompt token again, so it reuses 9 tokens. The blocks 4 and 9 are
-        shared. Block 1 is copied, because the follower writes into it. The result is the table
-        [4, 9, 7].
+        Example with one group: block_size is 4, and the prompt has 10 tokens in the blocks
+        [4, 9, 1]. The sequence computes the last prompt token again, so it reuses 9 tokens. The
+        blocks 4 and 9 are shared. Block 1 is copied to the new block 7, because the sequence writes
+        into this block. The block table of the sequence becomes [4, 9, 7].
 
         Returns:
             Whether the blocks were allocated.
@@ -338,7 +340,7 @@ class BlockTables:
         return True
 
     def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: list[int]) -> None:
-        """Set the numbers of tokens and blocks that a sequence reuses from the prefix cache."""
+        """Set the numbers of reused tokens and of dropped blocks of a sequence."""
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         sequence.num_findable_blocks = num_reused // self._block_size
@@ -346,23 +348,23 @@ class BlockTables:
         self._note_change(sequence)
 
     def _note_change(self, sequence: Sequence) -> None:
-        """Update the attributes that are derived from the block tables of a sequence."""
+        """Update the attributes of a sequence that depend on its block tables."""
         sequence.num_tokens_with_blocks = self._num_tokens(sequence.block_tables)
         sequence.table_version += 1
 
     def _num_tokens(self, tables: list[list[int]]) -> int:
-        """Return for how many leading tokens every block table of a sequence has a block."""
+        """Return the number of leading tokens for which every block table has an entry."""
         return min(map(len, tables)) * self._block_size
 
     def _num_first_blocks(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return how many blocks a waiting sequence gets at its start in one group of layers.
+        """Return the number of entries in the first block table of a sequence in one group.
 
-        With an attention window, the first step needs blocks only for the tokens of the window and
-        the tokens of the step, because leading blocks are freed after the step. Example: a sequence
-        of 1000 tokens without cached tokens, with a window of 64 tokens and 100 tokens in a step,
-        gets blocks for 164 tokens. `num_cached` is the number of tokens in cached blocks.
+        `num_cached` is the number of tokens in cached blocks. In a group with an attention window,
+        the first step needs blocks only for the tokens of the window and of the step. Example: a
+        sequence has 1000 tokens, and none of them is cached. The window has 64 tokens, and a step
+        has 100 tokens. The sequence gets blocks for 164 tokens.
         """
         num_tokens = len(sequence.token_ids)
         if window is not None and self._max_step_tokens is not None:
@@ -385,7 +387,7 @@ class BlockTables:
 def _used(tables: list[list[int]], num_dropped: list[int]) -> list[int]:
     """Return the entries of all block tables, without the leading null blocks.
 
-    Example: the tables [[4, 9], [null, 3]] with the numbers [0, 1] give [4, 9, 3].
+    Example: the tables [[4, 9], [null, 3]] and num_dropped=[0, 1] give [4, 9, 3].
     """
     if len(tables) == 1:
         return tables[0][num_dropped[0] :]

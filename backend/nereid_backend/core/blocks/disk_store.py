@@ -4,10 +4,10 @@
     header    one line of JSON: format, model, dtype and layout; key, size and checksum of the bytes
     content   the bytes
 
-A file is used only if its header is exactly the expected header, so files that are damaged and
-files of another model, data type or layout are ignored. Each file is first written under a
-temporary name, so a crash never leaves half a file under its final name. If the folder is full, the
-file that was not used for the longest time is deleted. Files with other names are never touched.
+A file is used only if its header is exactly the expected header. Damaged files and files of another
+model, data type or layout are therefore ignored. Each file is first written under a temporary name,
+so an incomplete file never has the final name. If the folder is full, the least recently used files
+are deleted. Files with other names are never changed.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _SUFFIX = ".prefix"
 _TEMPORARY_SUFFIX = ".prefix-part"
-# A process that crashes leaves an unfinished file. Only a file older than this number of seconds is
-# deleted, because another process may still be writing a younger file.
+# If a process crashes, an unfinished file can remain in the folder. The file is deleted only if it
+# is older than this number of seconds, because another process may still be writing a newer file.
 _UNFINISHED_S = 60
-# The largest number of bytes in the queue of the writer thread. If the queue would become larger,
-# `write` does nothing and returns False. Without this limit, the queue could fill the memory while
-# the disk is slow.
+# The largest number of bytes that may wait for the writer thread. If the limit would be exceeded,
+# `write` does nothing and returns False. Without the limit, a slow disk could fill the memory with
+# waiting bytes.
 _MAX_PENDING_BYTES = 256 * 2**20
 
 
 class DiskStore:
-    """Stores bytes under keys, in files of one folder. A thread writes the files.
+    """Stores bytes under keys. Each key has a file in one folder, and a thread writes the files.
 
-    The methods may be called by several threads.
+    Several threads may call the methods.
     """
 
     def __init__(self, folder: Path, max_bytes: int, identity: Mapping[str, str]) -> None:
@@ -48,8 +48,8 @@ class DiskStore:
         Args:
             folder: the folder.
             max_bytes: the largest size of all files together.
-            identity: names what determines the bytes in addition to their keys, such as the model.
-                Two stores with different identities can share a folder, but not the files.
+            identity: identifies the model and its settings. Two stores with different identities
+                can use the same folder, but they do not share files.
 
         Raises:
             OSError: if the folder cannot be created, read or written.
@@ -61,11 +61,11 @@ class DiskStore:
             json.dumps(self._identity).encode(), digest_size=16
         ).digest()
         self._lock = threading.Lock()
-        # A mapping from the name of a file to its size. The least recently used file is first.
+        # Maps the name of a file to its size. The least recently used file comes first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._num_bytes = 0
-        # The changes that the writer thread must still make. The dict maps the name of a file to
-        # the bytes to write, or to None if the file must be deleted.
+        # The waiting tasks of the writer thread. The dict maps the name of a file to its bytes, or
+        # to None if the file must be deleted.
         self._pending: dict[str, bytes | None] = {}
         self._num_pending_bytes = 0
         self._has_warned = False
@@ -89,7 +89,7 @@ class DiskStore:
         return self._num_bytes
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the bytes that were stored under a key, or None if the key has no valid file."""
+        """Return the bytes that are stored under a key, or None if there is no valid file."""
         name = self._name(key)
         with self._lock:
             if name in self._pending:
@@ -119,10 +119,10 @@ class DiskStore:
         return None
 
     def write(self, key: bytes, content: bytes) -> bool:
-        """Write a file in the background.
+        """Write the file of a key in the background.
 
         Returns:
-            False if too many bytes are waiting to be written already. Nothing is written then.
+            False if the file is not written, because too many bytes are already waiting.
         """
         name = self._name(key)
         data = self._header(key, content) + b"\n" + content
@@ -143,7 +143,7 @@ class DiskStore:
         self._queue.put(name)
 
     def flush(self, timeout_s: float) -> None:
-        """Write all waiting files, and stop the writer thread. Wait at most `timeout_s` seconds."""
+        """Write all waiting files, and end the writer thread. Wait at most `timeout_s` seconds."""
         self._queue.put(None)
         self._writer.join(timeout_s)
 
@@ -166,8 +166,8 @@ class DiskStore:
     def _write_files(self) -> None:
         """Write and delete files until the queue contains None. The writer thread runs this method.
 
-        The queue contains the names of files. `_pending` has the bytes to write for each name, or
-        None if the file must be deleted.
+        The queue contains the names of files. `_pending` maps each name to the bytes of the file,
+        or to None if the file must be deleted.
         """
         while (name := self._queue.get()) is not None:
             with self._lock:
@@ -183,8 +183,8 @@ class DiskStore:
                 )
             with self._lock:
                 # If `write` was called again with the same key, `_pending` contains newer bytes,
-                # and the queue contains the name once more. Leave the newer bytes in `_pending` for
-                # the next turn of the loop.
+                # and the queue contains the name once more. A later iteration then writes the newer
+                # bytes.
                 if name in self._pending and self._pending[name] is data:
                     del self._pending[name]
                     self._num_pending_bytes -= len(data or b"")
@@ -192,7 +192,8 @@ class DiskStore:
     def _write_or_delete(self, name: str, data: bytes | None) -> None:
         """Write the bytes `data` to the file `name`. If `data` is None, delete the file.
 
-        The bytes are first written to a temporary file, so that a crash never leaves half a file.
+        The bytes are first written to a temporary file, which is then renamed. A crash therefore
+        never leaves an incomplete file with the name `name`.
         """
         path = self._folder / name
         if data is None:
@@ -218,10 +219,7 @@ class DiskStore:
             self._num_bytes += len(data)
 
     def _make_room(self, size: int) -> None:
-        """Delete the least recently used files until a new file of `size` bytes fits.
-
-        The least recently used files are deleted first.
-        """
+        """Delete the least recently used files until a new file of `size` bytes fits."""
         while True:
             with self._lock:
                 if self._num_bytes + size <= self._max_bytes or not self._sizes:
@@ -235,7 +233,7 @@ class DiskStore:
             self._num_bytes -= self._sizes.pop(name, 0)
 
     def _header(self, key: bytes, content: bytes) -> bytes:
-        """Return the header line of a file, without a newline."""
+        """Return the header of a file, which is one line of JSON without a newline."""
         checksum = hashlib.blake2b(content, digest_size=16).hexdigest()
         about = {"key": key.hex(), "size": len(content), "checksum": checksum}
         return json.dumps({**self._identity, **about}).encode()
@@ -245,7 +243,7 @@ class DiskStore:
         return hashlib.blake2b(key, digest_size=20, key=self._name_key).hexdigest() + _SUFFIX
 
     def _warn(self, message: str) -> None:
-        """Log a warning, but only the first time that this store calls the method."""
+        """Log a warning, but only if this store has not logged a warning before."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(message)

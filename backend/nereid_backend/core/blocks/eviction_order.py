@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which the idle items of a cache are evicted.
 
-An item is a block or a snapshot. An item is idle while no sequence uses it. A session is a client
-with a `prompt_cache_key`. The items of a session are retained for some time after its last request:
+An item is a block or a snapshot. An item is idle while no sequence uses the item. A session is
+identified by a client and a `prompt_cache_key`. The items of a session are retained for some time
+after the last request of the session:
 
-    idle items without a session     evicted first, the oldest first
-    idle items of a session          evicted if no other item is idle. A session loses items only if
-                                     it has at least the mean number of items of all sessions. Of
-                                     these sessions, the one that was used longest ago comes first
-    expired sessions                 their items count as the oldest items without a session
+    idle items without a session     evicted first, beginning with the oldest item
+    idle items of a session          evicted if no other item is idle. A session loses an item only
+                                     if it has at least the mean number of idle items of all
+                                     sessions. Among these sessions, the least recently used one
+                                     loses the item
+    items of an expired session      treated as the oldest items without a session
 
-If the sessions retain more than `max_retained` idle items, age alone decides between the items with
-and without a session. Retention is therefore a preference. A request never waits for it.
+If the sessions retain more than `max_retained` idle items, the oldest item is evicted first,
+whether it has a session or not. A request never has to wait because items are retained.
 """
 
 import time
@@ -27,11 +29,11 @@ _EXPIRY_INTERVAL_S = 1.0
 
 
 class SessionKey(NamedTuple):
-    """The name of a session.
+    """Identifies a session.
 
     Attributes:
-        client_id: the client that sent the requests; "" if unknown.
-        prompt_cache_key: the key in the requests; "" for requests that are retained without a key.
+        client_id: the client that sent the requests; "" if the client is unknown.
+        prompt_cache_key: the `prompt_cache_key` of the requests; "" if the requests have no key.
     """
 
     client_id: str
@@ -39,12 +41,12 @@ class SessionKey(NamedTuple):
 
 
 class SessionUse(NamedTuple):
-    """The number of items that a session retains, and the time until the session expires.
+    """The number of items of a session, and the time until the session expires.
 
     Attributes:
-        key: the name of the session.
+        key: identifies the session.
         num_items: the number of items that the session retains.
-        expires_in_s: the seconds until the items are no longer retained.
+        expires_in_s: the time in seconds until the session expires.
     """
 
     key: SessionKey
@@ -57,10 +59,10 @@ class _Session(Generic[Item]):
     """The retained items of one session.
 
     Attributes:
-        key: the name of the session.
-        expires: the time by the clock at which the items are no longer retained.
-        last_use: the number of the last change of the order that added items to the session.
-        idle: the idle items, from the oldest on. The dict is used as an ordered set.
+        key: identifies the session.
+        expires: the time at which the session expires, as a value of the clock.
+        last_use: the value of `_num_changes` when the session was used last.
+        idle: the idle items, with the oldest item first. The dict is used as an ordered set.
         used: the items that sequences use.
     """
 
@@ -76,34 +78,35 @@ class _Session(Generic[Item]):
 
 
 class EvictionOrder(Generic[Item]):
-    """The cached items that no sequence uses, in the order in which they are evicted."""
+    """The idle items of a cache, in the order in which they are evicted."""
 
     def __init__(self, max_retained: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Create an order without items.
 
         Args:
-            max_retained: the number of retained idle items above which age decides between the
-                items with and without a session.
-            clock: returns a time in seconds that never goes back.
+            max_retained: the largest number of idle items of sessions that are evicted after other
+                items. If sessions retain more idle items, the oldest item is evicted first.
+            clock: returns the time in seconds. The time never decreases.
         """
         self._max_retained = max_retained
         self._clock = clock
-        # A mapping from each idle item that no session retains to the number of the change that
-        # made the item idle. The oldest item comes first.
+        # Maps each idle item without a session to the value of `_num_changes` when the item became
+        # idle. The oldest item comes first.
         self._plain: OrderedDict[Item, int] = OrderedDict()
-        # The session that was used longest ago comes first.
+        # The least recently used session comes first.
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
-        # A mapping from each retained item to its session.
+        # Maps each retained item to its session.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # idle items of all sessions
         self._num_changes = 0
-        # The session that has lost the last item. The same session loses the next items, until it
-        # has fewer items than the mean. Most evictions therefore need no search.
+        # The session from which the last retained item was evicted. The next items are evicted from
+        # the same session until it has fewer items than the mean. Most evictions therefore need no
+        # search.
         self._victim: _Session[Item] | None = None
         self._expiry_due = clock()
 
     def __contains__(self, item: Item) -> bool:
-        """Return whether an item is idle. An item is idle if no sequence uses the item."""
+        """Return whether an item is idle, which means that no sequence uses the item."""
         session = self._session_of.get(item)
         return item in (self._plain if session is None else session.idle)
 
@@ -119,7 +122,7 @@ class EvictionOrder(Generic[Item]):
 
     @property
     def num_retained(self) -> int:
-        """The number of items that sessions retain, whether the items are idle or used."""
+        """The number of items that sessions retain. Idle items and used items are counted."""
         self._expire()
         return len(self._session_of)
 
@@ -135,7 +138,7 @@ class EvictionOrder(Generic[Item]):
         self._num_retained += 1
 
     def remove(self, item: Item) -> None:
-        """Remove an item that a sequence has started to use from the idle items."""
+        """Remove an item from the idle items, because a sequence has started to use the item."""
         session = self._session_of.get(item)
         if session is None:
             del self._plain[item]
@@ -155,7 +158,7 @@ class EvictionOrder(Generic[Item]):
         return item
 
     def forget(self, item: Item) -> None:
-        """Remove an item that is deleted from the cache. Do nothing if the item is unknown."""
+        """Remove an item, because it is deleted from the cache. Do nothing if it is unknown."""
         session = self._session_of.pop(item, None)
         if session is None:
             self._plain.pop(item, None)
@@ -169,13 +172,13 @@ class EvictionOrder(Generic[Item]):
     def retain(self, items: Iterable[Item], key: SessionKey, seconds: float) -> None:
         """Retain items for a session for the next `seconds` seconds.
 
-        The time of all items of the session is extended. An item that another session retains for
-        a longer time stays with the other session.
+        The earlier items of the session are retained for this time, too. If another session retains
+        an item for a longer time, the item remains in the other session.
 
         Args:
-            items: items of the cache, which may be idle. Of several idle items, the first is
+            items: idle or used items of the cache. If several items are idle, the first of them is
                 evicted first.
-            key: the name of the session.
+            key: identifies the session.
             seconds: the time for which the items are retained.
         """
         expires = self._clock() + seconds
@@ -192,7 +195,7 @@ class EvictionOrder(Generic[Item]):
             owner = self._session_of.get(item)
             if owner is session or (owner is not None and owner.expires >= session.expires):
                 continue
-            # Move the item from its present session, if it has one, to this session.
+            # Remove the item from its current session, if it has one, and add it to this session.
             is_idle = item in self
             self.forget(item)
             self._session_of[item] = session
@@ -202,7 +205,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def extend(self, key: SessionKey, seconds: float) -> bool:
-        """Extend the retention of a session, so that it lasts for at least `seconds` more seconds.
+        """Retain the items of a session for at least `seconds` more seconds.
 
         Return False if the session does not exist.
         """
@@ -214,13 +217,13 @@ class EvictionOrder(Generic[Item]):
         return True
 
     def idle_items(self, key: SessionKey) -> list[Item]:
-        """Return the idle items of a session; none if the session does not exist."""
+        """Return the idle items of a session. If the session does not exist, the list is empty."""
         self._expire()
         session = self._sessions.get(key)
         return [] if session is None else list(session.idle)
 
     def sessions(self) -> list[SessionUse]:
-        """Return the sessions that have not expired."""
+        """Return the number of items and the remaining time of each session."""
         self._expire()
         now = self._clock()
         return [
@@ -229,9 +232,10 @@ class EvictionOrder(Generic[Item]):
         ]
 
     def _expire(self) -> None:
-        """Remove the sessions whose retention has expired.
+        """Remove the sessions that have expired.
 
-        Their idle items become the oldest items without a session, so they are evicted next.
+        The idle items of these sessions become the oldest items without a session, so these items
+        are evicted next.
         """
         if not self._sessions:
             return
@@ -253,16 +257,16 @@ class EvictionOrder(Generic[Item]):
             self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether retained items must be evicted before items without a session."""
+        """Return whether to evict an item of a session before an item without a session."""
         if self._num_retained <= self._max_retained:
             return False
         return self._next_victim().last_use < next(iter(self._plain.values()))
 
     def _next_victim(self) -> _Session[Item]:
-        """Return the session that loses the next item. At least one session must have idle items.
+        """Choose the session that loses the next item. At least one session must have idle items.
 
-        The session has at least the mean number of idle items, so a large session cannot evict the
-        items of small sessions.
+        The chosen session has at least the mean number of idle items. Small sessions therefore lose
+        no items because of a large session.
         """
         mean = self._num_retained / len(self._sessions)
         if self._victim is None or len(self._victim.idle) < mean or not self._victim.idle:
@@ -274,7 +278,7 @@ class EvictionOrder(Generic[Item]):
         return self._victim
 
     def _drop_if_empty(self, session: _Session[Item]) -> None:
-        """Remove a session that has no items left."""
+        """Remove a session if it has no items left."""
         if session.num_items == 0:
             del self._sessions[session.key]
             if self._victim is session:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache, which finds computed blocks that a new request can reuse.
+"""The prefix cache. It finds computed blocks that a new request can reuse.
 
-The hash of a full block is computed from its tokens and the hash of the block before it. If two
-blocks have the same hash, all tokens from the start of their sequences to the end of the blocks are
-therefore the same. Example with 16 tokens in a block:
+The hash of a full block is computed from its tokens and from the hash of the previous block. If two
+blocks have the same hash, their sequences therefore have the same tokens up to the end of these
+blocks. Example with 16 tokens in a block:
 
     s = H'(salt, adapter) -> h0 = H(s, tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
 
@@ -13,10 +13,10 @@ a sequence become idle together, the pool allocates the last block of the sequen
 and values in a cached block are exactly those that the model would compute, so the cache does not
 change answers.
 
-A sequence has one block for each group of layers (window.py) in place of each block above. The
-blocks of the groups have the same hash. A prefix is cached if every group has the blocks that the
-token after the prefix attends to: all blocks of the prefix in a group with full attention, but only
-the last blocks of the prefix in a group with an attention window.
+If a model has several groups of layers (window.py), a sequence has one block in each group for the
+same tokens. These blocks have the same hash. A prefix counts as cached if every group has the
+blocks that the next token attends to. A group with full attention needs all blocks of the prefix. A
+group with an attention window needs only the last blocks of the prefix.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ _HASH_BYTES = 16
 
 
 class PrefixCache:
-    """A mapping from the hashes of full blocks to the blocks.
+    """Maps the hashes of full blocks to the ids of the blocks.
 
     Attributes:
         num_queried_tokens: the number of tokens that all requests looked up in the cache.
         num_hit_tokens: the number of tokens that all requests found in the cache.
-        snapshots: the snapshots of recurrent states; None if the model has no recurrent state. With
-            snapshots, a prefix is found only up to a block that has a snapshot.
+        snapshots: the snapshots of recurrent states; None if the model has no recurrent state. If
+            there are snapshots, a cached prefix always ends at a block with a snapshot.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class PrefixCache:
         windows: abc.Sequence[AttentionWindow | None] = (None,),
         snapshots: StateSnapshots | None = None,
     ) -> None:
-        """Create an empty cache of the blocks in `pool`. Each block has `block_size` tokens.
+        """Create an empty cache for the blocks of `pool`. Each block has `block_size` tokens.
 
-        `windows` has the attention window of each group of layers, or None for full attention.
+        `windows` contains one attention window for each group of layers, or None for a group with
+        full attention.
         """
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -63,7 +64,7 @@ class PrefixCache:
         # The hashes of the blocks that must still be written to disk; None if there is no cache on
         # disk.
         self.unsaved: dict[bytes, None] | None = None
-        # The hashes of the blocks whose content is known to be invalid.
+        # The hashes of the blocks that must be deleted from the cache on disk.
         self.invalid: list[bytes] = []
         self._before_reuse: Callable[[bytes, int], object] | None = None
         self._pool = pool
@@ -76,16 +77,15 @@ class PrefixCache:
         pool.on_reuse(self._drop)
 
     def find(self, sequence: Sequence) -> list[list[int]]:
-        """Return the cached blocks that contain the longest prefix of a sequence's tokens.
+        """Find the longest cached prefix of a sequence, and return the blocks of this prefix.
 
         The result has one block table for each group, and all tables have the same length. The last
         token is never part of the prefix, because sampling needs the logits of the last token. In a
         group with an attention window, the null block replaces leading blocks that are not needed.
 
         Example with one group: the sequence has 48 tokens, and block_size is 16. The cache contains
-        its first and its second block as the blocks 7 and 2, so the result is [[7, 2]]. The result
-        would be the same if the cache also contained the third block, because that block contains
-        the last token.
+        the first two blocks of the sequence as the blocks 7 and 2, so the result is [[7, 2]]. The
+        third block is never part of the result, because it contains the last token.
         """
         hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
         if self._has_windows:
@@ -100,8 +100,8 @@ class PrefixCache:
         if self.snapshots is None:
             return [block_table]
         # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
-        # are computed again. `branch_position` causes a new snapshot at the end of the cached
-        # blocks. The next request with the same prefix can then reuse all of these blocks.
+        # are computed again. Because `branch_position` is set, a new snapshot is saved at the end
+        # of the cached blocks. The next request with this prefix can then reuse all these blocks.
         sequence.branch_position = len(block_table) * self._block_size
         while block_table and hashes[len(block_table) - 1] not in self.snapshots:
             block_table.pop()
@@ -123,15 +123,15 @@ class PrefixCache:
             self.snapshots.unsaved = {}
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of a sequence's full blocks. Omit a block with the last token.
+        """Return the hashes of a sequence's full blocks, without a block that has the last token.
 
-        Example: with 16 tokens in a block, a sequence of 48 tokens has two such blocks, and a
-        sequence of 49 tokens has three.
+        Example with 16 tokens in a block: a sequence of 48 tokens gives two hashes, and a sequence
+        of 49 tokens gives three hashes.
         """
         return self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """Return the cached block with a hash in the first group of layers, or None."""
+        """Return the id of the cached block with a hash, or None. Search only the first group."""
         return self._blocks[0].get(block_hash)
 
     def insert(self, hashes: list[bytes]) -> list[tuple[bytes, int]]:
@@ -141,11 +141,12 @@ class PrefixCache:
         only one group of layers.
 
         Args:
-            hashes: the hashes of the leading blocks of a sequence. Blocks that are cached already
-                are not evicted for the new blocks.
+            hashes: the hashes of the leading blocks of a sequence. If some of these blocks are
+                cached already, they are not evicted.
 
         Returns:
-            The hash and the id of each new block. The list ends where no block is free.
+            The hash and the id of each new block. If there are not enough free blocks, the last
+            blocks are missing.
         """
         blocks = self._blocks[0]
         held = [blocks[block_hash] for block_hash in hashes if block_hash in blocks]
@@ -161,7 +162,7 @@ class PrefixCache:
         return new
 
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
-        """Return the ids of the cached blocks that have one of the given hashes."""
+        """Return the ids of the cached blocks whose hashes are in `hashes`."""
         return {blocks[one] for blocks in self._blocks for one in hashes if one in blocks}
 
     def add(self, sequence: Sequence) -> None:
@@ -172,8 +173,8 @@ class PrefixCache:
         hashes = self._block_hashes(sequence, num_full)
         for blocks, table in zip(self._blocks, sequence.block_tables, strict=True):
             for index in range(sequence.num_findable_blocks, num_full):
-                # If two requests computed the same tokens, the cache contains only the block that
-                # was added first.
+                # If two requests computed the same tokens, keep only the block that was added
+                # first.
                 block_hash = hashes[index]
                 if block_hash in blocks:
                     continue
@@ -195,7 +196,7 @@ class PrefixCache:
         retained = []
         for blocks, first in zip(self._blocks, sequence.num_dropped_blocks, strict=True):
             hashes = sequence.block_hashes[first:end]
-            # Of the blocks that no sequence uses, the last block of the sequence is evicted first.
+            # The order is reversed, because the last block of the sequence must be evicted first.
             retained += [blocks[one] for one in reversed(hashes) if one in blocks]
         self._pool.retain(retained, key, params.retention_s)
         if self.snapshots is not None:
@@ -203,7 +204,7 @@ class PrefixCache:
             self.snapshots.retain(hashes, key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
-        """Extend the retention of a session's prefixes to at least `seconds` more seconds.
+        """Retain the cached prefixes of a session for at least `seconds` more seconds.
 
         Return False if the session does not exist.
         """
@@ -212,11 +213,10 @@ class PrefixCache:
         return self._pool.idle.extend(key, seconds)
 
     def drop_session(self, key: SessionKey) -> int:
-        """Remove the cached blocks of a session, except those that a running sequence uses.
+        """Remove the cached blocks of a session, and return the number of removed blocks.
 
-        Return the number of removed blocks.
-
-        The files of these blocks are deleted from the cache on disk, too.
+        Blocks that a running sequence uses are not removed. The removed blocks are deleted from the
+        cache on disk, too.
         """
         blocks = self._pool.idle.idle_items(key)
         for block in blocks:
@@ -224,7 +224,7 @@ class PrefixCache:
         return len(blocks)
 
     def drop_all(self) -> int:
-        """Remove all cached blocks that no running sequence uses, and return their number."""
+        """Remove all cached blocks except the blocks of running sequences. Return their number."""
         blocks = list(self._pool.idle)
         for block in blocks:
             self.forget(block)
@@ -239,7 +239,7 @@ class PrefixCache:
         self._pool.unmark_cached(block)
 
     def check(self) -> None:
-        """Raise an AssertionError if hashes and cached blocks do not match.
+        """Check that the hashes and the cached blocks match.
 
         Raises:
             AssertionError: if the hashes and the cached blocks do not match.
@@ -249,16 +249,16 @@ class PrefixCache:
             assert all(self._hashes[block] == block_hash for block_hash, block in blocks.items())
 
     def _find_visible(self, hashes: list[bytes]) -> list[list[int]]:
-        """Return the longest cached prefix for a model whose layers have attention windows.
+        """Find the longest cached prefix if the model has attention windows.
 
-        The token after a prefix attends only to the blocks of its window. The prefix counts as
-        cached if the cache contains these blocks in every group of layers. The null block replaces
-        the blocks before the window. The result has one block table for each group.
+        Return one block table for each group of layers. The next token after a prefix attends only
+        to the blocks in its window. The prefix counts as cached if the cache contains these blocks
+        in every group of layers. The null block replaces the blocks before the window.
 
         Example with one group: block_size is 4, and the window has 4 tokens. The sequence has 3
-        full blocks, and the cache contains the last two of them as the blocks 8 and 5. The token at
-        position 12 attends to positions 9 to 12, which start in the third block. The result is
-        [[null, null, 5]].
+        full blocks, and the cache contains the second and the third block as the blocks 8 and 5.
+        The token at position 12 attends to positions 9 to 12, and position 9 is in the third block.
+        The result is [[null, null, 5]].
         """
         null = self._pool.null_block
         tables = [[blocks.get(one, null) for one in hashes] for blocks in self._blocks]
@@ -281,11 +281,11 @@ class PrefixCache:
         return [[] for _ in self._windows]
 
     def _missing_blocks(self, tables: list[list[int]]) -> dict[AttentionWindow | None, list[int]]:
-        """For each window, find the blocks that are missing from the groups with this window.
+        """For each window, find the missing blocks in the tables of the groups with this window.
 
-        Element i of a list is the largest index up to i at which a group with the window has a null
-        block, or -1. Example: two groups with one window and the tables [4, null, 9] and [null, 3,
-        6] give the list [0, 1, 1].
+        The result maps a window to a list. Element i of the list is the largest index j <= i for
+        which one of the tables has a null block at j, or -1. Example: two groups have the same
+        window and the tables [4, null, 9] and [null, 3, 6]. The list is [0, 1, 1].
         """
         missing: dict[AttentionWindow | None, list[int]] = {}
         for window, table in zip(self._windows, tables, strict=True):
@@ -294,9 +294,9 @@ class PrefixCache:
         return missing
 
     def _first_block(self, window: AttentionWindow | None, num_blocks: int) -> int:
-        """Return the index of the first block that the next token reads.
+        """Return the index of the first block to which the next token attends.
 
-        The next token is the token that follows `num_blocks` blocks.
+        The next token directly follows the first `num_blocks` blocks.
         """
         if window is None:
             return 0
@@ -328,9 +328,9 @@ class PrefixCache:
         return hashes[:count]
 
     def _hash_block(self, previous_hash: bytes, sequence: Sequence, index: int) -> bytes:
-        """Return the hash of the block `index` of a sequence.
+        """Return the hash of block number `index` of a sequence.
 
-        If the keys and values of the block depend on images, the hash depends on them, too.
+        If the keys and values of the block depend on images, the hash depends on the images, too.
         """
         end = (index + 1) * self._block_size
         token_ids = sequence.token_ids[index * self._block_size : end]
@@ -341,7 +341,7 @@ class PrefixCache:
 
 
 def _last_missing(table: list[int], null_block: int) -> list[int]:
-    """For each index i of a table, return the index of the last null block up to i, or -1.
+    """For each index i, return the largest j <= i for which table[j] is the null block, or -1.
 
     Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
     """
@@ -355,10 +355,10 @@ def _last_missing(table: list[int], null_block: int) -> list[int]:
 
 
 def _first_hash(sequence: Sequence) -> bytes:
-    """Return the hash that replaces the previous block's hash for the first block of a sequence.
+    """Return the hash that comes before the hash of the first block of a sequence.
 
-    The hash of the first block is computed from this hash. The hash function has its own
-    personalisation string, so that no salt has the hash of a block.
+    The hash depends on the salt and the adapter of the sequence. Its hash function has a separate
+    personalisation string, so that it never returns the hash of a block.
     """
     text = sequence.params.cache_salt.encode("utf-8", "surrogatepass")
     key = b"" if sequence.adapter is None else sequence.adapter.digest

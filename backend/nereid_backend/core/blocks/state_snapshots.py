@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots, which are saved copies of a recurrent model's state after a prefix of the tokens.
+"""Snapshots of recurrent states. A snapshot is a copy of the state after a prefix of the tokens.
 
-The blocks of a sequence contain the keys and values of each token. A recurrent state, however,
-contains only one summary of all tokens so far, so a request can continue a cached prefix only where
-the state was copied. Such a copy is a snapshot. Every snapshot belongs to the end of a full block,
-and the hash of that block identifies the snapshot. Example with 16 tokens in a block, a prompt of
-1000 tokens and an answer of 200 tokens:
+The blocks of a sequence contain the keys and values of each token. A recurrent state, however, is
+one summary of all tokens so far. A request can therefore continue a cached prefix only from a
+position at which a snapshot was saved. Every snapshot is saved at the end of a full block, and the
+hash of this block identifies the snapshot. Example with 16 tokens in a block, a prompt of 1000
+tokens and an answer of 200 tokens:
 
     position  512        976      1000 ... 1184    1200
               snapshot   snapshot  |       snapshot |
               every      end of    end of  end of   end of
               32 blocks  prompt    prompt  answer   answer
 
-The scheduler chooses the positions by how likely a later request is to reuse them:
+Snapshots are saved at the positions from which later requests will probably continue:
 
-- the last full block but one of a prompt. The next turn of a chat repeats the prompt, but may
-  render the last few tokens differently, for example without the start of the reasoning;
-- the last full block of an answer, which the next turn of a chat repeats. A newer snapshot of the
-  same answer replaces the older one;
-- the end of cached blocks for which there was no snapshot. If two requests have had these tokens in
-  common, a third request probably has them in common, too;
+- the end of the last full block but one of a prompt. The next turn of a chat repeats the prompt,
+  but may render its last few tokens differently, for example without the start of the reasoning;
+- the end of the last full block of an answer. The next turn of a chat repeats the answer. A new
+  snapshot of an answer replaces the previous snapshot of this answer;
+- the end of a cached prefix, if there is no snapshot at this position. Two requests have already
+  had this prefix, so a third request will probably have the same prefix;
 - the end of a chunk, if at least `_INTERVAL` blocks were computed since the last snapshot.
 
 Snapshots and running sequences share the memory for states. If a sequence needs the memory, a
-snapshot is deleted (eviction_order.py). If the block of a snapshot leaves the prefix cache, the
-snapshot is deleted with it.
+snapshot is deleted (eviction_order.py). If a block is removed from the prefix cache, its snapshot
+is deleted, too.
 """
 
 import time
@@ -34,21 +34,21 @@ from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan
 
-# A snapshot is saved at the end of a chunk if at least this number of blocks was computed since the
+# A snapshot is saved at the end of a chunk if at least this number of blocks was computed after the
 # previous snapshot.
 _INTERVAL = 32
-# A prompt is divided at the position of a snapshot only if the previous snapshot is at least this
-# number of blocks before that position. Each division costs another forward pass.
+# A prompt is divided to save a snapshot only if the previous snapshot is at least this number of
+# blocks earlier, because each division costs another forward pass.
 _MIN_DISTANCE = 8
-# If sessions retain more snapshots than this share of the memory for states, their snapshots are
-# evicted in the same order as all other snapshots.
+# If sessions retain more snapshots than this share of the memory for states, retained snapshots are
+# no longer preferred to other snapshots. The oldest snapshots are then evicted first.
 _MAX_RETAINED_SHARE = 0.75
 
 
 class StateSnapshots:
-    """The snapshots of recurrent states, each with the hash of the last block before it.
+    """The ids of all snapshots, by the hash of the last block before the snapshot.
 
-    The forward path stores the copies of the states under the ids of the snapshots.
+    The forward path stores the states under these ids.
     """
 
     def __init__(
@@ -59,29 +59,29 @@ class StateSnapshots:
         Args:
             num_states: the number of states that fit into the memory, including the states of
                 running sequences.
-            block_size: tokens in one block.
+            block_size: the number of tokens in one block.
             clock: returns the time for sessions, in seconds.
         """
         self._num_states = num_states
         self._block_size = block_size
         self._interval = _INTERVAL * block_size
         self._min_distance = _MIN_DISTANCE * block_size
-        # A mapping from the hash of a block to the id of its snapshot.
+        # Maps the hash of a block to the id of its snapshot.
         self._ids: dict[bytes, int] = {}
-        # The hashes of all snapshots. The least recently used snapshot is the oldest.
+        # The hashes of all snapshots. When a snapshot is used, it becomes the newest one.
         self._order: EvictionOrder[bytes] = EvictionOrder(
             int(num_states * _MAX_RETAINED_SHARE), clock
         )
         self._num_saved = 0
         self._max_snapshots = num_states
         # The hashes of the snapshots that must still be written to disk; None if there is no cache
-        # on disk. The dict is used as an ordered set: all its values are None, and the snapshot
-        # that was added first comes first. While an answer is generated, its snapshots are not
-        # added, because each new snapshot replaces the previous one. The last snapshot is added
-        # when the blocks of the sequence are released.
+        # on disk. The dict is used as an ordered set, so all its values are None. While an answer
+        # is generated, its snapshots are not added, because each snapshot replaces the previous
+        # one. The last snapshot of the answer is added when the blocks of the sequence are
+        # released.
         self.unsaved: dict[bytes, None] | None = None
-        # The ids of deleted snapshots. The next step plan passes these ids to the forward path,
-        # which frees the memory.
+        # The ids of deleted snapshots. The next step plan contains these ids, so that the forward
+        # path frees the memory.
         self._deleted: list[int] = []
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -93,7 +93,7 @@ class StateSnapshots:
         return len(self._ids)
 
     def use(self, sequence: Sequence, num_reused: int) -> None:
-        """Let a sequence start from the snapshot after its first `num_reused` tokens.
+        """Select the snapshot after the first `num_reused` tokens as the initial state.
 
         If `num_reused` is 0, the sequence starts without a snapshot.
         """
@@ -105,15 +105,16 @@ class StateSnapshots:
             self._note_use(block_hash)
 
     def chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many of the next `num_tokens` tokens the next chunk should compute.
+        """Return the number of tokens in the next chunk, which is at most `num_tokens`.
 
-        The result is at most `num_tokens`. A snapshot can be saved only at the end of a chunk, so
-        the chunk ends at the next position of `_targets` at which a snapshot should be saved. If
-        there is no such position, a chunk that does not reach the last known token ends at the end
-        of a block, if the chunk contains one.
+        A snapshot can be saved only at the end of a chunk. If the chunk would include a position of
+        `_targets`, the chunk therefore ends at this position. Otherwise, the chunk ends at the end
+        of a block, if this is possible. A chunk that reaches the last known token may end inside a
+        block.
 
-        Example: the block size is 16, and a prompt of 1000 tokens starts at token 512. The call
-        `chunk_length(sequence, 488)` returns 464, because a snapshot is saved after 976 tokens.
+        Example: block_size is 16, the prompt has 1000 tokens, and the first 512 of them are
+        computed. `chunk_length(sequence, 488)` returns 464, because a snapshot is saved after 976
+        tokens.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
@@ -130,14 +131,14 @@ class StateSnapshots:
 
         Args:
             chunks: the chunks of the step.
-            num_running: the number of running sequences, each of which has a state.
+            num_running: the number of running sequences. Each of them has a state.
 
-        Mutates: the sequences of the chunks. Each sequence whose state is saved gets the id of the
-            new snapshot.
+        Mutates: the sequences of the chunks. If the state of a sequence is saved,
+            `unsaved_snapshot_id` is set to the id of the new snapshot.
         """
         loads: list[tuple[int, int]] = []
         saves: list[tuple[int, int]] = []
-        # Snapshots get the memory for states that running sequences do not need.
+        # Running sequences need one state each. The rest of the memory is used for snapshots.
         max_snapshots = self._num_states - num_running
         self._max_snapshots = max_snapshots
         for index, chunk in enumerate(chunks):
@@ -155,10 +156,10 @@ class StateSnapshots:
         return SnapshotPlan(loads, saves, deleted)
 
     def add(self, sequence: Sequence) -> None:
-        """Add the snapshot that the last step has saved, so that requests can find it.
+        """Add the snapshot that the last step has saved for a sequence.
 
-        If another sequence has saved a snapshot at the end of the same block, delete the new
-        snapshot. The hash of the block before the snapshot must be in `sequence.block_hashes`.
+        If another snapshot has the same hash, delete the new snapshot. The hash of the block before
+        the snapshot must be in `sequence.block_hashes`.
         """
         snapshot_id = sequence.unsaved_snapshot_id
         if snapshot_id is None:
@@ -176,17 +177,16 @@ class StateSnapshots:
             self._write_to_disk_later(block_hash)
         previous_position = sequence.num_snapshot_tokens
         if previous_position > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
-            # The next turn of the chat starts after the answer, so only the last snapshot of the
-            # answer is useful.
+            # The next turn of the chat continues after the whole answer, so only the last snapshot
+            # of the answer is useful.
             self.delete(sequence.block_hashes[previous_position // self._block_size - 1])
         sequence.num_snapshot_tokens = position
 
     def discard(self, sequence: Sequence) -> None:
-        """Delete or keep the snapshots of a sequence whose blocks are being released.
+        """Delete the unsaved snapshot of a sequence, because its blocks are being released.
 
-        - If the running step saves a snapshot of the sequence, delete this new snapshot.
-        - If the sequence already has a snapshot in its answer, keep this snapshot, and write it to
-          the cache on disk later. No newer snapshot of the answer can replace it.
+        If the sequence already has a snapshot in its answer, keep this snapshot, and write it to
+        the cache on disk later. No newer snapshot of the answer can replace it.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
@@ -195,13 +195,13 @@ class StateSnapshots:
         if sequence.unsaved_snapshot_id is not None:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
-        # `add` has already recorded a snapshot that covers only the prompt.
+        # If the last snapshot covers only the prompt, `add` has already recorded it in `unsaved`.
         if sequence.num_snapshot_tokens > sequence.num_prompt_tokens:
             num_blocks = sequence.num_snapshot_tokens // self._block_size
             self._write_to_disk_later(sequence.block_hashes[num_blocks - 1])
 
     def id_of(self, block_hash: bytes) -> int | None:
-        """Return the id of the snapshot at the end of a block; None if there is no snapshot."""
+        """Return the id of the snapshot at the end of a block, or None if there is no snapshot."""
         return self._ids.get(block_hash)
 
     def insert(self, block_hash: bytes) -> int | None:
@@ -210,7 +210,7 @@ class StateSnapshots:
         The caller must store the state under this id before the next step.
 
         Returns:
-            None if running sequences use the whole memory for states.
+            The id; None if running sequences use the whole memory for states.
         """
         if self._max_snapshots < 1:
             return None
@@ -237,7 +237,7 @@ class StateSnapshots:
         self._order.extend(key, seconds)
 
     def _note_use(self, block_hash: bytes) -> None:
-        """Mark a snapshot as the most recently used one."""
+        """Mark a snapshot as the most recently used snapshot."""
         self._order.remove(block_hash)
         self._order.add(block_hash)
 
@@ -246,15 +246,12 @@ class StateSnapshots:
         self._deleted.append(self._ids.pop(self._order.pop()))
 
     def _write_to_disk_later(self, block_hash: bytes) -> None:
-        """Record in `unsaved` that a snapshot must be written to disk.
-
-        Do nothing if there is no cache on disk.
-        """
+        """Add a snapshot to `unsaved`. Do nothing if there is no cache on disk."""
         if self.unsaved is not None:
             self.unsaved[block_hash] = None
 
     def _targets(self, sequence: Sequence) -> list[int]:
-        """Return the positions at which a prompt is divided so that snapshots are saved."""
+        """Return the positions at which the prompt is divided into chunks to save snapshots."""
         if sequence.images is not None:
             return []
         size = self._block_size
@@ -265,12 +262,13 @@ class StateSnapshots:
     def _is_worth_saving(self, chunk: Chunk) -> bool:
         """Return whether the state should be saved after a chunk.
 
-        A state can be saved only at the end of a block. It is saved in an answer, at the positions
-        of `_targets` in a prompt, and if many blocks were computed since the last snapshot.
+        A state can be saved only at the end of a block. In an answer, it is saved at the end of
+        every block. In a prompt, it is saved at the positions of `_targets`, and also if many
+        blocks were computed since the last snapshot.
         """
         sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
-        # Another forward path computes the sequences with images, and that path cannot copy states.
+        # Sequences with images are computed by another forward path, which cannot copy states.
         if end % self._block_size or sequence.images is not None:
             return False
         is_answer = end > sequence.num_prompt_tokens

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention windows, which limit how many earlier tokens a token can attend to.
+"""Attention windows. They limit the number of earlier tokens that a token can attend to.
 
 A layer can limit attention to a sliding window or to fixed attention chunks. The attention layers
-of a model are divided into groups. Each group has its own block table for each sequence, and a
-block stores the keys and values of one group. If every layer of a group has a limit, no token
-attends to a position before the largest window or chunk of the group. The blocks of the group
-before that position are freed while the sequence runs. Example of the block tables of two groups.
-The second group has a window that spans three blocks:
+of a model are divided into groups. A sequence has one block table for each group, and a block
+stores the keys and values of one group. If every layer of a group has a limit, no token attends to
+a position before the largest window or chunk of the group. The blocks before this window or chunk
+are freed while the sequence runs. The following example shows the block tables of two groups. The
+second group has a window that spans three blocks:
 
     [ 0 ][ 2 ][ 8 ][ 3 ][ 7 ][ 5 ]      full attention
     [null][null][ 9 ][ 1 ][ 6 ][ 4 ]    window
 
-In the second group, the next token attends to positions from the end of block 9 on. The first two
-blocks of this group were freed, so the table contains the null block (`BlockPool.null_block`) in
-place of each. The blocks of all groups have the same size and come from one pool, so a block that
-one group frees can be used by any group.
+In the second group, the next token attends to the last tokens of block 9 and to all later tokens.
+The first two blocks were freed, so the table contains two null blocks (`BlockPool.null_block`). The
+blocks of all groups have the same size and come from one pool, so every group can use a freed
+block.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """The limits on how many earlier tokens the layers of a group attend to.
+    """The attention limits of the layers in a group.
 
     The class is used only if every layer of the group has a limit.
 
     Attributes:
-        limits: one pair (sliding window, attention chunk) for each kind of layer, in tokens. At
-            least one number of each pair is not None. The numbers are those of the class
-            `LayerWindow` in attention/layers.py.
+        limits: the different limits of the layers, in tokens. Each limit is a pair (sliding window,
+            attention chunk), of which at least one number is not None. The numbers are those of the
+            class `LayerWindow` in attention/layers.py.
     """
 
     limits: tuple[tuple[int | None, int | None], ...]
 
     def first_visible(self, position: int) -> int:
-        """Return the first position that the token at `position` attends to in any layer.
+        """Return the smallest position that the token at `position` attends to in any layer.
 
         If `position` increases, the result never decreases. Example: with a sliding window of 4
         tokens, the token at position 10 attends to positions 7 to 10, so the result is 7.
@@ -49,15 +49,15 @@ class AttentionWindow:
 
     @property
     def max_visible_tokens(self) -> int:
-        """The largest number of tokens that one token attends to. The token itself is counted."""
+        """The largest number of tokens that one token attends to, including itself."""
         return max(min(limit for limit in pair if limit is not None) for pair in self.limits)
 
     def max_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return the largest number of blocks that a sequence has at the same time.
+        """Return the largest number of blocks that a sequence has in the group at the same time.
 
         Args:
-            num_tokens: the largest number of tokens that one step computes of one sequence.
-            block_size: tokens in one block.
+            num_tokens: the largest number of tokens that one step computes for one sequence.
+            block_size: the number of tokens in one block.
         """
         return -(-(self.max_visible_tokens + num_tokens) // block_size) + 1
 
@@ -68,17 +68,18 @@ def max_sequence_blocks(
     max_step_tokens: int | None,
     block_size: int,
 ) -> int:
-    """Return the largest number of blocks that a sequence has at once in all groups of layers.
+    """Return the largest number of blocks that a sequence has in all groups at the same time.
 
-    Example with 16 tokens in a block and steps of 100 tokens: a sequence of 1000 tokens has 63
-    blocks in a group with full attention, and at most 12 in a group with a window of 64 tokens.
+    Example with 16 tokens in a block and 100 tokens in a step: a sequence of 1000 tokens has 63
+    blocks in a group with full attention. In a group with a window of 64 tokens, the sequence has
+    at most 12 blocks.
 
     Args:
-        windows: the window of each group; None for full attention.
+        windows: the window of each group; None for a group with full attention.
         num_tokens: the number of tokens of the sequence.
-        max_step_tokens: the largest number of tokens that one step computes of one sequence; None
+        max_step_tokens: the largest number of tokens that one step computes for one sequence; None
             if one step may compute all tokens of a sequence.
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
     """
     num_blocks = -(-num_tokens // block_size)
     return sum(

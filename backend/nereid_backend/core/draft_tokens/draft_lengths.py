@@ -2,16 +2,16 @@
 """Chooses the number of draft tokens for each sequence and step.
 
 Each draft token costs time, but only an accepted draft token saves time. Let p be the probability
-that a draft token is accepted if all draft tokens before it are accepted. The draft token number n
-is then accepted with the probability p ** n. An accepted token saves the time that a step without
-drafts needs for one sequence. A draft should therefore contain the token number n only if p ** n is
+that a draft token is accepted if all draft tokens before it are accepted. Draft token number n is
+then accepted with the probability p ** n. An accepted token saves the time that a step without
+drafts needs for one sequence. A draft should therefore contain token number n only if p ** n is
 larger than the cost ratio:
 
     cost ratio = additional time for one draft token / (time of a step without drafts / sequences)
 
-The probability p and the cost ratio are measured. A step with one sequence mostly reads the weights
-of the model, so the cost ratio is small. In a step with many sequences, the cost ratio can exceed
-1. Drafts are then turned off.
+The probability p and the cost ratio are measured. A step with one sequence spends most of its time
+on reading the weights of the model, so the cost ratio is small. In a step with many sequences, the
+cost ratio can exceed 1. Drafts are then turned off.
 """
 
 import math
@@ -24,26 +24,26 @@ from nereid_backend.core.sequence import Sequence
 # The assumed probability that a draft token is accepted, before the first draft is verified.
 _FIRST_RATE = 0.8
 # The acceptance rate of a new sequence starts at the rate of all sequences so far. This initial
-# rate counts as much as a measurement with this number of draft tokens.
+# rate has the same weight as this number of verified draft tokens.
 _FIRST_WEIGHT = 3.0
-# Factors by which the old counts are multiplied before a new draft is counted, so that old drafts
-# gradually lose their weight. The first factor is for the counts of one sequence, the second one
-# for the counts of all sequences together.
+# Before a new draft is counted, the old counts are multiplied by these factors, so that old drafts
+# gradually lose their weight. The first factor applies to the counts of one sequence. The second
+# factor applies to the counts of all sequences together.
 _DECAY, _OVERALL_DECAY = 0.9, 0.99
 # If drafts cost more time than they save, the sequence gets no drafts for 32 steps. After this
 # pause, a draft of one token is tried. Each further pause is twice as long, up to 1024 steps.
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
-# The assumed cost ratio before the first measurements, and the range to which measured ratios are
-# limited.
+# The assumed cost ratio before the first measurements.
 _FIRST_RATIO = 0.25
+# Measured cost ratios are limited to this range.
 _MIN_RATIO, _MAX_RATIO = 0.02, 4.0
-# Each measured value is the median of the most recent measurements, at most this number of them.
+# The median of at most this number of recent measurements is used.
 _NUM_MEASUREMENTS = 9
-# With fewer measurements than this, the assumed cost ratio is used, because the first steps with
-# drafts can be slow.
+# If there are fewer measurements than this, the assumed cost ratio is used, because the first steps
+# with drafts can be slow.
 _MIN_MEASUREMENTS = 3
-# A step without drafts is measured after this number of steps with drafts. The first number is used
-# before the first such measurement, the second number before each further one.
+# After this number of steps with drafts, one step runs without drafts and is measured.
+# `_MEASURE_AFTER` applies to the first measurement, and `_MEASURE_EVERY` to each later one.
 _MEASURE_AFTER = 8
 _MEASURE_EVERY = 64
 
@@ -54,8 +54,8 @@ class _Rate:
 
     Attributes:
         accepted: the weighted number of accepted draft tokens.
-        verified: the weighted number of verified draft tokens. They are the accepted draft tokens
-            and the first rejected draft token of each draft. The tokens after the first rejected
+        verified: the weighted number of verified draft tokens. The accepted tokens of a draft count
+            as verified, and so does its first rejected token. The tokens after the first rejected
             token do not count, because they were not tested.
     """
 
@@ -64,11 +64,11 @@ class _Rate:
 
     @property
     def value(self) -> float:
-        """The probability with which the next draft token is accepted."""
+        """The estimated probability that the next draft token is accepted."""
         return self.accepted / self.verified
 
     def add(self, num_proposed: int, num_accepted: int, decay: float) -> None:
-        """Add a draft of `num_proposed` tokens, of which the first `num_accepted` are accepted."""
+        """Add a draft of `num_proposed` tokens. The first `num_accepted` tokens were accepted."""
         self.accepted = self.accepted * decay + num_accepted
         self.verified = self.verified * decay + min(num_accepted + 1, num_proposed)
 
@@ -79,8 +79,8 @@ class _History:
 
     Attributes:
         rate: the share of accepted draft tokens.
-        pause: the number of steps in which the sequence gets no draft.
-        next_pause: the number of steps of the next pause.
+        pause: the number of remaining steps in which the sequence gets no draft.
+        next_pause: the length of the next pause in steps.
     """
 
     rate: _Rate
@@ -93,9 +93,10 @@ class _Measured:
     """The measured times of steps with about the same number of sequences.
 
     Attributes:
-        plain: the seconds for each sequence in steps without drafts.
-        ratios: the cost ratios of steps with drafts.
-        drafting: the seconds that a draft model took for each draft token.
+        plain: for each measured step without drafts, its duration in seconds divided by its number
+            of sequences.
+        ratios: for each measured step with drafts, its cost ratio.
+        drafting: for each measured step, the seconds in which a draft model generated one token.
         num_since_plain: the number of steps with drafts since the last step without drafts.
     """
 
@@ -106,7 +107,7 @@ class _Measured:
 
 
 class StepCosts:
-    """The measured cost of draft tokens, by the number of sequences in a step."""
+    """Measures the cost of draft tokens. The cost depends on the number of sequences in a step."""
 
     def __init__(self) -> None:
         self._measured: dict[int, _Measured] = {}
@@ -128,7 +129,7 @@ class StepCosts:
             measured.ratios.append(additional / num_drafts / plain)
 
     def add_drafting(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Add the time in which a draft model generated `num_drafts` tokens for a step."""
+        """Record that a draft model took `seconds` seconds to generate `num_drafts` tokens."""
         self._of(num_sequences).drafting.append(seconds / num_drafts)
 
     def ratio(self, num_sequences: int) -> float:
@@ -142,7 +143,7 @@ class StepCosts:
         return ratio
 
     def needs_plain_step(self, num_sequences: int) -> bool:
-        """Return whether to run the next step without drafts, so that such a step is measured."""
+        """Return whether it is time to measure a step without drafts."""
         measured = self._of(num_sequences)
         period = _MEASURE_EVERY if measured.plain else _MEASURE_AFTER
         return measured.num_since_plain >= period
@@ -150,15 +151,16 @@ class StepCosts:
     def _of(self, num_sequences: int) -> _Measured:
         """Return the measurements for steps with about this number of sequences.
 
-        From 16 on, neighbouring numbers share their measurements. Example: 16 and 17 share theirs,
-        and so do the numbers from 64 to 71.
+        If a step has at least 16 sequences, steps with slightly different numbers of sequences
+        share measurements. Example: steps with 16 or 17 sequences share one list of measurements,
+        and steps with 64 to 71 sequences share another list.
         """
         shift = max(0, num_sequences.bit_length() - 4)
         return self._measured.setdefault(num_sequences >> shift << shift, _Measured())
 
 
 class DraftLengths:
-    """Chooses the lengths of drafts from their measured acceptance and cost.
+    """Chooses the lengths of drafts, based on measured acceptance rates and costs.
 
     Attributes:
         max_tokens: the largest number of draft tokens for one sequence in one step.
@@ -169,7 +171,7 @@ class DraftLengths:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """Create an object without sequences."""
+        """Create an object without measurements."""
         self.max_tokens = max_tokens
         self.costs = StepCosts()
         self.num_drafts = 0
@@ -220,7 +222,7 @@ class DraftLengths:
         return min(self.max_tokens, math.ceil(math.log(self._ratio) / math.log(rate)) - 1)
 
     def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Record how many of the draft tokens of a sequence were accepted in a step."""
+        """Record that `num_accepted` of `num_proposed` draft tokens of a sequence were accepted."""
         self.num_drafts += 1
         self.num_proposed += num_proposed
         self.num_accepted += num_accepted

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the objects that propose draft tokens for speculative decoding."""
+"""The interface of classes that propose draft tokens for speculative decoding."""
 
 from collections import abc
 from typing import Protocol
@@ -12,7 +12,7 @@ class Drafter(Protocol):
     """The interface of a class that proposes draft tokens for running sequences.
 
     Attributes:
-        lengths: chooses the lengths of drafts, and measures their acceptance and their cost.
+        lengths: chooses the lengths of drafts, and measures acceptance rates and costs.
     """
 
     lengths: DraftLengths
@@ -21,10 +21,10 @@ class Drafter(Protocol):
         """Prepare to propose drafts for the next step of the running `sequences`."""
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return at most `limit` draft tokens that may follow the last token of a sequence.
+        """Predict the next tokens of a sequence. Return at most `limit` draft tokens.
 
         The method is called at most once for each sequence and step, after `prepare`.
         """
 
     def forget(self, sequence: Sequence) -> None:
-        """Delete what is stored about a sequence that has ended."""
+        """Delete the data that is stored for an ended sequence."""

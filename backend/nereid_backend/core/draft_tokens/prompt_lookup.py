@@ -16,28 +16,27 @@ from dataclasses import dataclass, field
 from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.sequence import Sequence
 
-# The length of an n-gram in tokens. The last n-gram of a sequence is searched among the earlier
-# n-grams of the same sequence.
+# The number of tokens in an n-gram. The last n-gram of a sequence is compared with the earlier
+# n-grams of the sequence.
 _NGRAM = 3
 
 
 @dataclass(slots=True)
 class _Index:
-    """The positions at which the n-grams of one sequence end.
+    """The index of the n-grams of one sequence.
 
     Attributes:
-        ends: a mapping from each n-gram to the index of the token that follows the last occurrence
-            of the n-gram.
-        num_indexed: the number of the sequence's n-grams that are in `ends`.
+        ends: maps an n-gram to the index of the token that follows its last occurrence.
+        num_indexed: the number of n-grams that were added to `ends`.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_indexed: int = 0
 
     def add(self, tokens: list[int]) -> None:
-        """Index the n-grams that are new since the last call, except the last n-gram.
+        """Add the new n-grams of a sequence to the index.
 
-        No token follows the n-gram at the end yet.
+        The n-gram at the end of the sequence is not added, because no token follows it yet.
         """
         for end in range(self.num_indexed + _NGRAM, len(tokens)):
             self.ends[tuple(tokens[end - _NGRAM : end])] = end
@@ -61,13 +60,12 @@ class PromptLookup:
         self.lengths.begin_step(len(sequences))
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
-        """Return draft tokens that may follow the last token of a sequence.
+        """Predict the next tokens of a sequence. Return at most `limit` draft tokens.
 
         The list is empty if the last tokens of the sequence do not occur earlier in the sequence.
 
-        The call also indexes the tokens that the sequence got since the previous call. Example: the
-        tokens of the sequence are [1, 2, 3, 4, 5, 1, 2, 3]. The last three tokens also occur at the
-        start, followed by 4 and 5. With limit=2, the result is [4, 5].
+        Example: the tokens of the sequence are [1, 2, 3, 4, 5, 1, 2, 3]. The last three tokens also
+        occur at the start, where the tokens 4 and 5 follow. With limit=2, the result is [4, 5].
 
         Args:
             sequence: the sequence.
@@ -82,10 +80,10 @@ class PromptLookup:
         continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
         if continuation is None:
             return []
-        # If the earlier n-gram is so near the end that fewer than `limit` tokens follow it, the
-        # sequence probably repeats those tokens, so the draft repeats them, too. Example: for the
-        # tokens 1 2 1 2 1 2 and limit=5, the n-gram 2 1 2 is followed by 1 2, so the draft is 1 2 1
-        # 2 1.
+        # If fewer than `limit` tokens follow the earlier n-gram, the sequence probably repeats
+        # these tokens, so the draft repeats these tokens, too. Example: the tokens are
+        # [1, 2, 1, 2, 1, 2], and limit is 5. The last n-gram is [2, 1, 2]. The tokens [1, 2] follow
+        # its earlier occurrence, so the draft is [1, 2, 1, 2, 1].
         period = tokens[continuation : continuation + limit]
         return (period * (limit // len(period) + 1))[:limit]
 

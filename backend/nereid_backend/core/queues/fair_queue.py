@@ -3,7 +3,7 @@
 
 The service of a client is the number of tokens that were computed for the client, divided by the
 client's weight. The next sequence belongs to the client with the least service. Among the sequences
-of one client, the rank decides. If only one client has requests, the queue is a plain list by rank.
+of one client, the sequence with the lowest rank comes first.
 """
 
 from collections import Counter
@@ -16,20 +16,20 @@ from nereid_backend.core.sequence import Sequence
 class FairQueue:
     """The waiting sequences of all clients, and the service that each client has received.
 
-    A client is active from the arrival of its first request to the end of its last request. A
-    client that becomes active starts with the least service of the active clients, so that a client
-    cannot save up service while it sends no requests.
+    A client is active while it has a waiting or running sequence. When a client becomes active, its
+    service is set to the least service of the active clients. Otherwise, a client that sent no
+    requests for a long time would come before all other clients for a long time.
     """
 
     def __init__(self) -> None:
         """Create an empty queue without active clients."""
-        # A mapping from each client with waiting sequences to these sequences, sorted by rank.
+        # Maps a client to its waiting sequences. Clients without waiting sequences are absent.
         self._queues: dict[str, RankedSequences] = {}
         # The number of waiting sequences of all clients.
         self._num_waiting = 0
-        # The number of waiting and running sequences of each active client.
+        # Maps each active client to the number of its waiting and running sequences.
         self._num_sequences: Counter[str] = Counter()
-        # The service of each active client, in tokens divided by the client's weight.
+        # Maps each active client to its service, which is a number of tokens divided by the weight.
         self._service: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -47,7 +47,8 @@ class FairQueue:
     def enter(self, sequence: Sequence, count: int) -> None:
         """Record that the client of `sequence` has sent a request with `count` sequences.
 
-        If the client was not active, it becomes active with the least service of all clients.
+        If the client was not active, the client becomes active with the least service of all
+        active clients.
         """
         client = sequence.params.client_id
         self._num_sequences[client] += count
@@ -55,16 +56,16 @@ class FairQueue:
             self._service[client] = min(self._service.values(), default=0.0)
 
     def leave(self, sequence: Sequence) -> None:
-        """Record that a sequence has ended. A client without sequences is no longer active."""
+        """Record that a sequence has ended. A client without sequences becomes inactive."""
         client = sequence.params.client_id
         self._num_sequences[client] -= 1
         if not self._num_sequences[client]:
             del self._num_sequences[client], self._service[client]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add `num_tokens` computed tokens to the service of a sequence's client.
+        """Increase the service of a sequence's client.
 
-        The tokens increase the service of the client; see the module's docstring.
+        The service increases by `num_tokens` divided by the weight of the client.
         """
         params = sequence.params
         self._service[params.client_id] += num_tokens / params.client_weight
@@ -103,24 +104,24 @@ class FairQueue:
 def fair_shares(
     demands: Mapping[str, int], weights: Mapping[str, float], budget: int
 ) -> dict[str, int]:
-    """Divide a budget among clients by weight. No client gets more than the client demands.
+    """Divide a budget among clients in proportion to their weights.
 
-    If a client demands less than its share, the rest is divided among the other clients. Every
-    client gets at least 1.
+    No client gets more than its demand. If a client demands less than its share, the rest of the
+    share is divided among the other clients. Every client gets at least 1.
 
     Example: with equal weights and a budget of 512, the demands {"a": 4000, "b": 100} give the
     shares {"a": 412, "b": 100}.
 
     Args:
-        demands: what each client needs, at least 1.
-        weights: the weight of each client in `demands`, greater than 0.
-        budget: what is divided.
+        demands: maps each client to its demand, which is at least 1.
+        weights: maps each client in `demands` to its weight, which is greater than 0.
+        budget: the number that is divided.
     """
     shares: dict[str, int] = {}
     remaining_budget = budget
     remaining_weight = sum(weights[client] for client in demands)
-    # Start with the client that has the smallest ratio of demand to weight. If this client does not
-    # need its whole share, the rest is divided among the clients that follow.
+    # The client with the smallest ratio of demand to weight comes first. If a client does not need
+    # its whole share, the rest of the share is then divided among the next clients.
     for client in sorted(demands, key=lambda client: demands[client] / weights[client]):
         fair_share = int(remaining_budget * weights[client] / remaining_weight)
         shares[client] = max(1, min(demands[client], fair_share))

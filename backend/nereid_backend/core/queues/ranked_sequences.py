@@ -13,9 +13,9 @@ _rank = attrgetter("rank")
 class RankedSequences:
     """A list of sequences, sorted by `Sequence.rank`.
 
-    The sequence that is scheduled first comes first. No two sequences have the same rank. `add` and
-    `remove` shift the elements of a Python list, which takes a few microseconds for ten thousand
-    sequences.
+    The first sequence of the list is scheduled first. No two sequences have the same rank. `add`
+    and `remove` shift the elements of a Python list. With ten thousand sequences, this takes a few
+    microseconds.
 
     Attributes:
         sequences: the sequences in order. Only `add` and `remove` change the list.
@@ -52,10 +52,10 @@ class RankedSequences:
 
 
 class RunningSequences(RankedSequences):
-    """The running sequences, each of which has a row in the tables of the batch.
+    """The running sequences. Each running sequence has its own row in the tables of the batch.
 
     Attributes:
-        free_rows: the rows that no sequence has. The row at the end of the list is used first.
+        free_rows: the rows that belong to no sequence. `add` takes the last row of the list.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -79,10 +79,10 @@ class RunningSequences(RankedSequences):
         sequence.row = None
 
     def check(self) -> None:
-        """Raise an AssertionError if a row of the batch was lost or belongs to two sequences.
+        """Check that every row of the batch is either free or used by exactly one sequence.
 
         Raises:
-            AssertionError: if a row was lost or has two owners.
+            AssertionError: if a row was lost or belongs to two sequences.
         """
         rows = [sequence.row for sequence in self if sequence.row is not None]
         assert len(rows) == len(self), "A running sequence has no row."

@@ -7,8 +7,8 @@ Source: the packing of WQLinear_GEMM in AutoAWQ 0.2.9, awq/modules/linear/gemm.p
     qzeros   int32 [groups, out_features / 8]
     scales   float16 [groups, out_features]
 
-Each int32 contains eight 4-bit integers of outputs in the order 0, 2, 4, 6, 1, 3, 5, 7, beginning
-with the lowest bits. weight = (integer - zero) * scale.
+Each int32 contains the 4-bit integers of eight outputs. From the lowest bits to the highest bits,
+the order of the outputs is 0, 2, 4, 6, 1, 3, 5, 7. weight = (integer - zero) * scale.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,7 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
 from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
-# An int32 contains eight 4-bit numbers. Number 0 is in the lowest bits. Number i is the weight of
-# the output _ORDER[i].
+# The order of the eight outputs in an int32, from the lowest bits to the highest bits.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -61,10 +60,7 @@ def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:
 
 
 def _in_order(packed: Tensor) -> Tensor:
-    """Return the unpacked integers of each row as uint8, sorted by output.
-
-    In an int32, the integers of the outputs have the order of `_ORDER`.
-    """
+    """Unpack the integers of each row as uint8, and sort the integers by output."""
     places = torch.tensor([_ORDER.index(output) for output in range(8)])
     values = unpack_integers(packed, 4)
     return values.view(len(values), -1, 8)[:, :, places].flatten(1)

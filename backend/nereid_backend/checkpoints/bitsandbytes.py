@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of bitsandbytes.
+"""The layouts of bitsandbytes checkpoints.
 
 Source: QuantState and dequantize_4bit in bitsandbytes 0.50, bitsandbytes/functional.py.
 
-With 8 bits: weight int8 [out_features, in_features], SCB float32 [out_features], the largest
-absolute weight of each output. weight = integer * SCB / 127.
+Weights with 8 bits: weight = integer * SCB / 127.
 
-With 4 bits (NF4 and FP4):
+    weight                                 int8 [out_features, in_features], the integers
+    SCB                                    float32 [out_features], the largest absolute weight of
+                                           each output
 
-    weight                                 uint8 [numbers / 2, 1]; the first number of a byte is in
-                                           the upper half
-    weight.quant_map                       float32 [16], the number that each code means
+Weights with 4 bits (NF4 and FP4): weight = quant_map[code] * absmax[block].
+
+    weight                                 uint8 [numbers / 2, 1], two codes in each byte; the upper
+                                           4 bits contain the first code
+    weight.quant_map                       float32 [16], the number for each code
     weight.absmax                          [blocks], the factor of each block of weights
-    weight.quant_state.bitsandbytes__nf4   uint8, JSON with the shape and the size of a block
+    weight.quant_state.bitsandbytes__nf4   uint8, a JSON text with the shape of the weight and the
+                                           size of a block
 
-With nested quantisation, absmax is uint8. Its numbers are nested_quant_map[absmax] *
-nested_absmax[block] + nested_offset.
+With nested quantisation, absmax is quantised, too, and has the type uint8. The factors are then
+nested_quant_map[absmax] * nested_absmax[block] + nested_offset.
 """
 
 import json
@@ -38,8 +42,8 @@ _MAX_INT8 = 127
 def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors show the variant
     """Return the layouts of a bitsandbytes checkpoint.
 
-    The two 4-bit data types, NF4 and FP4, differ only in the name of the state and in the numbers
-    that the codes mean. The optional tensors exist only if the factors (absmax) are also quantised.
+    The 4-bit data types NF4 and FP4 have different names of the tensor quant_state and different
+    numbers in quant_map. The optional tensors exist only if the factors (absmax) are quantised.
     """
     four_bits = tuple(
         Layout(
@@ -75,8 +79,8 @@ def _four_bit_decoder(state_name: str) -> Decoder:
     """Return the decoder of 4-bit weights: weight[i] = quant_map[code[i]] * factor[i // blocksize].
 
     Args:
-        state_name: the suffix of a tensor that contains a JSON object with the shape and the block
-            size.
+        state_name: the suffix of the tensor quant_state, which contains the shape and the block
+            size as JSON.
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -91,8 +95,8 @@ def _four_bit_decoder(state_name: str) -> Decoder:
             )
         number_of_code = tensors[_MAP].float()
         weight = torch.empty(shape.numel(), dtype=dtype)
-        # The weight is decoded in parts, because a part needs little memory for float32 numbers.
-        # Each part consists of whole blocks.
+        # Decode the weight in parts, so that the float32 numbers need little memory. Each part
+        # consists of whole blocks.
         part_size = max(1, PART_NUMBERS // block_size) * block_size
         for start in range(0, len(weight), part_size):
             part = weight[start : start + part_size]
@@ -106,7 +110,7 @@ def _four_bit_decoder(state_name: str) -> Decoder:
 
 
 def _read_state(content: Tensor) -> dict[str, Any]:
-    """Return the JSON object in a tensor of bytes."""
+    """Parse the JSON object in a tensor of bytes."""
     state = json.loads(bytes(content.tolist()))
     if not isinstance(state, dict) or int(state["blocksize"]) < 1:
         raise ValueError("quant_state has no valid blocksize")
@@ -114,9 +118,9 @@ def _read_state(content: Tensor) -> dict[str, Any]:
 
 
 def _block_factors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Return one float32 factor for each block of weights. The shape is [blocks].
+    """Return the factor of each block of weights, float32 [blocks].
 
-    Some checkpoints contain quantised factors. This function dequantises such factors.
+    If the factors are quantised, dequantise them.
     """
     absmax = tensors[_ABSMAX]
     if _NESTED_ABSMAX not in tensors:

@@ -4,14 +4,14 @@
 from pathlib import Path
 
 GGUF_LINK = "model.gguf"
-"""The folder that describes a GGUF file contains a link to the file. This is the link's name."""
+"""The name of the link to a GGUF file, in the checkpoint folder that describes the file."""
 
 
 def checkpoint_folder(model: str) -> str:
-    """Return the folder of the checkpoint that the setting `model` names.
+    """Return the checkpoint folder for the setting `model`.
 
-    If the setting names a GGUF file, the result is a folder in Nereid's cache folder that describes
-    the file. Any other path is returned unchanged.
+    If the setting is the path of a GGUF file, create a checkpoint folder that describes the file in
+    Nereid's cache folder. Any other path is returned unchanged.
 
     Raises:
         ModelError: if the GGUF file is damaged or not supported.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of the compressed-tensors library.
+"""The layouts of checkpoints that were created with the library compressed-tensors.
 
 Source: the compressors of compressed-tensors 0.20, compressed_tensors/compressors.
 
@@ -7,16 +7,27 @@ pack-quantized (integers of 1 to 8 bits):
 
     weight_packed      int32 [out_features, words], packed along the inputs
     weight_scale       [out_features, groups], or one number
-    weight_zero_point  int32 [words, groups], packed along the outputs; only asymmetric weights
+    weight_zero_point  int32 [words, groups], packed along the outputs; only for asymmetric weights
     weight_shape       int64 [2]
     weight_g_idx       int32 [in_features], the group of each input; only with activation order
 
-int-quantized, naive-quantized: weight int8, weight_scale, weight_zero_point. float-quantized:
-weight float8, weight_scale. nvfp4-pack-quantized, mxfp4-pack-quantized: weight_packed uint8, two
-4-bit floating-point numbers in a byte; weight_scale float8 or exponents, and weight_global_scale.
-Scales are divided by the global scale.
+Each packed integer is stored as integer + 2**(bits - 1). weight = (integer - zero) * scale.
 
-Packed integers are stored as integer + 2**(bits - 1). weight = (integer - zero) * scale.
+int-quantized and naive-quantized:
+
+    weight             int8
+    weight_scale, weight_zero_point    as above
+
+float-quantized:
+
+    weight             float8
+    weight_scale       as above
+
+nvfp4-pack-quantized and mxfp4-pack-quantized:
+
+    weight_packed      uint8, two 4-bit floating-point numbers in each byte
+    weight_scale       float8 or exponents
+    weight_global_scale                one number, by which the scales are divided
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,7 +109,7 @@ def compressed_tensors_format(settings: Settings) -> Format:
 
 
 def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an UnknownVariantError if a format, a sparse layout or a rotation is not supported."""
+    """Raise an UnknownVariantError if the settings contain a variant that is not supported."""
     names = {settings.get("format"), *(scheme.get("format") for scheme in schemes)}
     for name in sorted(name for name in names if name):
         if name not in _FORMATS:
@@ -114,13 +125,13 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the common group size of all schemes; None without a common group size."""
+    """Return the group size if all schemes have the same group size, or None."""
     sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the numbers of rows and columns in a block of float8 weights; None without blocks."""
+    """Return the rows and columns of a block of float8 weights, or None if there are no blocks."""
     for arguments in weights:
         shape = arguments.get("block_structure")
         if shape:
@@ -129,9 +140,9 @@ def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None
 
 
 def _packed_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder for quantised weights that are packed into 32-bit words.
+    """Return the decoder of integers that are packed into 32-bit words.
 
-    Example: with 4 bits for each weight, one word contains 8 weights.
+    Example: with 4 bits for each integer, one word contains 8 integers.
 
     Args:
         group_size: the group size in the settings; see `_integers`.
@@ -140,8 +151,8 @@ def _packed_decoder(group_size: int | None) -> Decoder:
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
         num_rows, num_inputs = map(int, tensors[".weight_shape"])
         packed = tensors[".weight_packed"]
-        # The layers of one checkpoint may have different numbers of bits, so the number is derived
-        # from the words in a row.
+        # The layers of one checkpoint may have different numbers of bits. The number of bits is
+        # therefore computed from the number of words in a row.
         bits = packed.shape[1] * 32 // max(1, num_inputs)
         if not 1 <= bits <= 8 or len(packed) != num_rows:
             raise ValueError(
@@ -151,9 +162,8 @@ def _packed_decoder(group_size: int | None) -> Decoder:
         values = _signed(unpack_integers(packed, bits, num_inputs), bits)
         zeros = tensors.get(".weight_zero_point")
         if zeros is not None:
-            # Each 32-bit word contains the zero points of several outputs. The tensor has the shape
-            # [words, groups], but `unpack_integers` expects the words in the last dimension. The
-            # tensor is therefore transposed.
+            # The tensor has the shape [words, groups], but `unpack_integers` expects the words in
+            # the last dimension.
             zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
         return _integers(values, zeros, tensors, group_size, bits)
 
@@ -161,7 +171,7 @@ def _packed_decoder(group_size: int | None) -> Decoder:
 
 
 def _integer_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder for quantised weights that are stored as one byte each.
+    """Return the decoder of integers that are stored as int8.
 
     Args:
         group_size: the group size in the settings; see `_integers`.
@@ -181,16 +191,17 @@ def _integers(
     group_size: int | None,
     bits: int,
 ) -> IntegerWeight:
-    """Return a weight of signed integers.
+    """Create the IntegerWeight of signed integers.
 
     Args:
-        values: int8 [out_features, in_features].
-        zeros: [out_features, groups], [out_features] or one number; None if all zeros are 0.
-        tensors: the tensors of the weight. The scales have the same shapes as `zeros`.
+        values: the integers, int8 [out_features, in_features].
+        zeros: the zeros; None if all zeros are 0. The shape is [out_features, groups],
+            [out_features], or a single number.
+        tensors: the tensors of the weight. The scales may have the same shapes as `zeros`.
         group_size: the group size in the settings; None if the settings contain several group
-            sizes. If a layer has another group size, such as one group for each row, the size is
-            derived from the number of scales.
-        bits: the number of bits of a value.
+            sizes. If the group size does not match the number of scales, it is ignored and computed
+            from the number of scales.
+        bits: the number of bits of an integer.
     """
     num_rows, num_inputs = values.shape
     scales = by_row(tensors[".weight_scale"], num_rows)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layouts of checkpoints with 8-bit floating-point weights.
 
-Source: FP8Linear and Fp8Dequantize in transformers 5.23, integrations/finegrained_fp8.py, and the
-inference code that is published with the checkpoints (weight_dequant: one scale for each block of
-128 x 128 weights).
+Sources: FP8Linear and Fp8Dequantize in transformers 5.23, integrations/finegrained_fp8.py, and the
+function weight_dequant in the inference code of the checkpoints, which has one scale for each block
+of 128 x 128 weights.
 
     weight            float8 [out_features, in_features]
-    weight_scale_inv  float32 [row blocks, column blocks], or one number for the weight
-    weight_scale      the same scales, as other tools name them; also one scale for each row
+    weight_scale_inv  float32 [row blocks, column blocks], or one number for the whole weight
+    weight_scale      another name of weight_scale_inv; may also contain one scale for each row
 
-weight = float8 * scale, although the name is weight_scale_inv. Stacked experts have a third
-dimension, and the names `experts.down_proj` and `experts.down_proj_scale_inv`.
+weight = float8 * scale, although the name weight_scale_inv suggests a division. The weights of
+stacked experts have a third dimension. The tensors of stacked experts have names such as
+`experts.down_proj` and `experts.down_proj_scale_inv`.
 """
 
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ from nereid_backend.checkpoints.integer_weight import scale_blocks
 from nereid_backend.checkpoints.layout import Decoder, Format, Layout, Settings
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
-# The suffixes of scales for activations and for the KV cache. These scales are ignored, because the
-# engine computes its own scales.
+# The suffixes of tensors with scales for activations and for the KV cache. These tensors are
+# ignored, because the engine does not need their scales.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_inv",
@@ -48,7 +49,10 @@ def fp8_format(settings: Settings) -> Format:
 
 
 def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
-    """Return the layouts of float8 weights. `block` is the shape of a block of weights."""
+    """Return the layouts of float8 weights.
+
+    `block` contains the rows and columns of a block with one scale, or None if there are no blocks.
+    """
     layers = [
         Layout(".weight", (scale,), _decoder(".weight", scale, block), main_dtypes=FLOAT8)
         for scale in _SCALES

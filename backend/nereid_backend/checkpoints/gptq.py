@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of GPTQ checkpoints, including checkpoints with activation order (desc_act).
+"""The layout of GPTQ checkpoints. Checkpoints with activation order (desc_act) are supported.
 
 Source: the packing of TorchQuantLinear in GPTQModel 7.7, gptqmodel/nn_modules/qlinear/__init__.py.
 
@@ -8,8 +8,8 @@ Source: the packing of TorchQuantLinear in GPTQModel 7.7, gptqmodel/nn_modules/q
     scales   float16 [groups, out_features]
     g_idx    int32 [in_features], the group of each input; without it, groups are consecutive
 
-weight = (integer - zero) * scale. In the original format, `gptq`, the file stores zero - 1. In the
-format `gptq_v2`, the file stores the zero itself.
+weight = (integer - zero) * scale. In the original format `gptq`, the file contains zero - 1. In the
+format `gptq_v2`, the file contains zero.
 """
 
 from collections.abc import Mapping
@@ -59,10 +59,9 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
     The docstring of this module describes the tensors of such a weight.
 
     Args:
-        bits: the number of bits in the settings. This number is used only for weights without
-            g_idx. If a weight has g_idx, the number of inputs is known, so the decoder derives the
-            number of bits.
-        has_offset: whether each stored zero is one less than the zero.
+        bits: the number of bits in the settings. If a weight has the tensor g_idx, this number is
+            ignored, because the decoder derives the number of bits from the number of inputs.
+        has_offset: whether the file contains zero - 1 instead of zero.
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
@@ -91,11 +90,10 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
 
 
 def _derive_bits(num_words: int, num_inputs: int) -> int:
-    """Return the number of bits of each weight, for rows of `num_words` 32-bit integers.
+    """Compute the number of bits of each weight from the number of 32-bit words in a row.
 
-    Example: 8 words for 64 inputs give 4 bits.
-
-    The layers of one checkpoint may have different numbers of bits.
+    Example: if a row of 64 inputs has 8 words, each weight has 4 bits. The layers of one checkpoint
+    may have different numbers of bits.
 
     Raises:
         ValueError: if the number of bits is not supported.
@@ -110,10 +108,11 @@ def _derive_bits(num_words: int, num_inputs: int) -> int:
 def _words_of_ones(bits: int, num_words: int) -> Tensor:
     """Return `num_words` 32-bit words in which every packed integer has the value 1.
 
-    The tools that write GPTQ checkpoints subtract these words from the packed zeros. A borrow or
-    carry can therefore pass from one packed integer to the next.
-
     Example: with 4 bits, each word is 0x11111111.
+
+    The programs that create GPTQ checkpoints subtract these words from the packed zeros. To get the
+    zeros back, the same words must be added before the zeros are unpacked, because a borrow can
+    change the next integer.
     """
     words = [
         sum(1 << bit for bit in range(32) if (32 * index + bit) % bits == 0)

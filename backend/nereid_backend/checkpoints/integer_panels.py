@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the integers of quantised weights without dequantising them.
+"""Stores quantised weights as integers in the layers of a model.
 
-The CPU kernels read weights in panels: blocks of a weight matrix, each contiguous in memory.
+The CPU kernels read weights in panels. A panel is a block of a weight matrix that is contiguous in
+memory.
 
-The weights of the layers are read in two steps, so that neither the dequantised weights nor the
-integers of several layers are in memory at the same time:
+Weights are loaded in two steps, so that only the integers of one layer are unpacked at a time:
 
-    1. transformers creates the model. The weight of each layer with integers is a placeholder: a
-       tensor with the shape of the weight that takes no memory.
-    2. The integers of each layer are read, packed and stored in the layer.
+    1. transformers creates the model. Each weight of integers is replaced by a placeholder. A
+       placeholder has the same shape as the weight, but takes no memory.
+    2. For each layer with a placeholder, the integers are read, packed and stored in the layer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,8 +27,8 @@ from nereid_backend.linear.prepack import change_class
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight, round_layer
 from nereid_backend.loading_progress import report_items
 
-# The panels store scales and zeros as float16. A weight is not stored in panels if float16 changes
-# a scale or a zero by more than this share of the largest number in its row.
+# The panels store scales and zeros as float16. If float16 changes a scale or a zero by more than
+# this share of the largest number in its row, the weight is not stored in panels.
 _MAX_HALF_ERROR = 2.0**-10
 
 
@@ -59,11 +59,11 @@ class LazyWeight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A weight for which transformers loads a placeholder, which takes no memory.
+    """A weight, and the placeholder that transformers loads in place of the weight.
 
     Attributes:
         weight: the weight.
-        tensor: the placeholder.
+        tensor: the placeholder, which takes no memory.
     """
 
     weight: LazyWeight
@@ -72,15 +72,14 @@ class Placeholder:
     def __getitem__(self, index: object) -> Tensor:
         """Return the placeholder.
 
-        `index` is ignored, because transformers always passes `...`, which selects the whole
-        weight.
+        transformers always passes `...` as `index`, which selects the whole weight.
         """
         return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """A weight of floating point numbers. It is rounded to integers when it is read.
+    """A weight that is rounded to integers when it is read.
 
     Attributes:
         weight: the weight.
@@ -99,7 +98,7 @@ class RoundedWeight:
     @property
     def integer_bytes(self) -> int:
         """The approximate size of the integers and their scales in memory, in bytes."""
-        # A group has a scale of 2 bytes and, with 4 bits, a zero of 2 bytes.
+        # Each group has a scale of 2 bytes. With 4 bits, each group also has a zero of 2 bytes.
         group_bytes = GROUP_SIZES[self.bits] * self.bits // 8 + (2 if self.bits == 8 else 4)
         return self.num_elements // GROUP_SIZES[self.bits] * group_bytes
 
@@ -109,10 +108,10 @@ class RoundedWeight:
         return IntegerWeight(values, scales, zeros, GROUP_SIZES[self.bits], self.bits)
 
     def fill(self, layer: nn.Linear) -> None:
-        """Store the rounded weight in a layer.
+        """Store the rounded weight in a layer. Mutates: the layer.
 
-        Only a few rows of the unrounded weight are in memory at the same time. If the weight is
-        quantised in the checkpoint, all unrounded rows are in memory. Mutates: the layer.
+        If the checkpoint is not quantised, a few rows are read and rounded at a time. Otherwise,
+        the whole weight is dequantised before it is rounded.
 
         Raises:
             ModelError: if the weight cannot be read, or has another shape than the layer.
@@ -127,7 +126,7 @@ class RoundedWeight:
         round_layer(layer, lambda start, end: weight[start:end], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the weight without rounding.
+        """Return the unrounded weight.
 
         transformers always passes `...` as `index`, which selects the whole weight.
         """
@@ -137,15 +136,15 @@ class RoundedWeight:
 def round_weights(
     weights: Mapping[str, LazyWeight], model: nn.Module, bits: int
 ) -> dict[str, LazyWeight]:
-    """Round the weights of linear layers to integers while they are read.
+    """Replace the weights of linear layers by weights that are rounded when they are read.
 
-    The output layer is not rounded by this function, because it may need more bits; see
+    The weight of the output layer is not replaced, because it may need more bits; see
     `quantise_linears`.
 
     Args:
         weights: the weights of a checkpoint by name.
-        model: the model without memory for its weights, on the device `meta`.
-        bits: 4 or 8.
+        model: the model on the device `meta`, which has no memory for the weights.
+        bits: the number of bits of an integer, 4 or 8.
     """
     layers = linear_names(model)
     return {
@@ -155,7 +154,7 @@ def round_weights(
 
 
 def linear_names(model: nn.Module) -> set[str]:
-    """Return the names of the weights of all linear layers except the output layer."""
+    """Return the names of the weights that belong to linear layers, except the output layer."""
     output_layer = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         f"{name}.weight"
@@ -167,11 +166,11 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace the integer weights of linear layers by placeholders that take no memory.
+    """Replace integer weights by placeholders, if they belong to linear layers.
 
     Args:
         weights: the weights of a checkpoint by name.
-        model: the model without memory for its weights, on the device `meta`.
+        model: the model on the device `meta`, which has no memory for the weights.
         dtype: the data type of the model.
     """
     layers = {
@@ -183,13 +182,13 @@ def use_placeholders(
     replaced: dict[str, LazyWeight | Placeholder] = {}
     for name, weight in weights.items():
         layer = layers.get(name)
-        # A weight that several modules share, such as tied embeddings, is not replaced. Some of
-        # these modules need floating point numbers instead of integers.
+        # If several modules share a weight, the weight is not replaced, because some of these
+        # modules need floating point numbers. Example: tied embeddings.
         if layer is None or name in shared or not weight.has_integers:
             replaced[name] = weight
             continue
-        # A single number that is expanded to the shape of the weight takes no memory. The number is
-        # NaN, so that the self-check detects a placeholder that was never replaced.
+        # `expand` repeats a single number without memory for the copies. The number is NaN, so that
+        # the self-check fails if a placeholder was never replaced.
         tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(layer.weight.shape)
         replaced[name] = Placeholder(weight, tensor)
     return replaced
@@ -199,12 +198,13 @@ def use_placeholders(
 def fill_placeholders(
     model: nn.Module, weights: Iterable[object], progress: Callable[[str], None]
 ) -> int:
-    """Read the integers of all layers whose weight is a placeholder, and store them in the layers.
+    """Replace each placeholder in a model by the integers of its weight.
 
     Args:
-        model: the model. Mutated; it can then neither be trained, saved nor moved.
+        model: the model. Mutated. Afterwards, the model cannot be trained, saved or moved to
+            another device.
         weights: the weights from which the model was loaded.
-        progress: called with a line every few seconds.
+        progress: called with one line of text every few seconds.
 
     Returns:
         The number of layers whose integers are stored in panels.
@@ -237,14 +237,14 @@ def fill_placeholders(
 
 
 def _names_of_shared(model: nn.Module) -> set[str]:
-    """Return the names of parameters that several modules share, such as tied embeddings."""
+    """Return the names of the parameters that several modules share. Example: tied embeddings."""
     tied = getattr(model, "_tied_weights_keys", None) or {}
     has_ties = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
     return {*tied, *(tied.values() if isinstance(tied, dict) else ())} if has_ties else set()
 
 
 def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
-    """Store a weight in a layer, and return whether it is stored in panels. Mutates: the layer."""
+    """Store a weight in a layer. Return whether panels are used. Mutates: the layer."""
     dtype = layer.weight.dtype
     _check_shape(weight.values.shape if isinstance(weight, IntegerWeight) else weight.shape, layer)
     if isinstance(weight, Tensor) or not _fits_panels(weight):
@@ -258,7 +258,7 @@ def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
 
 
 def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
-    """Raise a ModelError if the shape of a weight differs from the shape that its layer expects."""
+    """Raise a ModelError if a weight of the given shape does not fit its layer."""
     if tuple(shape) != tuple(layer.weight.shape):
         raise ModelError(
             f"a quantised weight has the shape {tuple(shape)}, but its layer needs the shape "
@@ -279,11 +279,11 @@ def _fits_panels(weight: IntegerWeight) -> bool:
 
 
 def _fits_half(numbers: Tensor) -> bool:
-    """Return whether float16 represents numbers accurately.
+    """Return whether float16 is accurate enough for some numbers.
 
-    The error is compared with the largest number of each row, because float16 has fewer digits for
-    numbers below 6e-5. Scales of Q6_K are often that small, but the weights of these groups are
-    then small, too.
+    float16 has fewer digits for numbers below 6e-5, and scales of Q6_K are often that small. Their
+    errors do not matter, because the weights of these groups are small, too. The error is therefore
+    compared with the largest number in the row.
 
     Args:
         numbers: the scales or zeros of a weight, [out_features, groups].

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integer weights with a scale for each group of inputs, and functions that unpack integers."""
+"""The class `IntegerWeight`, and functions that unpack integers."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-# The approximate number of weights that are dequantised at once. The limit keeps the memory for
-# float32 numbers small.
+# The approximate number of weights that are dequantised at a time. With this limit, the float32
+# numbers need little memory.
 PART_NUMBERS = 2**22
 
 
@@ -15,14 +15,15 @@ PART_NUMBERS = 2**22
 class IntegerWeight:
     """A weight matrix of integers with scales and zeros.
 
-    The inputs are divided into groups. For each output, each group has a scale and a zero.
+    The inputs are divided into groups. For each output, a group has one scale and one zero. If
+    input i belongs to group g, the weight of output o is:
 
         weight[o][i] = (values[o][i] - zeros[o][g]) * scales[o][g]
 
     Attributes:
         values: int8 or uint8 [out_features, in_features].
-        scales: [out_features, groups], of any floating data type.
-        zeros: [out_features, groups], integers or floating; None if all zeros are 0.
+        scales: [out_features, groups], of any floating-point data type.
+        zeros: [out_features, groups], of any data type; None if all zeros are 0.
         group_size: the number of consecutive inputs in one group.
         bits: the number of bits of a value.
         input_groups: int64 [in_features], the group of each input; None if groups are consecutive.
@@ -36,14 +37,14 @@ class IntegerWeight:
     input_groups: Tensor | None = None
 
     def reordered(self, rows: Tensor) -> "IntegerWeight":
-        """Return a copy of this weight that contains only the given rows, in the given order."""
+        """Return a weight that consists of the given rows of this weight, in the given order."""
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight, [out_features, in_features].
+        """Return the dequantised weight. The shape is [out_features, in_features].
 
-        The product is computed in float32 and then rounded to `dtype`.
+        The weight is computed in float32 and then rounded to `dtype`.
         """
         num_rows, num_inputs = self.values.shape
         groups = self.input_groups
@@ -64,8 +65,8 @@ def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
     """Convert scales or zeros to the shape [num_rows, groups].
 
     Args:
-        of_groups: [num_rows, groups]; [num_rows] for one group in each row; or one number, which
-            is repeated for all rows.
+        of_groups: the scales or zeros. The shape is [num_rows, groups], or [num_rows] if each row
+            has one group. A single number is repeated for all rows.
         num_rows: the number of rows of the weight.
     """
     of_groups = of_groups if of_groups.dim() == 2 else of_groups.reshape(-1, 1)
@@ -75,19 +76,21 @@ def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
 def scale_blocks(
     values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
 ) -> Tensor:
-    """Multiply each rectangular block of `values` by the scale of the block.
+    """Multiply each block of `values` by the scale of the block.
 
-    Example: [256, 384] values with [2, 3] scales have blocks of 128 rows and 128 columns.
+    Example: if `values` has the shape [256, 384] and `scales` has the shape [2, 3], a block has 128
+    rows and 128 columns.
 
     Args:
-        values: [..., rows, columns], of any data type that torch converts to float32.
-        scales: [..., row blocks, column blocks]; [rows] or [rows, 1] for a scale of each row; or
-            one number for the whole weight.
+        values: [..., rows, columns], of any data type that torch can convert to float32.
+        scales: the scales. The shape is [..., row blocks, column blocks]. If each row has one
+            scale, the shape can also be [rows] or [rows, 1]. If the whole weight has one scale,
+            `scales` can be a single number.
         dtype: the data type of the result.
         block: the rows and columns of a block. By default, all blocks have the same size.
     """
-    # Reshape the arguments to a stack of n matrices: values [n, rows, columns] and scales [n, row
-    # blocks, column blocks].
+    # Reshape the arguments to n matrices: values [n, rows, columns] and scales [n, row blocks,
+    # column blocks].
     *stack, num_rows, num_columns = values.shape
     values = values.reshape(-1, num_rows, num_columns)
     if scales.dim() < 2 or scales.numel() == 1:
@@ -113,24 +116,21 @@ def scale_blocks(
 
 
 def _as_float(scales: Tensor) -> Tensor:
-    """Return scales as float32.
-
-    Scales of the data type uint8 are exponents: the byte b represents the scale 2**(b - 127).
-    """
+    """Convert scales to float32. If the data type is uint8, byte b is the scale 2**(b - 127)."""
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tensor:
-    """Unpack unsigned integers from the 32-bit integers of each row. The result is uint8.
+    """Unpack unsigned integers from 32-bit words. The result is uint8 [rows, count].
 
-    A row is a sequence of bits that begins with the lowest bit of its first 32-bit integer.
-
-    Example: with 4 bits, [[0x76543210]] becomes [[0, 1, 2, 3, 4, 5, 6, 7]].
+    The first integer of a row is in the lowest bits of the first word. An integer may begin in one
+    word and end in the next word. Example: with 4 bits, [[0x76543210]] becomes
+    [[0, 1, 2, 3, 4, 5, 6, 7]].
 
     Args:
         packed: int32 [rows, words].
         bits: the number of bits of an integer, 1 to 8.
-        count: the number of integers in each row. By default, it is the largest possible number.
+        count: the number of integers in each row; None for as many integers as fit into the words.
     """
     row_bytes = packed.contiguous().view(torch.uint8)
     available = row_bytes.shape[1] * 8 // bits
@@ -149,7 +149,7 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
 
 
 def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
-    """Unpack integers from rows of bytes. An integer may continue in the next byte.
+    """Unpack integers that may begin in one byte and end in the next byte.
 
     Example: with 3 bits, the bytes [0b11010001, 0b01011000] contain [1, 2, 3, 4, 5].
     """
@@ -163,7 +163,7 @@ def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
 def unpack_nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
     """Unpack the two 4-bit integers of each byte. [..., bytes] becomes [..., 2 * bytes].
 
-    Example: [0x21] becomes [1, 2], or [2, 1] with `high_first`.
+    Example: [0x21] becomes [1, 2]. With high_first=True, it becomes [2, 1].
     """
     low, high = packed & 15, packed >> 4
     pair = (high, low) if high_first else (low, high)

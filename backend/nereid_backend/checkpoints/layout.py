@@ -21,11 +21,10 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 
 Decoder = Callable[[Mapping[str, Tensor], torch.dtype], Tensor | IntegerWeight]
-"""A function that computes a weight from its stored tensors.
+"""A function that computes a weight from the tensors of a checkpoint.
 
-The arguments are the tensors of the weight by suffix, and the data type of the result.
-
-Raises: ValueError if the shapes of the tensors do not match.
+The first argument maps the suffix of each tensor to the tensor. The second argument is the data
+type of the weight. If the shapes of the tensors do not match, the function raises a ValueError.
 """
 Settings = Mapping[str, Any]
 """The field `quantization_config` of a config.json."""
@@ -37,12 +36,12 @@ class Layout:
 
     Attributes:
         main: the suffix of the tensor that contains the quantised numbers.
-        others: the suffixes of the other tensors of the weight, which must exist.
+        others: the suffixes of the other tensors that must exist.
         decode: computes the weight.
         target: the suffix of the weight's name in the model.
-        optional: the suffixes of tensors that may exist.
-        main_dtypes: the data types of the main tensor, in the spelling of safetensors. A tensor of
-            another data type is not quantised. None allows every data type.
+        optional: the suffixes of tensors that may be missing.
+        main_dtypes: the allowed data types of the main tensor, as named in safetensors files. None
+            allows every data type.
         numbers_per_element: the number of weights in one element of the main tensor.
         has_integers: whether the decoder returns an IntegerWeight.
     """
@@ -62,8 +61,9 @@ class Format:
     """The layouts of one quantisation method.
 
     Attributes:
-        layouts: the layouts. A weight has the first layout whose tensors exist.
-        ignored: the suffixes of tensors that are not needed, such as the scales of activations.
+        layouts: the layouts, in the order in which they are tried. The first layout whose tensors
+            exist is used for a weight.
+        ignored: the suffixes of tensors that are not needed. Example: scales of activations.
     """
 
     layouts: tuple[Layout, ...]

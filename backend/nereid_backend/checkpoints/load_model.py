@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the class of transformers for a model, and loads the weights into this class."""
+"""Chooses the transformers class of a model, and loads the weights of the model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ class _OwnAttentionError(Exception):
 def load_with_attention(
     load: Callable[[str], PreTrainedModel], config: PretrainedConfig, attention: str
 ) -> PreTrainedModel | None:
-    """Load the model with the attention `attention` of transformers' attention interface.
+    """Load a model that uses the attention implementation with the name `attention`.
 
     Return None if the class of the model always uses its own attention.
     """
@@ -48,9 +48,9 @@ def load_with_attention(
         model = load(attention)
     except _OwnAttentionError:
         return None
-    # If the class is a part of transformers, `takes_attention_by_name` has already checked that the
+    # If transformers contains the class, `takes_attention_by_name` has already checked that the
     # class uses the attention interface. Otherwise, a Python file of the checkpoint defines the
-    # class. Loading the model has imported this file, so the class can be checked now.
+    # class. This file is imported when the model is loaded, so the class is checked here.
     is_class_of_transformers = model_class(config) is not None
     if is_class_of_transformers or model._can_set_attn_implementation():
         return model
@@ -68,11 +68,12 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     progress: Callable[[str], None],
     attention: str,
 ) -> PreTrainedModel:
-    """Load the weights into the class of the model.
+    """Create a model with the class that transformers has for it, and load the weights.
 
     Raises:
-        _OwnAttentionError: the class does not accept the attention implementation `attention`.
-        ModelError: the weights are broken, or transformers does not support the model.
+        _OwnAttentionError: if the class does not accept the attention implementation `attention`.
+        ModelError: if the weights are damaged.
+        UnsupportedModelError: if transformers does not support the model.
     """
     arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
     reads_folder = arguments["pretrained_model_name_or_path"] is not None
@@ -108,19 +109,19 @@ def _from_pretrained(
     arguments: dict[str, Any],
     progress: Callable[[str], None],
 ) -> PreTrainedModel:
-    """Call transformers' `from_pretrained` with `arguments`.
+    """Call transformers' `from_pretrained` with `arguments`; see `load_model` for the errors.
 
-    `load_model` documents the errors. `folder` is the folder of the checkpoint, for messages.
+    Error messages contain the path `folder`.
     """
     try:
-        # With output_loading_info=True, `from_pretrained` returns a pair. The type annotation of
-        # `from_pretrained` does not mention this pair, so the type here is more general.
+        # With output_loading_info=True, `from_pretrained` returns a pair, but its type annotation
+        # does not mention the pair.
         load: Callable[..., Any] = (model_class(config) or AutoModelForCausalLM).from_pretrained
         with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except (ValueError, KeyError, ImportError) as error:
         if arguments["attn_implementation"] in str(error):
-            # The class accepts only the attention implementations in its own table.
+            # The class accepts only its own attention implementations.
             raise _OwnAttentionError from error
         raise UnsupportedModelError(
             f"the model type {config.model_type} is not supported: {first_line(error)}"
@@ -128,8 +129,8 @@ def _from_pretrained(
     except ModelError:
         raise
     except Exception as error:
-        # A broken file can cause an exception of any class. Examples are the exceptions of
-        # safetensors, and RuntimeError if a tensor has a wrong shape.
+        # A damaged file can cause many kinds of exceptions. Example: a tensor with a wrong shape
+        # causes a RuntimeError.
         raise ModelError(
             f"the weights in {folder} cannot be read ({first_line(error)}). Download the "
             "checkpoint again."
@@ -144,12 +145,13 @@ def _from_pretrained(
 
 
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
-    """Return the class that runs `config` as a causal language model; None if there is none.
+    """Return the transformers class that generates text with a model, or None.
 
-    If the checkpoint names a class of transformers for images and text, this class is returned. For
-    most other models, AutoModelForCausalLM determines the class. If AutoModelForCausalLM knows no
-    class, the result is the class in the checkpoint's field `architectures`, if this class can
-    generate text. Example: a multimodal model to which the engine sends only text.
+    The result is the first of these classes that exists:
+
+    - the class for images and text, if the field `architectures` of the config contains its name;
+    - the class that AutoModelForCausalLM uses for the config;
+    - the class in the field `architectures`, if it can generate text and has no encoder.
     """
     name = (getattr(config, "architectures", None) or [""])[0]
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -167,20 +169,21 @@ def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers
 
 
 def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
-    """Return whether the decoder's class uses transformers' attention interface.
+    """Return whether the class of a model uses transformers' attention interface.
 
-    Other classes ignore the name of an attention implementation, or raise an error for it.
+    A class without this interface ignores the name of an attention implementation or raises an
+    error.
     """
     candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
-    # If transformers has no class for the model, return True. `from_pretrained` then raises an
-    # error with the reason.
+    # If transformers has no class for the model, return True. The model is then loaded, and
+    # `from_pretrained` raises an error that contains the reason.
     return not classes or any(one._can_set_attn_implementation() for one in classes)
 
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """Return a context that replaces transformers' progress bars by calls of `progress`."""
+    """Return a context in which `progress` is called instead of showing a progress bar."""
 
     def create_bar(
         factory: object, args: tuple[Any, ...], options: dict[str, Any]

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of MXFP4: 4-bit floating-point weights with one exponent for every 32 numbers.
+"""The layout of MXFP4 checkpoints.
+
+MXFP4 weights are 4-bit floating-point numbers. Each group of 32 numbers has one exponent.
 
 Sources: the OCP Microscaling Formats specification 1.0, section 5.3, and
 convert_moe_packed_tensors in transformers 5.23, integrations/mxfp4.py.
 
-    gate_up_proj_blocks  uint8 [experts, out_features, groups, 16], two numbers in a byte, the first
-                         one in the lower half
+    gate_up_proj_blocks  uint8 [experts, out_features, groups, 16], two numbers in each byte; the
+                         low 4 bits contain the first number
     gate_up_proj_scales  uint8 [experts, out_features, groups], exponent + 127
 
-The parameter of the model is transposed: gate_up_proj [experts, in_features, out_features].
+In the model, the parameter is transposed: gate_up_proj [experts, in_features, out_features].
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,7 @@ from nereid_backend.checkpoints.layout import Format, Layout, Settings
 _EXPONENT_BIAS = 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4_VALUES = (*_POSITIVE, *(-number for number in _POSITIVE))
-"""The numbers that the 16 codes of a 4-bit floating-point number (e2m1) mean."""
+"""The values of the 16 codes of a 4-bit floating-point number (e2m1)."""
 
 
 def mxfp4_format(settings: Settings) -> Format:  # noqa: ARG001 - the layout has no variants
@@ -38,7 +40,7 @@ def float4_numbers(packed: Tensor) -> Tensor:
 
 
 def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the dequantised weight, [experts, in_features, out_features] in `dtype`."""
+    """Dequantise a weight. The result has the shape [experts, in_features, out_features]."""
     blocks, scales = tensors["_blocks"], tensors["_scales"]
     if blocks.shape[:-1] != scales.shape:
         raise ValueError(

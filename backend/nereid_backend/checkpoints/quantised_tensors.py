@@ -4,10 +4,9 @@
     model.layers.0.mlp.up_proj.qweight, .qzeros, .scales   ->   model.layers.0.mlp.up_proj.weight
     model.norm.weight                                      ->   model.norm.weight
 
-transformers loads these weights one by one. Each weight is read and dequantised when transformers
-loads it. transformers also merges the weights of experts and renames weights, as for an unquantised
-checkpoint. Layers that are not quantised are recognised by their tensors, not by their names in the
-config.
+Each weight is read and dequantised when transformers loads the weight. As for an unquantised
+checkpoint, transformers renames weights and merges the weights of experts. This module uses the
+tensors of a layer, and not the config, to find out whether the layer is quantised.
 """
 
 import math
@@ -42,9 +41,8 @@ FORMATS: dict[str, Callable[[Settings], Format]] = {
 }
 """The supported values of quantization_config.quant_method."""
 
-# Name suffixes that only tensors of quantised weights have. If a tensor has such a suffix and
-# belongs to no known layout, the checkpoint is refused. The weight would otherwise be wrong or
-# missing.
+# Only tensors of quantised weights have these suffixes. If a tensor has such a suffix and belongs
+# to no known layout, the checkpoint is refused, because the weight would be wrong or missing.
 _QUANTISED_SUFFIXES = (
     "qweight",
     "qzeros",
@@ -63,11 +61,11 @@ _QUANTISED_SUFFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
-    """A weight of a checkpoint. It is read and dequantised when transformers reads its elements.
+    """A weight of a checkpoint. It is read and dequantised when transformers needs its elements.
 
     Attributes:
-        tensors: the stored tensors of the weight, by suffix.
-        layout: how the weight is stored; None if the weight is one tensor.
+        tensors: maps the suffix of each tensor of the weight to the tensor.
+        layout: the layout of a quantised weight; None if the weight is not quantised.
         dtype: the data type of the dequantised weight.
     """
 
@@ -76,16 +74,15 @@ class LazyWeight:
     dtype: torch.dtype
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the whole weight.
+        """Return the dequantised weight.
 
-        `index` is ignored, because transformers always passes `...`, which selects the whole
-        weight.
+        transformers always passes `...` as `index`, which selects the whole weight.
         """
         weight = self.decode()
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the weight as floating point numbers, or as stored integers with scales.
+        """Return the integers and scales of the weight, or floating-point numbers.
 
         Raises:
             ModelError: if the tensors cannot be read, or if the shapes of the tensors do not match.
@@ -96,8 +93,7 @@ class LazyWeight:
         try:
             return self.layout.decode(parts, self.dtype)
         except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
-            # torch raises these errors if the tensors of the file are damaged, for example if a
-            # tensor has a wrong shape.
+            # These errors occur if the tensors are damaged. Example: a tensor has a wrong shape.
             raise ModelError(
                 f"the quantised weight {self.stored.name} in {self.stored.file} cannot be read "
                 f"({error}). Download the file again."
@@ -111,12 +107,12 @@ class LazyWeight:
 
     @property
     def stored(self) -> StoredTensor:
-        """The main tensor of the weight. An unquantised weight consists of this tensor alone."""
+        """The main tensor of the weight. An unquantised weight has only this tensor."""
         return next(iter(self.tensors.values()))
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the weight is stored as a single tensor with two dimensions."""
+        """Whether the weight is not quantised and has two dimensions."""
         return self.layout is None and len(self.stored.shape) == 2
 
     @property
@@ -126,9 +122,9 @@ class LazyWeight:
 
     @property
     def integer_bytes(self) -> int:
-        """The size of the weight's integers and scales in the file, in bytes.
+        """The approximate size of the integers and scales in memory, in bytes.
 
-        The size in memory is similar.
+        The result is their size in the file.
         """
         return sum(
             math.prod(tensor.shape) * tensor.number_bytes for tensor in self.tensors.values()
@@ -138,10 +134,10 @@ class LazyWeight:
 def lazy_weights(
     stored: Mapping[str, StoredTensor], settings: Settings | None, dtype: torch.dtype
 ) -> dict[str, LazyWeight]:
-    """Return the weights of a checkpoint by name.
+    """Return the weights of a checkpoint by name. No weight is read.
 
     Args:
-        stored: the tensors of the checkpoint by name.
+        stored: maps the name of each tensor of the checkpoint to the tensor.
         settings: the quantization_config; None if the checkpoint is not quantised.
         dtype: the data type of dequantised weights.
 
@@ -169,7 +165,7 @@ def lazy_weights(
                 "tensors of this weight are missing or have an unsupported layout. Download the "
                 "checkpoint again."
             )
-        # A weight that is not quantised consists of one tensor, whose name has no suffix.
+        # The weight is not quantised, so it consists of one tensor without a suffix.
         weights[name] = LazyWeight({"": tensor}, None, dtype)
     return weights
 
@@ -177,7 +173,7 @@ def lazy_weights(
 def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any config class
     """Return the field quantization_config of a config; None if the checkpoint is not quantised.
 
-    The config of a multimodal model may contain the field in the config of its decoder.
+    In a multimodal model, the config of the decoder may contain the field.
     """
     for owner in (config, config.get_text_config(decoder=True)):
         settings = getattr(owner, "quantization_config", None)
@@ -187,10 +183,10 @@ def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401
 
 
 def _choose_format(settings: Settings) -> Format:
-    """Return the format of a quantisation method.
+    """Return the format of the quantisation method in the settings.
 
     Raises:
-        UnsupportedModelError: if the method, or its variant, is not supported.
+        UnsupportedModelError: if the method or its variant is not supported.
     """
     method = _method(settings)
     if method not in FORMATS:
@@ -211,8 +207,9 @@ def _choose_format(settings: Settings) -> Format:
 def _method(settings: Settings) -> str:
     """Return the name of the quantisation method.
 
-    Some tools write the weights in the layout of another method. The field packing_format then
-    names this layout. Example: "auto_round:auto_gptq".
+    Some programs store weights in the layout of another method. In this case, the field
+    packing_format contains the name of the other method. Example: "auto_round:auto_gptq" means that
+    the method is "gptq".
     """
     method = settings.get("quant_method")
     if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
@@ -227,10 +224,10 @@ def _method(settings: Settings) -> str:
 def _find_layout(
     tensor: StoredTensor, choice: Format, stored: Mapping[str, StoredTensor]
 ) -> Layout | None:
-    """Return the layout of the weight that contains `tensor`; None if no layout matches.
+    """Return the layout of the quantised weight whose main tensor is `tensor`.
 
-    `tensor` must be the main tensor of the weight, such as qweight. The result is None for the
-    other tensors, such as qzeros.
+    Return None if `tensor` is not the main tensor of a quantised weight. Example: the main tensor
+    of an AWQ weight is qweight, so the result for qzeros is None.
     """
     for layout in choice.layouts:
         if not tensor.name.endswith(layout.main):
@@ -248,12 +245,12 @@ def _parts(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of one weight by suffix. The main tensor comes first.
 
-    `stem` is the common beginning of the tensors' names, such as "model.layers.0.mlp.up_proj".
+    The names of these tensors begin with `stem`. Example: "model.layers.0.mlp.up_proj".
     """
     suffixes = (layout.main, *layout.others, *layout.optional)
     return {suffix: stored[stem + suffix] for suffix in suffixes if stem + suffix in stored}
 
 
 def _is_leftover(tensor: StoredTensor) -> bool:
-    """Return whether a tensor without a layout must be a tensor of a quantised weight."""
+    """Return whether a tensor without a known layout belongs to a quantised weight."""
     return tensor.name.endswith(_QUANTISED_SUFFIXES) or tensor.dtype.startswith("F8")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the safetensors files of a checkpoint without reading their tensors.
 
-When a file is opened, the safetensors library checks the header: the header has at most 100 MB, and
-the tensors are within the file, without gaps and overlaps. A file is mapped into memory, so opening
-needs little memory and time.
+When a file is opened, the safetensors library checks that the header has at most 100 MB. The
+library also checks that the tensors are within the file, and that there are no gaps and no overlaps
+between tensors. Files are mapped into memory, so opening a file takes little memory and time.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor
 from nereid_backend.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
-# The number of bytes of a number, by the name of its data type in safetensors.
+# Maps the name of a data type in safetensors to the number of bytes of one number.
 _NUMBER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BOOL": 1}
 
 
@@ -30,8 +30,8 @@ class StoredTensor:
         name: the name of the tensor in the file.
         file: the path of the file.
         shape: the shape of the tensor.
-        dtype: the data type in the spelling of safetensors, such as "BF16" or "F8_E4M3".
-        view: reads the tensor from the mapped file.
+        dtype: the name of the data type in safetensors, such as "BF16" or "F8_E4M3".
+        view: an object of the safetensors library that reads the tensor.
     """
 
     name: str
@@ -46,11 +46,11 @@ class StoredTensor:
         Raises:
             ModelError: if the tensor cannot be read.
         """
-        # A scalar has no dimension that could be sliced.
+        # `...` also works for a scalar, which has no dimension.
         return self._read(...)
 
     def read_rows(self, start: int, end: int) -> Tensor:
-        """Return the elements from `start` to `end` of the first dimension.
+        """Return the rows from `start` to `end` (exclusive) of the first dimension.
 
         Raises:
             ModelError: if the tensor cannot be read.
@@ -69,7 +69,7 @@ class StoredTensor:
 
     @property
     def number_bytes(self) -> int:
-        """The bytes of one number."""
+        """The number of bytes of one number."""
         small = 1 if "8" in self.dtype else 2
         return _NUMBER_BYTES.get(self.dtype, small)
 
@@ -79,13 +79,13 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
 
     Args:
         folder: the folder of the checkpoint.
-        for_reading: whether the tensors will be read. If True, torch maps the files, and the
-            operating system counts a mapped file as used memory. A file that is larger than the
-            memory can therefore be opened only with False.
+        for_reading: whether the tensors will be read. If True, the operating system counts the
+            files as used memory. A file that is larger than the memory can therefore be opened only
+            with False.
 
     Raises:
-        ModelError: if a file is missing, incomplete or damaged, or if a file does not contain a
-            tensor that the index assigns to the file.
+        ModelError: if a file is missing, incomplete or damaged, or if a tensor of the index is
+            missing.
     """
     expected = _read_index(folder)
     files = sorted(set(expected.values())) or [path.name for path in _single_files(folder)]
@@ -113,7 +113,7 @@ def check_permission(path: Path) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return the file name of each tensor in the index; {} if the checkpoint has no index.
+    """Return a dict that maps each tensor in the index to its file; {} if there is no index.
 
     Raises:
         ModelError: if the index is damaged, or if a file is missing.
@@ -132,7 +132,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _check_indexed_files(index: Path, files: list[str]) -> None:
-    """Raise a ModelError if a file in the index is missing, or if it is outside of the folder."""
+    """Raise a ModelError if a file in the index is missing or is not directly in the folder."""
     folder = index.parent
     for name in files:
         if Path(name).name != name:
@@ -163,7 +163,7 @@ def _single_files(folder: Path) -> list[Path]:
 
 
 def _describe_remedy(folder: Path) -> str:
-    """Return a sentence that explains how to get safetensors files for the folder."""
+    """Return a text that explains how to get safetensors files for the folder."""
     pickles = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     if not pickles:
         return "Download the checkpoint's .safetensors files."

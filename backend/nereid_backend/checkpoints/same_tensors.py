@@ -11,16 +11,16 @@ from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.errors import ModelError
 
 Layout = dict[str, tuple[tuple[int, ...], str]]
-"""Maps the name of each tensor of a checkpoint to the shape and the data type of the tensor."""
+"""Maps the name of each tensor in a checkpoint to the shape and the data type of the tensor."""
 
 _REMEDY = "Use a checkpoint of the same model, or restart the server with the new checkpoint."
 
 
 def read_layout(folder: str) -> Layout:
-    """Return the shapes and data types of a checkpoint's tensors, without reading their values.
+    """Return the shapes and data types of a checkpoint's tensors. The values are not read.
 
     Raises:
-        ModelError: if the folder is not a checkpoint in safetensors files, or a file is damaged.
+        ModelError: if the folder contains no safetensors files, or if a file is damaged.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -32,7 +32,12 @@ def read_layout(folder: str) -> Layout:
 
 
 def check_same_layout(old: Layout, new: Layout) -> None:
-    """Raise a ModelError that names the first tensor that differs between two checkpoints."""
+    """Check that two checkpoints have the same layout.
+
+    Raises:
+        ModelError: if a tensor is missing in one of the checkpoints, or if its shapes or data types
+            differ. The message contains the name of the first such tensor.
+    """
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
             raise ModelError(
@@ -52,7 +57,7 @@ def check_same_layout(old: Layout, new: Layout) -> None:
 
 
 def read_architecture(folder: str) -> str:
-    """Return the name of the model's class from config.json, or "" if the file names no class.
+    """Return the name of the model's class in config.json, or "" if the file has no such name.
 
     Raises:
         ModelError: if config.json is missing or damaged.

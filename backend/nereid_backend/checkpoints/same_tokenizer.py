@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that two checkpoints have the same tokenizer and the same chat template.
 
-The servers load the tokenizer once. New weights with another tokenizer would therefore receive
-wrong token ids.
+The server loads the tokenizer only once. If the weights are replaced by weights with another
+tokenizer, the model would therefore receive wrong token ids.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 from nereid_backend.errors import ModelError
 
 TokenizerFiles = dict[str, str]
-"""Maps the name of each tokenizer file of a checkpoint to a hash of the file's content."""
+"""Maps the name of each tokenizer file in a checkpoint to a hash of the file's content."""
 
 _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
@@ -23,8 +23,8 @@ _OTHER_FILES = (
     *("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json"),
 )
-# Some programs change these fields when they save an unchanged tokenizer. The fields can be
-# ignored, because each call of the tokenizer sets the padding and the truncation.
+# These fields are ignored, because some programs change them when they save an unchanged tokenizer.
+# Padding and truncation can be ignored, too, because each call of the tokenizer sets them.
 _IGNORED_FIELDS = {
     *("name_or_path", "transformers_version", "_commit_hash", "tokenizer_file", "is_local"),
     *("padding", "truncation"),
@@ -56,8 +56,8 @@ def read_tokenizer_files(folder: str) -> TokenizerFiles:
 def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
     """Raise a ModelError if the tokenizer or the chat template of two checkpoints differ.
 
-    A file is compared if both checkpoints contain the file. A new checkpoint without tokenizer
-    files is accepted, because some training programs save only weights.
+    Only files that both checkpoints contain are compared. If the new checkpoint contains no
+    tokenizer files, it is accepted, because some training programs save only weights.
     """
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
@@ -74,9 +74,9 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
 
 def _canonical(content: bytes) -> bytes:
-    """Convert the content of a JSON file to a canonical form, without the ignored fields.
+    """Remove the ignored fields from the content of a JSON file, and sort the other fields.
 
-    A file that is not valid JSON is returned unchanged.
+    If the content is not valid JSON, return it unchanged.
     """
     try:
         value: Any = json.loads(content)

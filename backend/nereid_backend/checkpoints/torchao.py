@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layouts of torchao's tensors in safetensors files.
+"""The layouts of torchao checkpoints in safetensors files.
 
 Source: flatten_tensor_state_dict in torchao 0.18, torchao/prototype/safetensors, and the tensor
 classes in torchao/quantization/quantize_/workflows.
 
     _weight_qdata       int8 [out_features, in_features] (Int8Tensor, IntxUnpackedToInt8Tensor),
                         float8 [out_features, in_features] (Float8Tensor), or
-                        uint8 [out_features, in_features / 2], two signed 4-bit integers in a byte,
-                        the first one in the lower half (Int4Tensor)
+                        uint8 [out_features, in_features / 2] (Int4Tensor), two signed 4-bit
+                        integers in each byte; the low 4 bits contain the first integer
     _weight_scale       [out_features, groups]; for Int4Tensor [groups, out_features]
-    _weight_zero_point  the shape of the scales
+    _weight_zero_point  the same shape as the scales
 
 weight = (integer - zero) * scale. For Int4Tensor, weight = integer * scale + zero.
 """
@@ -73,22 +73,23 @@ def _decode_float8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-    """Decode an Int4Tensor, whose weight is integer * scale + zero.
+    """Decode an Int4Tensor.
 
-    An IntegerWeight is (integer - zero) * scale instead, so the zeros are converted.
+    In the checkpoint, weight = integer * scale + zero. In an IntegerWeight, weight = (integer -
+    zero) * scale. The zeros are therefore converted.
     """
     if tensors[_SCALE].dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"4-bit weights with scales of {tensors[_SCALE].dtype} are not supported")
     nibbles = unpack_nibbles(tensors[_MAIN]).to(torch.int8)
-    # The integers are signed: the nibbles 8 to 15 mean -8 to -1.
+    # The integers are signed: the codes 8 to 15 are the integers -8 to -1.
     values = ((nibbles ^ 8) - 8).to(torch.int8)
     scales = tensors[_SCALE].T.float()  # [out_features, groups]
     if values.shape[1] % scales.shape[1]:
         raise ValueError(
             f"{values.shape[1]} inputs cannot be divided into {scales.shape[1]} groups"
         )
-    # If all weights of a group have the same value w, the file stores the scale 0, integers of 0
-    # and the zero point w. An IntegerWeight represents w with the scale 1 and the zero point -w.
+    # If all weights of a group have the same value w, the file contains the scale 0 and the zero
+    # point w. An IntegerWeight represents w with the scale 1 and the zero point -w.
     divisors = torch.where(scales == 0, 1.0, scales)
     zeros = -tensors[_ZERO].T.float() / divisors
     return IntegerWeight(values, divisors, zeros, values.shape[1] // scales.shape[1], bits=4)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses whether transformers reads the weights of a checkpoint from files or from a dict.
+"""Creates the arguments with which transformers loads the weights of a checkpoint.
 
-A weight in the dict is read and dequantised only when transformers needs this weight.
+transformers either reads the files of the checkpoint, or gets a dict of weights. A weight in the
+dict is read and dequantised when transformers needs it.
 """
 
 import copy
@@ -19,18 +20,17 @@ from nereid_backend.checkpoints.safetensors_files import open_tensors
 def weight_arguments(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, is_lazy: bool = False
 ) -> dict[str, Any]:
-    """Return arguments for transformers' from_pretrained: the weights and the config.
+    """Return arguments for transformers' from_pretrained.
 
-    transformers reads the files of an unquantised checkpoint itself. For a quantised checkpoint and
-    for a GGUF file, this function passes weights that are read and dequantised one by one, and a
-    config without quantization_config. If the config contained this field, transformers would
-    create the layers of a quantisation library.
+    If the checkpoint is not quantised, the arguments contain its folder. If the checkpoint is
+    quantised or describes a GGUF file, the arguments contain a dict of weights and a config without
+    quantization_config. Otherwise, transformers would create the layers of a quantisation library.
 
     Args:
         folder: the folder of the checkpoint.
         config: the config of the checkpoint.
         dtype: the data type of the weights in the model.
-        is_lazy: whether the weights of an unquantised checkpoint are also read one by one.
+        is_lazy: whether to return a dict of weights for an unquantised checkpoint, too.
 
     Raises:
         ModelError: if the weights are missing or damaged.
@@ -69,8 +69,8 @@ def _gguf_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> d
 def restore_generation_config(model: PreTrainedModel, folder: Path) -> None:
     """Read the generation config of a folder, and set it in a model. Mutates: the model.
 
-    transformers sets the generation config only if it loads the model from a folder. The engine
-    reads the end-of-sequence tokens of the generation config.
+    transformers does not set the generation config if it loads the weights from a dict. The engine
+    needs the end-of-sequence tokens in the generation config.
     """
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the weights of a checkpoint from the headers of its files."""
+"""Counts the weights of a checkpoint. Only the headers of the files are read."""
 
 import json
 from dataclasses import dataclass
@@ -21,11 +21,10 @@ class WeightCounts:
 
     Attributes:
         num_weights: the number of weights.
-        num_integers: the number of weights that remain integers with scales in memory if the model
-            runs on a CPU.
+        num_integers: the number of weights that the CPU kernels use as integers with scales.
         integer_bytes: the size of these integers and their scales in memory, in bytes.
-        num_linear: the number of unquantised weights of linear layers, estimated from the names.
-            The number is 0 for a GGUF file.
+        num_linear: the number of unquantised weights in linear layers, estimated from the names of
+            the weights. For a GGUF file, the number is 0.
     """
 
     num_weights: int
@@ -35,7 +34,7 @@ class WeightCounts:
 
 
 def count_weights(folder: Path) -> WeightCounts:
-    """Return the size of a checkpoint. No weight is read.
+    """Count the weights of a checkpoint. No weight is read.
 
     Raises:
         ModelError: if a file is missing or damaged.
@@ -67,17 +66,17 @@ def _is_linear(name: str, weight: LazyWeight) -> bool:
 def _can_be_linear(name: str) -> bool:
     """Return whether a matrix with this name probably belongs to a linear layer.
 
-    Embeddings and experts are matrices, too, but transformers has other layers for them. Integers
-    of these matrices are dequantised in memory.
+    Embeddings and experts are matrices, too, but they do not belong to linear layers. If they are
+    quantised, they are dequantised when they are loaded.
     """
     return not any(part in name for part in ("embed", ".experts."))
 
 
 def _weights(folder: Path) -> dict[str, LazyWeight]:
-    """Return the weights of a checkpoint by name, without reading their numbers.
+    """Return the weights of a checkpoint by name. The elements of the weights are not read.
 
-    Only the names and sizes of the weights are used, so the numbers of heads and the data type in
-    the calls below have no effect.
+    Only the names and sizes of the weights are used. The number of heads and the data type in this
+    function therefore have no effect.
     """
     if (folder / GGUF_LINK).is_file():
         # Only GGUF files need the gguf library.

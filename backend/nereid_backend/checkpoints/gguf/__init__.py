@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads GGUF files, and describes a GGUF file as a checkpoint folder of transformers."""
+"""Reads GGUF files, and creates a checkpoint folder that describes a GGUF file."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unpacks the blocks of GGUF files to integers with scales.
 
-A tensor consists of blocks, and a block has 32 or 256 numbers. ggml-common.h and ggml-quants.c in
-the repository of ggml define the blocks. `q` is the integer of a weight. `scale` and `minimum` are
-float16 numbers of the block. `sub` and `min` are small integers of each group of 16 or 32 weights.
+A tensor consists of blocks of 32 or 256 weights. The files ggml-common.h and ggml-quants.c in the
+repository of ggml define the blocks. In the following table, `q` is the integer of a weight.
+`scale` and `minimum` are float16 numbers, one for each block. `sub` and `min` are small integers,
+one for each group of 16 or 32 weights.
 
     Type    Parts of a block, in order                                Weight
     Q4_0    scale, 32 x 4 bits                                        scale * (q - 8)
@@ -30,38 +31,38 @@ from torch import Tensor
 
 from nereid_backend.checkpoints.integer_weight import IntegerWeight
 
-# The 16 numbers that the integers of IQ4_NL and IQ4_XS select, from ggml-common.h.
+# The 16 numbers that the integers of IQ4_NL and IQ4_XS represent (source: ggml-common.h).
 _LEVELS = torch.tensor(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.int8
 )
 
 
 def _read_float16(blocks: Tensor, start: int) -> Tensor:
-    """Return the float16 number at byte `start` of each block, as float32 [blocks, 1]."""
+    """Read the float16 number at byte `start` of each block. The result is float32 [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _as_int8(blocks: Tensor) -> Tensor:
-    """Return unsigned bytes as signed integers (255 becomes -1), in the same shape."""
+    """Reinterpret unsigned bytes as signed integers. Example: 255 becomes -1."""
     return blocks.contiguous().view(torch.int8)
 
 
 def _unpack_4_bit(packed: Tensor, run_length: int) -> Tensor:
-    """Return the 4-bit integers of bytes, [blocks, 2 * bytes].
+    """Unpack 4-bit integers. [blocks, bytes] becomes [blocks, 2 * bytes].
 
-    Each run of `run_length` bytes contains `2 * run_length` integers: first the low 4 bits of all
-    its bytes, then the high 4 bits. Example: with run_length=2, the bytes [0x31, 0x42] contain
-    [1, 2, 3, 4].
+    Each run of `run_length` bytes contains `2 * run_length` integers. The first half of the
+    integers are the low 4 bits of these bytes, and the second half are the high 4 bits. Example:
+    with run_length=2, the bytes [0x31, 0x42] contain the integers [1, 2, 3, 4].
     """
     runs = packed.reshape(len(packed), -1, 1, run_length)
     return torch.cat((runs & 15, runs >> 4), dim=2).flatten(1)
 
 
 def _unpack_2_bit(packed: Tensor) -> Tensor:
-    """Return the 2-bit integers of bytes, [blocks, 4 * bytes].
+    """Unpack 2-bit integers. [blocks, bytes] becomes [blocks, 4 * bytes].
 
-    Each run of 32 bytes contains 128 integers: first the lowest 2 bits of all its bytes, then the
-    next 2 bits, and so on.
+    Each run of 32 bytes contains 128 integers. The first 32 integers are the lowest 2 bits of these
+    bytes, the next 32 integers are the next 2 bits, and so on.
     """
     runs = packed.reshape(len(packed), -1, 1, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
@@ -69,23 +70,26 @@ def _unpack_2_bit(packed: Tensor) -> Tensor:
 
 
 def _unpack_bit_planes(packed: Tensor) -> Tensor:
-    """Return one bit for each of the 256 weights, 0 or 1, [blocks, 256].
+    """Unpack one bit for each of the 256 weights in a block. [blocks, 32] becomes [blocks, 256].
 
-    The bit g of the byte i belongs to the weight 32 * g + i.
+    Bit g of byte i belongs to weight 32 * g + i.
     """
     shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
     return ((packed.unsqueeze(1) >> shifts) & 1).flatten(1)
 
 
 def _unpack_1_bit(packed: Tensor) -> Tensor:
-    """Return the bits of bytes, 0 or 1, [blocks, 8 * bytes]. The lowest bit of a byte is first."""
+    """Unpack the bits of bytes, from the lowest bit to the highest bit of each byte.
+
+    [blocks, bytes] becomes [blocks, 8 * bytes].
+    """
     return ((packed.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1)
 
 
 def _weight_with_middle(
     values: Tensor, scales: Tensor, num_rows: int, *, middle: int, bits: int
 ) -> IntegerWeight:
-    """Return the weights, which are scale * (value - middle)."""
+    """Create the IntegerWeight for weight = scale * (value - middle)."""
     centred = values.view(num_rows, -1).to(torch.int8) - middle
     scales = scales.view(num_rows, -1)
     return IntegerWeight(centred, scales, None, centred.shape[1] // scales.shape[1], bits)
@@ -94,18 +98,21 @@ def _weight_with_middle(
 def _weight_with_minimums(
     values: Tensor, scales: Tensor, minimums: Tensor, num_rows: int, *, bits: int
 ) -> IntegerWeight:
-    """Return scale * value - minimum. Each group of weights has a scale and a minimum."""
+    """Create the IntegerWeight for weight = scale * value - minimum.
+
+    Each group of weights has one scale and one minimum.
+    """
     values, scales = values.view(num_rows, -1), scales.view(num_rows, -1)
     group_size = values.shape[1] // scales.shape[1]
     is_constant = scales == 0
     if is_constant.any():
-        # If the scale of a group is 0, all weights of the group equal -minimum. An IntegerWeight
-        # represents these weights exactly with the scale 1 and with integers of 0.
+        # If the scale of a group is 0, all weights of the group are -minimum. An IntegerWeight
+        # represents these weights exactly with integers of 0 and the scale 1.
         groups = is_constant.repeat_interleave(group_size, dim=1)
         values = values.masked_fill(groups, 0)
         scales = scales.masked_fill(is_constant, 1.0)
-    # The file defines weight = scale * q - minimum. An IntegerWeight is (q - zero) * scale. The two
-    # are equal if zero = minimum / scale.
+    # In the file, weight = scale * q - minimum. In an IntegerWeight, weight = (q - zero) * scale.
+    # The results are equal if zero = minimum / scale.
     zeros = minimums.view(num_rows, -1) / scales
     return IntegerWeight(values, scales, zeros, group_size, bits)
 
@@ -150,9 +157,10 @@ def _decode_q2_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    """Convert blocks of Q3_K.
+    """Unpack blocks of Q3_K.
 
-    The low 4 bits of the 16 numbers `sub` are in 8 bytes. The high 2 bits are in 4 bytes.
+    Each of the 16 numbers `sub` has 6 bits. Bytes 96 to 103 contain the low 4 bits, and bytes 104
+    to 107 contain the high 2 bits.
     """
     values = _unpack_2_bit(blocks[:, 32:96]) | (_unpack_bit_planes(blocks[:, :32]) << 2)
     low, high = _unpack_4_bit(blocks[:, 96:104], 8), blocks[:, 104:108].unsqueeze(1)
@@ -185,10 +193,10 @@ def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    """Convert blocks of IQ4_XS.
+    """Unpack blocks of IQ4_XS.
 
-    Bytes 2 and 3 contain the high 2 bits of the 8 numbers `sub`. The low 4 bits are in the next 4
-    bytes.
+    Each of the 8 numbers `sub` has 6 bits. Bytes 2 and 3 contain the high 2 bits, and bytes 4 to 7
+    contain the low 4 bits.
     """
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
     high = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
@@ -199,13 +207,16 @@ def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and the minimums of the groups of Q4_K and Q5_K, [blocks, 8] each.
+    """Return the scales and the minimums of blocks of Q4_K or Q5_K. The shapes are [blocks, 8].
 
-    The bytes a to l of a block contain the numbers `sub` and `min` of 8 groups. The numbers `sub`
-    of groups 0 to 3 are the low 6 bits of a to d, and the numbers `min` are the low 6 bits of e to
-    h. For groups 4 to 7, the low 4 bits of `sub` are the low 4 bits of i to l, and the upper 2 bits
-    of `sub` are the upper 2 bits of a to d. The numbers `min` of these groups are the high 4 bits
-    of i to l and the upper 2 bits of e to h.
+    A block has 8 groups. Bytes 4 to 15 of a block contain the 6-bit numbers `sub` and `min` of the
+    groups. In this table, the 12 bytes are called a to l:
+
+        Groups   Number   Bits of the number, from the lowest to the highest
+        0 to 3   sub      the low 6 bits of a to d
+        0 to 3   min      the low 6 bits of e to h
+        4 to 7   sub      the low 4 bits of i to l, then the high 2 bits of a to d
+        4 to 7   min      the high 4 bits of i to l, then the high 2 bits of e to h
     """
     a_to_d, e_to_h, i_to_l = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     group_scales = torch.cat((a_to_d & 63, (i_to_l & 15) | ((a_to_d >> 6) << 4)), dim=1)
@@ -218,11 +229,11 @@ class BlockType:
     """A type of blocks whose integers the CPU kernels can use.
 
     Attributes:
-        decode: unpacks blocks. The arguments are the blocks of a weight, uint8 [blocks, bytes of a
-            block], and the number of rows of the weight.
+        decode: a function that unpacks the blocks of a weight. The arguments are the blocks, uint8
+            [blocks, bytes of a block], and the number of rows of the weight.
         bits: the number of bits of an integer in memory, 4 or 8.
-        group_size: the number of weights with the same scale.
-        has_minimums: whether the groups also have minimums.
+        group_size: the number of weights in a group. Each group has one scale.
+        has_minimums: whether each group also has a minimum.
     """
 
     decode: Callable[[Tensor, int], IntegerWeight]
@@ -232,7 +243,7 @@ class BlockType:
 
     @property
     def bytes_per_weight(self) -> float:
-        """The memory in bytes of one weight, including its share of the scales and minimums."""
+        """The number of bytes in memory for each weight, including scales and minimums."""
         numbers_per_group = 2 if self.has_minimums else 1
         return self.bits / 8 + 2 * numbers_per_group / self.group_size
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derives the config of a transformers model from the metadata of a GGUF file.
 
-Some metadata values change the output of the model. If this module does not support such a value,
-it raises an error. Otherwise the model would load, and its output would be slightly wrong.
+If this module does not support a metadata value, it raises an error. Otherwise, the model would be
+loaded, but its output could be slightly wrong.
 """
 
 import math
@@ -13,9 +13,8 @@ from typing import Any
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# Maps a metadata key of a GGUF file to the name of the config's field. In the file, each key begins
-# with the name of the architecture. Example: the key "context_length" is "llama.context_length" in
-# the file.
+# Maps a metadata key of a GGUF file to a field of the config. In the file, the name of the
+# architecture is put before each key. Example: "llama.context_length".
 _FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -43,16 +42,18 @@ class Architecture:
     """Describes how llama.cpp stores the models of a GGUF architecture.
 
     Attributes:
-        model_type: The model type of transformers.
+        model_type: The model type in transformers.
         class_name: The name of the model's class in transformers.
-        more_fields: Maps an additional metadata key to the name of the config's field.
-        has_rotated_pairs: Whether pairs of rotated numbers are next to each other.
-        has_sandwich_norms: Whether each layer has norms before and after attention and before and
-            after the MLP. The file stores each weight of a norm plus 1.
-        num_layers_with_hidden_scale: The attention of a model with this number of layers is scaled
-            by hidden_size / heads instead of head_dim. The file does not contain the scale of the
-            attention.
-        has_local_rope: Whether layers with a sliding window have rotary embeddings of their own.
+        more_fields: Maps additional metadata keys to fields of the config.
+        has_rotated_pairs: Whether the two numbers of a rotated pair are adjacent in the file; see
+            `gguf_weights._row_order`.
+        has_sandwich_norms: Whether each layer has norms before and after attention, and before and
+            after the MLP. In the file, 1 is added to each weight of a norm.
+        num_layers_with_hidden_scale: If a model has this number of layers, its attention is scaled
+            by hidden_size / heads. Otherwise, its attention is scaled by head_dim. The file does
+            not contain the scale.
+        has_local_rope: Whether layers with a sliding window use other rotary embeddings than layers
+            with full attention.
     """
 
     model_type: str
@@ -87,8 +88,8 @@ ARCHITECTURES = {
 }
 """The supported GGUF architectures."""
 
-# If a metadata key of a file is neither in the tables above nor in this list, the file is refused.
-# `_rope` reads some of the keys in this list. The other keys are not needed.
+# More metadata keys that are allowed. Some of these keys are read by `_rope` or
+# `_check_head_size`, and the others are not needed. A file with any other key is refused.
 _REDUNDANT = (
     "vocab_size",
     "rope.dimension_count",
@@ -109,7 +110,8 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
     Args:
         file: the header of the file.
-        rope_factors: the numbers of the tensor rope_freqs.weight; None if there is no such tensor.
+        rope_factors: the numbers in the tensor rope_freqs.weight; None if the tensor does not
+            exist.
 
     Raises:
         UnsupportedModelError: if the architecture or a value is not supported.
@@ -173,10 +175,10 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
 
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
-    """Raise an UnsupportedModelError unless the rotary size and the value size are `head_dim`.
+    """Raise an UnsupportedModelError if the heads of a model have an unsupported size.
 
-    Rotary embeddings may rotate only a part of each head (rope.dimension_count), and values may
-    have another size than keys (attention.value_length). Both cases are not supported.
+    Rotary embeddings must rotate the whole head, so rope.dimension_count must be `head_dim`. Values
+    must have the same size as keys, so attention.value_length must be `head_dim`.
     """
     for name in ("rope.dimension_count", "attention.value_length"):
         if values.get(name, head_dim) != head_dim:
@@ -191,7 +193,7 @@ def _has_bfloat16(file: GgufFile) -> bool:
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ids of the special tokens. The end-of-turn token also ends an output."""
+    """Return the ids of the special tokens. The end-of-turn token is an EOS token, too."""
     prefix = "tokenizer.ggml."
     ends = [metadata.get(f"{prefix}{name}_token_id") for name in ("eos", "eot", "eom")]
     return {
@@ -222,8 +224,8 @@ def _rope(
         )
     parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
     if kind == "yarn":
-        # The original context length is the length before the scaling. If the file does not contain
-        # this length, the context length of the model is used.
+        # The original context length is the context length before the scaling. If the file does not
+        # contain this number, use the context length of the model.
         original = values.get("rope.scaling.original_context_length")
         parameters["original_max_position_embeddings"] = original or values.get("context_length")
     return parameters
@@ -232,11 +234,11 @@ def _rope(
 def _llama3_rope(
     file: GgufFile, parameters: dict[str, Any], factors: Sequence[float]
 ) -> dict[str, Any]:
-    """Return the rope parameters for a file with one factor for each rotary frequency.
+    """Return the rope parameters if the file contains one factor for each rotary frequency.
 
-    The file contains these factors instead of the parameters from which the factors were computed.
-    This function tries the parameters that are common in such models, and checks that the common
-    parameters give the factors of the file.
+    The file contains only these factors, but not the parameters from which they were computed. This
+    function computes the factors from the usual parameters, and compares the result with the
+    factors of the file.
 
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
@@ -249,7 +251,7 @@ def _llama3_rope(
         "original_max_position_embeddings": 8192,
     }
     expected = _llama3_divisors(common_parameters, len(factors))
-    # The file stores float32 numbers, so the factors are equal only up to rounding errors.
+    # The file contains float32 numbers, so there are small rounding errors.
     pairs = zip(expected, factors, strict=True)
     if not all(math.isclose(computed, stored, rel_tol=1e-4) for computed, stored in pairs):
         raise UnsupportedModelError(
@@ -262,9 +264,9 @@ def _llama3_rope(
 def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
     """Return one divisor for each of the `count` rotary frequencies.
 
-    A frequency that rotates at most `low_freq_factor` times in the original context is divided by
-    `factor`. A frequency that rotates at least `high_freq_factor` times stays unchanged. Between
-    these limits, the two frequencies are mixed in the ratio `unchanged_share`.
+    The divisor of a frequency depends on its number of rotations in the original context. If the
+    number is at most `low_freq_factor`, the divisor is `factor`. If the number is at least
+    `high_freq_factor`, the divisor is 1. Between these limits, the divisor is interpolated.
 
     Source: _compute_llama3_parameters in transformers 5.23, modeling_rope_utils.py.
     """

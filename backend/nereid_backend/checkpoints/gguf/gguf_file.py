@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the header of a GGUF file: the metadata, and the position of each tensor.
+"""Reads the header of a GGUF file. It contains the metadata and the position of each tensor.
 
 Source: docs/gguf.md in the repository of ggml, version 3 of the format. All numbers are
 little-endian:
@@ -9,8 +9,7 @@ little-endian:
     each tensor: name, number of dimensions uint32, dimensions uint64, type uint32, offset uint64
     padding, then the numbers of the tensors
 
-Every length in the file is compared with the size of the rest of the file before memory is
-allocated.
+Every length in the header is checked before memory is allocated.
 """
 
 import mmap
@@ -27,25 +26,24 @@ from nereid_backend.errors import ModelError
 
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
-# These limits bound the memory that the header of a malicious file can make this process allocate.
-# The vocabularies of real models have fewer entries than _MAX_STRINGS.
+# A header that exceeds these limits is refused, because a malicious header could use all memory.
+# The vocabularies of real models have fewer strings.
 _MAX_STRINGS = 2**22
 _MAX_HEADER_BYTES = 2**29
-# The metadata types without a fixed size.
+# The numbers of the metadata types that have no fixed size.
 _STRING, _ARRAY = 8, 9
-# The struct formats of the numbers that describe the header.
+# The struct formats of the numbers in the header.
 _UINT32, _UINT64 = "I", "Q"
-# A string in the file is stored as a length of 8 bytes and the characters.
+# A string begins with its length, which has 8 bytes.
 _STRING_LENGTH_BYTES = 8
-# The smallest possible sizes in bytes of two items in the header: a metadata value with its name
-# and type, and the description of a tensor.
+# In the header, a metadata value has at least 13 bytes, including its name and its type. The
+# description of a tensor has at least 24 bytes.
 _MIN_VALUE_BYTES = 13
 _MIN_TENSOR_BYTES = 24
-# The tensors start at multiples of this number of bytes, unless the metadata contains another
-# number.
+# If the metadata contains no alignment, each tensor starts at a multiple of this number of bytes.
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**16
-# The struct format of each metadata type with a fixed size.
+# Maps the number of each metadata type with a fixed size to its struct format.
 _FORMATS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -57,7 +55,8 @@ class GgufTensor:
 
     Attributes:
         name: the name of the tensor.
-        shape: the shape. Numbers that are adjacent in the file are adjacent in the last dimension.
+        shape: the shape, in the order of torch: adjacent numbers in the file are adjacent in the
+            last dimension.
         kind: the type of the numbers, such as Q4_K.
         start: the offset of the first byte from the beginning of the file.
         num_bytes: the size of the tensor in bytes.
@@ -76,8 +75,8 @@ class GgufFile:
 
     Attributes:
         path: the path of the file.
-        metadata: the metadata by name. Arrays are lists.
-        tensors: the tensors by name.
+        metadata: maps the name of a metadata value to the value. Arrays are lists.
+        tensors: maps the name of a tensor to the tensor.
     """
 
     path: Path
@@ -110,7 +109,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
-    """Return the metadata and the tensors.
+    """Return the metadata and the descriptions of the tensors.
 
     Raises:
         ValueError, struct.error: if the file is damaged.
@@ -152,7 +151,7 @@ class _Reader:
         self.place = 4
 
     def check(self, num_bytes: int) -> None:
-        """Raise ValueError if the next `num_bytes` bytes exceed the file or the header's limit."""
+        """Raise a ValueError if the next `num_bytes` bytes are not in the file or in the limit."""
         end = self.place + num_bytes
         if end > len(self._content):
             raise ValueError(
@@ -162,7 +161,7 @@ class _Reader:
             raise ValueError(f"the header has more than {_MAX_HEADER_BYTES} bytes")
 
     def number(self, code: str) -> Any:  # noqa: ANN401 - an integer, a float or a boolean
-        """Return the next number. `code` is a struct format without the byte order."""
+        """Return the next number. `code` is its struct format without the byte order."""
         return self._numbers(code, 1)[0]
 
     def string(self) -> str:
@@ -212,10 +211,10 @@ class _Reader:
 
 
 def _locate_tensor(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
-    """Return the description of a tensor, with the absolute position of the tensor in the file.
+    """Create the description of a tensor. Compute its size and its position in the file.
 
     Raises:
-        ValueError: if the type is unknown, or if a row is not a whole number of blocks.
+        ValueError: if the type is unknown, or if a row cannot be divided into whole blocks.
     """
     name, shape, number, offset = entry
     kind = GGMLQuantizationType(number)
@@ -230,7 +229,12 @@ def _locate_tensor(entry: tuple[str, tuple[int, ...], int, int], data_start: int
 
 
 def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
-    """Raise ValueError if a tensor exceeds the file, or if two tensors overlap or share a name."""
+    """Check the positions and the names of the tensors in a file.
+
+    Raises:
+        ValueError: if a tensor ends after the end of the file, if two tensors overlap, or if two
+            tensors have the same name.
+    """
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
         if tensor.start < end:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the folder of a Hugging Face checkpoint that describes a GGUF file.
+"""Creates a checkpoint folder that describes a GGUF file.
 
-The folder is in Nereid's cache folder. It contains config.json, generation_config.json, the files
-of the tokenizer with the chat template, and a link to the file. The tokenizer, the grammars and the
-engine read this folder. No weights are copied, and torch is not imported.
+The folder has the format of a Hugging Face checkpoint, and it is in Nereid's cache folder. It
+contains config.json, generation_config.json, the files of the tokenizer, the chat template, and a
+link to the GGUF file. No weights are copied, and torch is not imported.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from nereid_backend.checkpoints.gguf.gguf_config import gguf_config
 from nereid_backend.checkpoints.gguf.gguf_file import GgufFile, GgufTensor, read_gguf
 from nereid_backend.errors import ModelError, UnsupportedModelError
 
-# This version number is a part of the folder's name. Increase the number when this module writes
-# different files. Nereid then creates a new folder and ignores the old folder.
+# The name of the folder depends on this version number. Increase the number if this module is
+# changed and writes different files. Nereid then creates a new folder and ignores the old folder.
 _VERSION = 1
 _TOKENIZER = "tokenizer.ggml."
-# The names of the special tokens in transformers, and their metadata fields in GGUF files.
+# Maps the name of a special token in transformers to a metadata key of GGUF files.
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -36,13 +36,14 @@ _SPECIAL_TOKENS = {
 
 
 def create_gguf_folder(path: Path, link: str) -> Path:
-    """Return the checkpoint folder for a GGUF file. Create this folder if it does not exist.
+    """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
 
-    The folder contains a link to the file. The link has the name `link`.
+    The folder contains a link with the name `link` to the file.
 
     Raises:
-        ModelError: if the file is damaged, or if it is one of several parts.
-        UnsupportedModelError: if the architecture or the tokenizer is not supported.
+        ModelError: if the file is damaged.
+        UnsupportedModelError: if the architecture or the tokenizer is not supported, or if the
+            model is divided into several files.
     """
     try:
         state = path.stat()
@@ -59,8 +60,9 @@ def create_gguf_folder(path: Path, link: str) -> Path:
             "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may create the folder at the same time. Each process writes to its own
-    # temporary folder and then renames it. All processes use the folder that is renamed first.
+    # Several processes may create the folder at the same time. Each process writes its own
+    # temporary folder, and then tries to rename it. The first process succeeds, and the other
+    # processes use the folder of the first process.
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _write(file, unfinished)
@@ -75,7 +77,7 @@ def create_gguf_folder(path: Path, link: str) -> Path:
 
 
 def _write(file: GgufFile, folder: Path) -> None:
-    """Write the config and the tokenizer of a GGUF file into a folder."""
+    """Write the config files and the tokenizer of a GGUF file into a folder."""
     factors = file.tensors.get("rope_freqs.weight")
     config = gguf_config(file, None if factors is None else _read_floats(file, factors))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -87,7 +89,7 @@ def _write(file: GgufFile, folder: Path) -> None:
 
 
 def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
-    """Return the numbers of a small float32 tensor."""
+    """Read the numbers of a small float32 tensor."""
     if tensor.kind.name != "F32":
         raise UnsupportedModelError(f"{file.path}: {tensor.name} has the type {tensor.kind.name}.")
     count = tensor.num_bytes // 4
@@ -102,8 +104,8 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         UnsupportedModelError: if transformers cannot build the tokenizer exactly.
         ModelError: if the vocabulary is damaged.
     """
-    # This module is imported here, because the import takes a second and no other checkpoint format
-    # needs the module.
+    # These modules are imported here, because the import takes a second and only GGUF files need
+    # the modules.
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_PRE_TOKENIZER_SPLITS,
@@ -128,8 +130,8 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         raise ModelError(
             f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
         ) from error
-    # With a sentencepiece vocabulary, every text begins with BOS, unless the file contains another
-    # setting.
+    # If the file does not contain the setting add_bos_token, the default is True for sentencepiece
+    # vocabularies, and False for other vocabularies.
     default = values["tokenizer_type"] == "llama"
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
@@ -143,12 +145,10 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
 
 
 def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
-    """Return the special tokens of a file, by the names that transformers gives them.
+    """Return the special tokens of a file, by their names in transformers.
 
-    Token ids that are not in the vocabulary are ignored.
-
-    Example: the token id 2 of BOS and the vocabulary ["<pad>", "</s>", "<s>"] return
-    {"bos_token": "<s>"}.
+    Token ids that are not in the vocabulary are ignored. Example: BOS has the token id 2, and the
+    vocabulary is ["<pad>", "</s>", "<s>"]. The result is {"bos_token": "<s>"}.
     """
     special: dict[str, str] = {}
     for name, key in _SPECIAL_TOKENS.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes the tensors of a GGUF file to transformers as the weights of a model.
 
-The tensor names, and the changes that were made to the numbers, are those of llama.cpp's converter
-(convert_hf_to_gguf.py and the folder conversion/). Weights of the types that `gguf_blocks` knows
-keep their integers. The gguf library dequantises the other types.
+This module reverses the changes that llama.cpp's converter makes to names and numbers
+(convert_hf_to_gguf.py and the folder conversion/). If `gguf_blocks` supports the type of a weight,
+the integers of the weight are kept. Otherwise, the gguf library dequantises the weight.
 """
 
 import re
@@ -47,25 +47,23 @@ _SANDWICH_LAYER_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Tensors whose content is part of the config; see `gguf_config`.
+# Tensors that are not weights. `gguf_config` reads these tensors.
 _NOT_WEIGHTS = ("rope_freqs.weight",)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufWeight:
-    """A weight in a GGUF file. It is read from disk only when transformers reads its elements.
-
-    The elements are dequantised when they are read.
+    """A weight in a GGUF file. It is read from disk when transformers needs its elements.
 
     Attributes:
-        path: the file.
-        tensor: the description of the tensor, including its position in the file.
-        dtype: the data type of the result.
-        num_heads: the number of heads, if the rows of each head must be reordered (see
+        path: the path of the file.
+        tensor: the description of the tensor that contains the weight.
+        dtype: the data type of the dequantised weight.
+        num_heads: the number of heads if the rows of each head must be reordered (see
             `_row_order`); None if the rows are in the right order.
-        offset: the number that is subtracted from each weight.
-        expert: the index of an expert in the first dimension of the tensor; None if the weight is
+        offset: a number that must be subtracted from each element.
+        expert: the index of the expert in the first dimension of the tensor; None if the weight is
             the whole tensor.
     """
 
@@ -77,19 +75,18 @@ class GgufWeight:
     expert: int | None = None
 
     def __getitem__(self, index: object) -> Tensor:
-        """Return the whole weight.
+        """Return the dequantised weight.
 
-        `index` is ignored, because transformers always passes `...`, which selects the whole
-        weight.
+        transformers always passes `...` as `index`, which selects the whole weight.
         """
         weight = self.decode()
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the weight as floating point numbers, or as stored integers with scales."""
+        """Return the integers and scales of the weight. Other weights are dequantised."""
         blocks = self._read_blocks()
-        # The shape of the tensor is [experts, rows, columns], [rows, columns], or [columns] for a
-        # bias or a norm. A tensor of the shape [columns] is treated as one row.
+        # The shape of the tensor is [experts, rows, columns], [rows, columns] or [columns]. A bias
+        # or the weight of a norm has the shape [columns] and is treated as one row.
         *_, num_rows, num_columns = (1, *self.tensor.shape)
         order = None if self.num_heads is None else _row_order(num_rows, self.num_heads)
         block_type = BLOCK_TYPES.get(self.tensor.kind.name)
@@ -118,7 +115,7 @@ class GgufWeight:
         return int(self.num_elements * BLOCK_TYPES[self.tensor.kind.name].bytes_per_weight)
 
     def _decode_floats(self, blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
-        """Return the dequantised numbers of blocks, [num_rows, num_columns] in `dtype`."""
+        """Dequantise blocks. The result has the shape [num_rows, num_columns] and `dtype`."""
         result = torch.empty(num_rows, num_columns, dtype=self.dtype)
         blocks_per_row = len(blocks) // num_rows
         rows_per_part = max(1, PART_NUMBERS // num_columns)
@@ -133,7 +130,7 @@ class GgufWeight:
         return result
 
     def _read_blocks(self) -> Tensor:
-        """Return the blocks of the weight, uint8 [blocks, bytes of a block]."""
+        """Read the blocks of the weight. The result is uint8 [blocks, bytes of a block]."""
         start, num_bytes = self.tensor.start, self.tensor.num_bytes
         if self.expert is not None:
             num_bytes //= self.tensor.shape[0]
@@ -160,11 +157,11 @@ def gguf_weights(
         dtype: the data type of dequantised weights.
 
     Raises:
-        UnsupportedModelError: if a tensor of the file is not used.
+        UnsupportedModelError: if the name of a tensor is unknown.
     """
     weights: dict[str, GgufWeight] = {}
     architecture = ARCHITECTURES[file.architecture]
-    # llama.cpp stores the rows of these two projections in another order than transformers; see
+    # In these two projections, llama.cpp and transformers have different orders of the rows; see
     # `_row_order`.
     reordered_heads = {}
     if architecture.has_rotated_pairs:
@@ -178,7 +175,7 @@ def gguf_weights(
                 weight = GgufWeight(file.path, tensor, dtype, expert=expert)
                 weights[name.replace("*", str(expert))] = weight
             continue
-        # Architectures with sandwich norms store the weight of a norm plus 1.
+        # If the architecture has sandwich norms, 1 is added to each weight of a norm in the file.
         has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
         layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
         weights[name] = GgufWeight(
@@ -192,9 +189,10 @@ def gguf_weights(
 
 
 def _model_name(name: str, file: GgufFile) -> str:
-    """Return the name of a tensor in transformers. It has "*" instead of the index of an expert.
+    """Convert the name of a tensor in a GGUF file to the name in transformers.
 
-    Example: "blk.3.attn_q.weight" gives "model.layers.3.self_attn.q_proj.weight".
+    Example: "blk.3.attn_q.weight" gives "model.layers.3.self_attn.q_proj.weight". If the tensor
+    contains the weights of several experts, the name contains "*" in place of the expert's index.
 
     Raises:
         UnsupportedModelError: if the name is unknown.
@@ -218,19 +216,17 @@ def _model_name(name: str, file: GgufFile) -> str:
 
 
 def _row_order(num_rows: int, num_heads: int) -> Tensor:
-    """Return the indices that reorder the rows of a file for transformers.
+    """Return the order in which transformers needs the rows of a weight.
 
-    For each row that transformers expects, the result contains the index of this row in the file.
-
-    Rotary embeddings rotate pairs of numbers. In the file, the two rows of a pair are adjacent. In
-    transformers, they are half a head apart. Example: for one head of 4 rows, the order is
-    [0, 2, 1, 3].
+    Element i of the result is the index of row i in the file. Rotary embeddings rotate pairs of
+    numbers. In the file, the two rows of a pair are adjacent. In transformers, the distance between
+    the two rows is half a head. Example: for one head of 4 rows, the result is [0, 2, 1, 3].
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _floats(blocks: Tensor, kind: gguf.GGMLQuantizationType) -> Tensor:
-    """Return the float32 numbers of blocks."""
+    """Convert blocks to float32 numbers."""
     if kind.name in _FLOATS:
         return blocks.flatten().view(_FLOATS[kind.name]).float()
     return torch.from_numpy(gguf.dequantize(blocks.numpy(), kind))

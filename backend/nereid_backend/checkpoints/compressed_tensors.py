@@ -15,19 +15,20 @@ Each packed integer is stored as integer + 2**(bits - 1). weight = (integer - ze
 
 int-quantized and naive-quantized:
 
-    weight             int8
-    weight_scale, weight_zero_point    as above
+    weight               int8
+    weight_scale         as above
+    weight_zero_point    as above
 
 float-quantized:
 
-    weight             float8
-    weight_scale       as above
+    weight               float8
+    weight_scale         as above
 
 nvfp4-pack-quantized and mxfp4-pack-quantized:
 
-    weight_packed      uint8, two 4-bit floating-point numbers in each byte
-    weight_scale       float8 or exponents
-    weight_global_scale                one number, by which the scales are divided
+    weight_packed        uint8, two 4-bit floating-point numbers in each byte
+    weight_scale         float8 or exponents
+    weight_global_scale  one number, by which the scales are divided
 """
 
 from collections.abc import Mapping, Sequence
@@ -125,7 +126,7 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the group size if all schemes have the same group size, or None."""
+    """Return the group size of the schemes, or None if there is no common group size."""
     sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -199,7 +200,7 @@ def _integers(
             [out_features], or a single number.
         tensors: the tensors of the weight. The scales may have the same shapes as `zeros`.
         group_size: the group size in the settings; None if the settings contain several group
-            sizes. If the group size does not match the number of scales, it is ignored and computed
+            sizes. If this number does not match the number of scales, the group size is computed
             from the number of scales.
         bits: the number of bits of an integer.
     """

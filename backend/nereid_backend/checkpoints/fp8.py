@@ -51,7 +51,8 @@ def fp8_format(settings: Settings) -> Format:
 def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
     """Return the layouts of float8 weights.
 
-    `block` contains the rows and columns of a block with one scale, or None if there are no blocks.
+    `block` is the number of rows and columns of a block. Each block has one scale. `block` is None
+    if the weights are not divided into blocks.
     """
     layers = [
         Layout(".weight", (scale,), _decoder(".weight", scale, block), main_dtypes=FLOAT8)

@@ -114,7 +114,7 @@ class RoundedWeight:
         the whole weight is dequantised before it is rounded.
 
         Raises:
-            ModelError: if the weight cannot be read, or has another shape than the layer.
+            ModelError: if the weight cannot be read, or if its shape does not fit the layer.
         """
         if isinstance(self.weight, quantised_tensors.LazyWeight) and self.weight.is_matrix:
             stored = self.weight.stored
@@ -154,7 +154,7 @@ def round_weights(
 
 
 def linear_names(model: nn.Module) -> set[str]:
-    """Return the names of the weights that belong to linear layers, except the output layer."""
+    """Return the names of the weights of linear layers. The output layer is not included."""
     output_layer = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         f"{name}.weight"
@@ -166,7 +166,7 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace integer weights by placeholders, if they belong to linear layers.
+    """Replace the integer weights of linear layers by placeholders.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -281,9 +281,9 @@ def _fits_panels(weight: IntegerWeight) -> bool:
 def _fits_half(numbers: Tensor) -> bool:
     """Return whether float16 is accurate enough for some numbers.
 
-    float16 has fewer digits for numbers below 6e-5, and scales of Q6_K are often that small. Their
-    errors do not matter, because the weights of these groups are small, too. The error is therefore
-    compared with the largest number in the row.
+    float16 has fewer digits for numbers below 6e-5, and scales of Q6_K are often that small. The
+    rounding errors of small scales do not matter, because the weights of their groups are small,
+    too. The errors are therefore compared with the largest number in the row.
 
     Args:
         numbers: the scales or zeros of a weight, [out_features, groups].

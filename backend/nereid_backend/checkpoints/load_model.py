@@ -68,7 +68,7 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     progress: Callable[[str], None],
     attention: str,
 ) -> PreTrainedModel:
-    """Create a model with the class that transformers has for it, and load the weights.
+    """Create a model with its transformers class, and load the weights.
 
     Raises:
         _OwnAttentionError: if the class does not accept the attention implementation `attention`.
@@ -183,7 +183,7 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """Return a context in which `progress` is called instead of showing a progress bar."""
+    """Return a context in which transformers calls `progress` and shows no progress bars."""
 
     def create_bar(
         factory: object, args: tuple[Any, ...], options: dict[str, Any]

@@ -82,7 +82,7 @@ class LazyWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the integers and scales of the weight, or floating-point numbers.
+        """Return an IntegerWeight if `has_integers` is true. Otherwise, return a tensor.
 
         Raises:
             ModelError: if the tensors cannot be read, or if the shapes of the tensors do not match.
@@ -124,7 +124,7 @@ class LazyWeight:
     def integer_bytes(self) -> int:
         """The approximate size of the integers and scales in memory, in bytes.
 
-        The result is their size in the file.
+        The result is the size of the weight's tensors in the file.
         """
         return sum(
             math.prod(tensor.shape) * tensor.number_bytes for tensor in self.tensors.values()

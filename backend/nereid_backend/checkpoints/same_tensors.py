@@ -35,8 +35,8 @@ def check_same_layout(old: Layout, new: Layout) -> None:
     """Check that two checkpoints have the same layout.
 
     Raises:
-        ModelError: if a tensor is missing in one of the checkpoints, or if its shapes or data types
-            differ. The message contains the name of the first such tensor.
+        ModelError: if a tensor exists in only one of the checkpoints, or if the shape or the data
+            type of a tensor differs. The message contains the name of the first such tensor.
     """
     for name in sorted(old.keys() | new.keys()):
         if name not in new:

@@ -54,7 +54,7 @@ def read_tokenizer_files(folder: str) -> TokenizerFiles:
 
 
 def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
-    """Raise a ModelError if the tokenizer or the chat template of two checkpoints differ.
+    """Raise a ModelError if two checkpoints have different tokenizers or chat templates.
 
     Only files that both checkpoints contain are compared. If the new checkpoint contains no
     tokenizer files, it is accepted, because some training programs save only weights.

@@ -23,8 +23,9 @@ def weight_arguments(
     """Return arguments for transformers' from_pretrained.
 
     If the checkpoint is not quantised, the arguments contain its folder. If the checkpoint is
-    quantised or describes a GGUF file, the arguments contain a dict of weights and a config without
-    quantization_config. Otherwise, transformers would create the layers of a quantisation library.
+    quantised or describes a GGUF file, the arguments contain a dict of weights. The config does not
+    contain quantization_config, because transformers would otherwise create the layers of a
+    quantisation library.
 
     Args:
         folder: the folder of the checkpoint.

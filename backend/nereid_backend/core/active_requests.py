@@ -114,6 +114,8 @@ class ActiveRequests:
     def share_prompt(self, sequence: Sequence) -> None:
         """Put the followers of a request into the queue, because the prompt is computed.
 
+        Do nothing if the followers are already in the queue.
+
         `sequence` is the sequence that has computed the prompt. Example: sequence 0 of a request
         with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
         keeps the blocks of the prompt for these two sequences.
@@ -195,7 +197,7 @@ def _is_queued(request: Request, sequence: Sequence) -> bool:
 
 
 def _num_held_back(request: Request) -> int:
-    """Return the number of sequences of a request that neither run nor are in the queue."""
+    """Return the number of sequences of a request that are neither running nor in the queue."""
     if not request.is_prepared:
         return len(request.sequences)
     return 0 if request.is_split else len(request.followers)

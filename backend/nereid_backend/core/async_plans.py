@@ -86,22 +86,22 @@ class PendingPlans:
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct the chunks of a plan that was made ahead, after the previous step has ended.
+        """Correct a plan that was made ahead. The previous step must have ended.
 
         Example: a sequence had 20 tokens. The plan assumed that the previous step adds one token,
-        and has a chunk that computes this token. If the grammar forced a second token, the sequence
-        now has 22 tokens. The chunk is still valid, but it must not sample, because it no longer
-        contains the last token of the sequence.
+        and the plan has a chunk for this token. If the grammar forced a second token, the sequence
+        now has 22 tokens. The chunk must not sample, because it no longer contains the last token
+        of the sequence.
 
         Args:
             plan: the plan that `plan_next` returned.
-            device_token_ids: the tokens that the step used as its input, see
+            device_token_ids: the tokens that the step of the plan used as its input; see
                 `StepResult.device_token_ids`.
 
         Returns:
-            The corrected plan. If a chunk was computed with a wrong input token, the chunk has no
-            tokens and does not sample. If a chunk no longer contains the last token of its
-            sequence, the chunk does not sample.
+            The corrected plan. If the input token of a chunk was wrong, the chunk has no tokens and
+            does not sample. If a chunk no longer contains the last token of its sequence, the chunk
+            does not sample.
         """
         chunks = plan.chunks
         for index, source in plan.pending:
@@ -128,7 +128,7 @@ class PendingPlans:
         return sequence in self.leaving or len(sequence.token_ids) >= sequence.max_total_tokens
 
     def take_free(self) -> list[Sequence]:
-        """Remove sequences from `leaving` and return them, if no uncommitted plan contains them."""
+        """Remove the sequences without an uncommitted plan from `leaving`, and return them."""
         busy = {chunk.sequence for plan in self._plans for chunk in plan.chunks}
         free = [sequence for sequence in self.leaving if sequence not in busy]
         for sequence in free:

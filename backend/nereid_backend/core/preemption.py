@@ -9,7 +9,7 @@ from nereid_backend.core.sequence import Sequence
 
 
 def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
-    """Choose the sequence that is preempted so that the sequence at `index` gets blocks.
+    """Choose a sequence to preempt. Its blocks are needed for the sequence at `index`.
 
     If only one client has requests, the result is the cheapest sequence after `index`. If no
     sequence comes after `index`, the result is the sequence at `index`. `_preemption_cost` defines
@@ -48,7 +48,7 @@ def fair_victim(
     *,
     by_rows: bool,
 ) -> Sequence | None:
-    """Choose a running sequence of another client to preempt for a waiting sequence.
+    """Choose a running sequence to preempt for a waiting sequence of another client.
 
     The share of a client is its number of rows or blocks, divided by its weight. A client may lose
     a sequence only if its share would still be at least the new share of the waiting sequence's
@@ -63,7 +63,7 @@ def fair_victim(
         sequence: the waiting sequence.
         num_needed: the number of rows or blocks that the waiting sequence needs.
         running: the running sequences.
-        leaving: ended sequences, which must not be preempted.
+        leaving: ended sequences. They must not be preempted.
         by_rows: True to count rows, False to count blocks.
 
     Returns:

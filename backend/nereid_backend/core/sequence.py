@@ -10,7 +10,8 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sampling_params import SamplingParams
 
 # The difference between the seeds of two consecutive sequences of a request. The number is the
-# counter increment of SplitMix64. It is odd, so no two sequences have the same seed.
+# increment that the random number generator SplitMix64 uses. It is odd, so no two sequences have
+# the same seed.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
@@ -31,15 +32,15 @@ class Sequence:
         max_total_tokens: the length of `token_ids` at which the sequence ends.
         stop_token_ids: the tokens that end the sequence.
         seed: the 64-bit seed of the sequence's random numbers.
-        adapter: the LoRA adapter that computes the sequence; None if no adapter is used.
+        adapter: the LoRA adapter that the request uses; None if the request uses no adapter.
         images: the images of the prompt; None if the prompt has no images.
         index: the number of this sequence among the n sequences of its request, from 0.
         rank: the scheduling order. The sequence with the lowest rank is scheduled first. The
             scheduler sets the rank.
         guide: the grammar state that limits the next tokens; None allows every token. Only the
             sampler changes the grammar state.
-        draft_token_ids: the tokens that are proposed to follow the last known token. The next step
-            computes these tokens. Verification then accepts some of them for the sequence.
+        draft_token_ids: the draft tokens, which are guesses for the tokens after the last known
+            token. The next step computes the draft tokens and accepts those that are correct.
         num_computed_tokens: the number of leading `token_ids` whose keys and values are in the
             blocks of the sequence.
         num_reused_tokens: the number of computed tokens that were found in the prefix cache.
@@ -60,8 +61,8 @@ class Sequence:
             sequence starts without a snapshot. The attributes about snapshots are used only for
             models with a recurrent state (state_snapshots.py).
         unsaved_snapshot_id: the snapshot that the running step saves; None if there is none.
-        num_snapshot_tokens: the number of leading tokens that a snapshot covers. This is the
-            snapshot that the sequence loaded or saved last.
+        num_snapshot_tokens: the number of leading tokens before the snapshot that the sequence
+            loaded or saved last.
         branch_position: the number of leading tokens whose blocks were cached when the sequence got
             its row.
         prompt_logprobs: the log-probabilities of the prompt tokens that are computed so far, from
@@ -150,9 +151,10 @@ class Sequence:
         )
 
     def all_sequences(self) -> list["Sequence"]:
-        """Return the n sequences of the request: this sequence and n - 1 copies with other seeds.
+        """Return the n sequences of the request.
 
-        This sequence has index 0, and the copies have the indices 1 to n - 1.
+        The first sequence is this sequence, with index 0. The others are copies with the indices 1
+        to n - 1 and with other seeds.
         """
         others = []
         for index in range(1, self.params.n):

@@ -13,9 +13,9 @@ class Chunk(NamedTuple):
 
     Attributes:
         sequence: the sequence.
-        start: the index of the first token in `sequence.token_ids`. The keys and values of all
-            earlier tokens are in the KV cache.
-        num_tokens: the number of tokens.
+        start: the index of the chunk's first token in `sequence.token_ids`. The keys and values of
+            all earlier tokens are in the KV cache.
+        num_tokens: the number of tokens in the chunk.
         samples: whether the step samples a token for the sequence. This is true if the chunk
             includes the last known token.
         is_first: whether this is the first chunk since the sequence got its row. The row then
@@ -41,7 +41,8 @@ class SnapshotPlan(NamedTuple):
     computes the chunks, and finally saves snapshots.
 
     Attributes:
-        loads: one pair for each snapshot that becomes the state of the chunk's sequence.
+        loads: one pair for each loaded snapshot. The snapshot becomes the state of the chunk's
+            sequence.
         saves: one pair for each new snapshot. The snapshot contains the state of the chunk's
             sequence after the chunk.
         deleted: the ids of the snapshots whose memory is released.
@@ -62,10 +63,10 @@ class StepPlan:
         num_tokens: the number of tokens of all chunks together.
         copies: pairs of block ids (from, to). The blocks are copied before the forward pass. A
             sequence needs a copy before it writes into a block that other sequences use, too.
-        pending: the chunks whose token is not known yet, because the previous step is still
-            sampling the token. Only a step that was planned ahead has such chunks. In each pair,
-            the first number is the index of the chunk in this plan. The second number is the index
-            of the token in `StepResult.sampled` of the previous step.
+        pending: one pair for each chunk whose token the previous step is still sampling. Only a
+            step that was planned ahead has such chunks. The first number of a pair is the index of
+            the chunk in this plan. The second number is the index of the token in
+            `StepResult.sampled` of the previous step.
         snapshots: the snapshots of recurrent states; None if the model has no snapshots.
     """
 

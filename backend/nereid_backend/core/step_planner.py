@@ -2,20 +2,20 @@
 """The step planner. It selects the tokens that the model computes in the next step.
 
 There is no prefill phase and no decode phase. The known tokens of a sequence are its prompt and the
-tokens that were sampled so far. The computed tokens of a sequence are those whose keys and values
-are in the KV cache. A step computes some known tokens of every sequence, within a token budget for
+tokens that were sampled so far. A token is computed if its keys and values are in the KV cache. A
+step computes some known tokens of every sequence. The token budget limits the number of tokens of
 all sequences together. When a step computes the last known token of a sequence, the step samples a
-new token. This simple rule also covers three features:
+new token. This rule also covers three features:
 
 - chunked prefill: a long prompt is computed in several steps, together with sequences that add one
   token each;
-- preemption: a preempted sequence has to compute all its tokens again;
-- prefix caching: a sequence whose prefix is in the cache has fewer tokens to compute.
+- preemption: all tokens of a preempted sequence are computed again;
+- prefix caching: if the prefix of a sequence is in the cache, fewer tokens are computed.
 
-Running sequences are planned first, and each of them gets at least one token. Waiting sequences
-follow. Example with a budget of 16 tokens: sequences A and B run and need one token each, and C
-waits with a prompt of 40 tokens. The step computes one token of A, one token of B, and the first 14
-tokens of C.
+Running sequences are planned first, and each of them gets at least one token. Waiting sequences are
+planned after the running sequences. Example with a budget of 16 tokens: sequences A and B run, and
+each of them needs one token. Sequence C waits with a prompt of 40 tokens. The step computes one
+token of A, one token of B, and the first 14 tokens of C.
 
 If a running sequence needs more blocks than are free, a sequence that comes later in the order is
 preempted. The planner selects the sequence with the lowest priority. If several sequences have that
@@ -64,9 +64,8 @@ class StepPlanner:
             exceeds `max_num_batched_tokens` is computed in a step of its own.
         num_preemptions: the number of preemptions since the start.
         is_held_up: whether the last plan was made ahead and needed a preemption or a block copy.
-        has_overdue_prompt: whether the next plan must start with the first waiting prompt. This
-            happens if the prompt cannot be divided into chunks and exceeded the rest of the budget
-            of the last plan.
+        has_overdue_prompt: whether the next plan must start with the first waiting prompt. This is
+            true if the prompt did not fit into the last plan and must be computed in one step.
         shares: for each client, the number of prompt tokens that the current step may still
             compute. Empty if only one client has requests, or if prompts cannot be divided into
             chunks.
@@ -104,8 +103,8 @@ class StepPlanner:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
         if num_tokens > len(chunks):
-            # Sort the chunks of one token to the front, because the attention kernels process all
-            # of these chunks together.
+            # Move the chunks with one token to the front, because the attention kernels process all
+            # these chunks together.
             chunks.sort(key=_has_many_tokens)
         snapshots = None
         if self.tables.snapshots is not None and chunks:
@@ -129,7 +128,7 @@ class StepPlanner:
         return chunks
 
     def preempt(self, sequence: Sequence) -> None:
-        """Release the row and blocks of a running sequence, and put it into the waiting queue."""
+        """Release the row and blocks of a running sequence, and put it back into the queue."""
         self.release(sequence)
         sequence.prompt_logprobs = []
         self.requests.waiting.add(sequence)
@@ -291,10 +290,10 @@ class StepPlanner:
             self.preempt(victim)
 
     def _prefill_shares(self) -> dict[str, int]:
-        """Divide the token budget of this step among the clients whose prompts are not computed.
+        """Divide the token budget of this step among the clients that have uncomputed prompts.
 
-        Return a dictionary that maps each of these clients to a number of prompt tokens. The
-        dictionary is empty if there is at most one such client.
+        Return a dictionary that maps each of these clients to a number of tokens. If fewer than two
+        clients have uncomputed prompts, return an empty dictionary.
         """
         if self.whole_prefill:
             return {}
@@ -305,7 +304,8 @@ class StepPlanner:
             sequences += self.requests.waiting.firsts()
         for sequence in sequences:
             num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            # One remaining token is a decode, and every decode is computed.
+            # A sequence with one remaining token needs no share, because at least one token of each
+            # running sequence is computed.
             if num_remaining > 1:
                 demands[sequence.params.client_id] += num_remaining
                 weights[sequence.params.client_id] = sequence.params.client_weight
@@ -315,10 +315,10 @@ class StepPlanner:
         return fair_shares(demands, weights, self.max_num_batched_tokens - len(self.running))
 
     def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
-        """Limit the number of tokens in a chunk to the rest of the client's share of the budget.
+        """Return the number of tokens that a sequence may compute, at most `num_tokens`.
 
-        At least one token is always allowed. Subtract the allowed tokens from the share, and return
-        their number.
+        The number is limited by the rest of the client's share of the budget, but it is at least 1.
+        It is subtracted from the rest of the share.
         """
         if num_tokens <= 1 or not self.shares:
             return num_tokens
@@ -362,9 +362,9 @@ class StepPlanner:
 def _make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
     """Return a chunk of the next `num_tokens` known tokens, followed by the draft tokens.
 
-    Example: a sequence has 20 known tokens and 3 draft tokens. 19 tokens are computed, and
-    `num_tokens` is 1. The chunk starts at 19 and has 4 tokens. The verification of the draft tokens
-    needs the logits of all 4 tokens.
+    Example: a sequence has 20 known tokens and 3 draft tokens. The first 19 tokens are computed,
+    and `num_tokens` is 1. The chunk starts at index 19 and has 4 tokens. The draft tokens are
+    verified with the logits of all 4 tokens.
     """
     start = sequence.num_computed_tokens
     has_last_known_token = start + num_tokens == len(sequence.token_ids)

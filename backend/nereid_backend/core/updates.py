@@ -35,7 +35,7 @@ def make_update(
 ) -> RequestUpdate:
     """Create the update that reports new tokens of a sequence.
 
-    The first update of any sequence contains the number of cached tokens. The first update of
+    The first update of a sequence contains the number of cached tokens. The first update of
     sequence 0 also contains the log-probabilities of the prompt.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, before a model is loaded, whether it can be used with tensor parallelism."""
+"""Checks whether a model can be used with tensor parallelism, before the model is loaded."""
 
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def check_checkpoint(config: EngineConfig) -> None:
 
 
 def model_without_weights(config: PretrainedConfig) -> PreTrainedModel | None:
-    """Create a model on the device "meta". Return None if transformers has no class for it."""
+    """Create a model on the device "meta". Return None if transformers has no suitable class."""
     found_class = model_class(config)
     if found_class is None:
         return None
@@ -164,7 +164,7 @@ def _check_kv_heads(counts: list[int], size: int) -> None:
 
 
 def number_of_heads(config: PretrainedConfig, name: str) -> int | None:
-    """Return the number of attention heads that the field `name` of a config contains.
+    """Return the number of attention heads in the field `name` of a config.
 
     Return None if the field is missing, or if it has a separate value for each layer.
     """

@@ -37,7 +37,8 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
     """Return the rules that are needed if there are fewer KV heads than ranks.
 
-    The rules replace rules of `plan`. They let each rank load the whole layers k_proj and v_proj.
+    The rules replace rules of `plan`. With the new rules, each rank loads the whole layers k_proj
+    and v_proj.
 
     Args:
         model: the model without weights (on the device "meta").
@@ -86,7 +87,7 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
 def _divided_attention(
     model: PreTrainedModel, plan: Mapping[str, str], style: str = "colwise"
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each attention layer whose layer k_proj has the style `style`, and its name."""
+    """For each attention layer whose layer k_proj has this style, yield its name and the layer."""
     for name, layer in model.named_modules():
         if isinstance(getattr(layer, "k_proj", None), nn.Linear):
             rule = replace_layer_number_by_wildcard(f"{name}.k_proj")
@@ -95,7 +96,7 @@ def _divided_attention(
 
 
 def _projections(attention: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the layers that compute the keys and the values, and their names.
+    """For each of the layers k_proj and v_proj, yield the name and the layer.
 
     Some models have no layer v_proj, because their values are equal to their keys.
     """

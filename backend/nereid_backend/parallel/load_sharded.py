@@ -39,7 +39,7 @@ from nereid_backend.runner import ForwardPath
 
 
 class ShardedPath:
-    """The forward path of rank 0 if tensor parallelism is used.
+    """The forward path that rank 0 uses for tensor parallelism.
 
     `forward` sends each step to the other ranks. All ranks then compute their parts of the step at
     the same time.

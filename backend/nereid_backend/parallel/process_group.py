@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The group of processes (ranks) that compute one model together with torch.distributed.
+"""The group of processes that compute one model. A process of the group is called a rank.
 
-On GPUs, the processes communicate over NCCL. On CPUs, they communicate over gloo.
+The processes communicate through torch.distributed. GPUs use NCCL, and CPUs use gloo.
 """
 
 import datetime

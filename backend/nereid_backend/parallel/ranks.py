@@ -109,7 +109,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Return a context for a forward pass that all ranks compute at the same time.
+        """Return a context in which all ranks compute a forward pass at the same time.
 
         Raises:
             LostRankError: if the forward pass fails. The group cannot be used after this error,
@@ -125,7 +125,7 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context for loading a model, which all ranks do at the same time.
+        """Return a context in which all ranks load the model at the same time.
 
         Raises:
             EngineError: if rank 0 fails because another rank has failed. All other errors of rank 0
@@ -222,7 +222,7 @@ class Ranks:
         return "; ".join(deaths or reasons)
 
     def _describe_end(self, number: int, connection: Connection) -> str:
-        """Return the error message of a rank. If there is none, describe how its process ended.
+        """Return the error message of a rank, or describe how its process ended without a message.
 
         Examples: "failed: RuntimeError: out of memory" and "ended (signal 9)".
         """

@@ -52,9 +52,9 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
 
 def _restrict_gpus(config: EngineConfig, index: int) -> None:
     """Hide the GPUs of the other engine processes. Do nothing if the model runs on the CPU."""
-    # `device_count` does not load the CUDA driver, but `torch.cuda.is_available` would load it. The
-    # driver reads CUDA_VISIBLE_DEVICES only when it is loaded. If it were loaded here, the
-    # assignment at the end of this function would have no effect.
+    # `torch.cuda.is_available` would load the CUDA driver, but `device_count` does not. The driver
+    # reads CUDA_VISIBLE_DEVICES only once, so this function must set the variable before the driver
+    # is loaded.
     num_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if num_gpus == 0:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derives the config of a transformers model from the metadata of a GGUF file.
 
-If this module does not support a metadata value, it raises an error. Otherwise, the model would be
-loaded, but its output could be slightly wrong.
+If a file contains an unsupported metadata value, this module raises an error. Without the error,
+the model would be loaded, but its output could be slightly wrong.
 """
 
 import math

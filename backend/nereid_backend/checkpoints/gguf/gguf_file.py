@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the header of a GGUF file. It contains the metadata and the position of each tensor.
+"""Reads the metadata and the positions of the tensors from the header of a GGUF file.
 
 Source: docs/gguf.md in the repository of ggml, version 3 of the format. All numbers are
 little-endian:
@@ -151,7 +151,7 @@ class _Reader:
         self.place = 4
 
     def check(self, num_bytes: int) -> None:
-        """Raise a ValueError if the next `num_bytes` bytes are not in the file or in the limit."""
+        """Raise a ValueError if the next `num_bytes` bytes exceed the file or _MAX_HEADER_BYTES."""
         end = self.place + num_bytes
         if end > len(self._content):
             raise ValueError(
@@ -161,7 +161,7 @@ class _Reader:
             raise ValueError(f"the header has more than {_MAX_HEADER_BYTES} bytes")
 
     def number(self, code: str) -> Any:  # noqa: ANN401 - an integer, a float or a boolean
-        """Return the next number. `code` is its struct format without the byte order."""
+        """Return the next number. `code` is the struct format of the number, without byte order."""
         return self._numbers(code, 1)[0]
 
     def string(self) -> str:

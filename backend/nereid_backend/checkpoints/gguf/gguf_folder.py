@@ -38,7 +38,7 @@ _SPECIAL_TOKENS = {
 def create_gguf_folder(path: Path, link: str) -> Path:
     """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
 
-    The folder contains a link with the name `link` to the file.
+    The folder contains a link to the file. The name of the link is `link`.
 
     Raises:
         ModelError: if the file is damaged.

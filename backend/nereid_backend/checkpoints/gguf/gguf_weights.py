@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes the tensors of a GGUF file to transformers as the weights of a model.
 
-This module reverses the changes that llama.cpp's converter makes to names and numbers
-(convert_hf_to_gguf.py and the folder conversion/). If `gguf_blocks` supports the type of a weight,
-the integers of the weight are kept. Otherwise, the gguf library dequantises the weight.
+llama.cpp's converter (convert_hf_to_gguf.py and the folder conversion/) changes the names and the
+numbers of weights. This module reverses these changes. If `gguf_blocks` supports the type of a
+weight, the integers of the weight are kept. Otherwise, the gguf library dequantises the weight.
 """
 
 import re
@@ -83,7 +83,7 @@ class GgufWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return the integers and scales of the weight. Other weights are dequantised."""
+        """Return an IntegerWeight if `has_integers` is true. Otherwise, return a tensor."""
         blocks = self._read_blocks()
         # The shape of the tensor is [experts, rows, columns], [rows, columns] or [columns]. A bias
         # or the weight of a norm has the shape [columns] and is treated as one row.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool that allocates the blocks of the KV cache.
+"""The pool of KV cache blocks. Example of a pool with 7 blocks:
 
     block      0   1   2   3   4   5   6
     ref count  1   0   1   2   0   0   1      the number of block tables that contain the block
@@ -8,8 +8,7 @@
     idle       1 4                            cached, but in no block table (eviction_order.py)
 
 The pool allocates free blocks first. If there are not enough free blocks, the pool also allocates
-idle blocks. When the pool allocates an idle block, the prefix cache forgets the tokens of that
-block.
+idle blocks. When the pool allocates an idle block, the block is removed from the prefix cache.
 """
 
 import time
@@ -66,7 +65,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks of the KV cache and return the ids of the blocks.
 
-        Free blocks are allocated first, then idle blocks. The blocks get a reference count of 1.
+        Free blocks are allocated before idle blocks. Each block gets the reference count 1.
         The caller must make sure that `count` is at most `num_free`.
 
         Example: the stack of free blocks is [5, 3], with 3 on top. The idle blocks are [1, 4], with
@@ -87,9 +86,10 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Increment the reference count of each block, because the caller adds it to a block table.
+        """Increment the reference count of each block.
 
-        Each block must be idle or in another block table.
+        Call this method before the blocks are added to a block table. Each block must be idle or
+        already in another block table.
         """
         for block in blocks:
             if self._ref_counts[block] == 0:

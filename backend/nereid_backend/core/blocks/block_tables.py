@@ -124,9 +124,9 @@ class BlockTables:
         return None if self.cache is None else self.cache.snapshots
 
     def _count_cached_tokens(self, sequence: Sequence) -> None:
-        """Record how many tokens of a new sequence were found in the prefix cache.
+        """Record how many tokens of a sequence were found in the prefix cache.
 
-        Do nothing if the number was recorded before. This happens if the sequence was preempted.
+        Do nothing if the number was already recorded. This happens if the sequence was preempted.
         """
         if sequence.num_cached_tokens is not None:
             return
@@ -140,11 +140,11 @@ class BlockTables:
         return position < sequence.num_tokens_with_blocks
 
     def num_first_blocks(self, sequence: Sequence) -> int:
-        """Return the number of blocks that a waiting sequence needs, without cached blocks."""
+        """Return the number of blocks that a waiting sequence needs if no block is cached."""
         return sum(self._num_first_blocks(sequence, 0, window) for window in self._windows)
 
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Append blocks to the block tables of a sequence, up to `num_tokens` tokens.
+        """Append blocks to the block tables of a sequence until they suffice for `num_tokens`.
 
         Example with one group and 16 tokens in a block: a sequence has 2 blocks. If `num_tokens` is
         33, the sequence gets 1 more block. If `num_tokens` is 32, it gets no block.
@@ -198,7 +198,7 @@ class BlockTables:
                 sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
-        """Return the blocks of a sequence and its freed blocks that are still cached."""
+        """Return the blocks of a sequence, including cached blocks that it has already freed."""
         blocks = set(_used(sequence.block_tables, sequence.num_dropped_blocks))
         if self.cache is not None and any(sequence.num_dropped_blocks):
             blocks |= self.cache.cached_blocks(sequence.block_hashes)
@@ -218,9 +218,8 @@ class BlockTables:
         """Keep the prompt blocks of `leader` for the other sequences of the request.
 
         The leader is the sequence that has computed the prompt. The other sequences are called
-        followers. If the model has a recurrent state, the blocks are not kept, because the
-        followers also need the state. The followers then find blocks and a snapshot in the prefix
-        cache.
+        followers. If the model has a recurrent state, the blocks are not kept, because they are not
+        sufficient without the state. The followers then use the prefix cache and a snapshot.
 
         Example with one group: the prompt has 10 tokens, block_size is 4, and the leader's block
         table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
@@ -290,8 +289,8 @@ class BlockTables:
     def check(self, running: abc.Iterable[Sequence]) -> None:
         """Check the block tables of the running sequences.
 
-        A sequence has one table for each group. In a table, exactly the entries of freed blocks are
-        null blocks.
+        Every sequence must have one table for each group. Entries of freed blocks must be null
+        blocks, and other entries must not be null blocks.
 
         Raises:
             AssertionError: if a block table is wrong.
@@ -340,7 +339,7 @@ class BlockTables:
         return True
 
     def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: list[int]) -> None:
-        """Set the numbers of reused tokens and of dropped blocks of a sequence."""
+        """Set the number of reused tokens and the number of freed blocks of a new sequence."""
         sequence.num_computed_tokens = num_reused
         sequence.num_reused_tokens = num_reused
         sequence.num_findable_blocks = num_reused // self._block_size
@@ -359,7 +358,7 @@ class BlockTables:
     def _num_first_blocks(
         self, sequence: Sequence, num_cached: int, window: AttentionWindow | None
     ) -> int:
-        """Return the number of entries in the first block table of a sequence in one group.
+        """Return the length of the block table that a waiting sequence gets in one group of layers.
 
         `num_cached` is the number of tokens in cached blocks. In a group with an attention window,
         the first step needs blocks only for the tokens of the window and of the step. Example: a

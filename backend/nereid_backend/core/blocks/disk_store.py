@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 _FORMAT = 1
 _SUFFIX = ".prefix"
 _TEMPORARY_SUFFIX = ".prefix-part"
-# If a process crashes, an unfinished file can remain in the folder. The file is deleted only if it
-# is older than this number of seconds, because another process may still be writing a newer file.
+# If a process crashes, an unfinished file can remain in the folder. Unfinished files are deleted
+# only if they are older than this number of seconds, because another process may still be writing a
+# newer file.
 _UNFINISHED_S = 60
 # The largest number of bytes that may wait for the writer thread. If the limit would be exceeded,
 # `write` does nothing and returns False. Without the limit, a slow disk could fill the memory with
@@ -37,7 +38,7 @@ _MAX_PENDING_BYTES = 256 * 2**20
 
 
 class DiskStore:
-    """Stores bytes under keys. Each key has a file in one folder, and a thread writes the files.
+    """Stores bytes under keys. Each key has its own file, and a thread writes the files.
 
     Several threads may call the methods.
     """
@@ -76,7 +77,7 @@ class DiskStore:
         self._writer.start()
 
     def __contains__(self, key: bytes) -> bool:
-        """Return whether a file with this key exists or is waiting to be written."""
+        """Return whether the file of this key exists or will be written by the writer thread."""
         name = self._name(key)
         with self._lock:
             if name in self._pending:

@@ -244,8 +244,7 @@ class EvictionOrder(Generic[Item]):
             return
         self._expiry_due = now + _EXPIRY_INTERVAL_S
         for session in [one for one in self._sessions.values() if one.expires <= now]:
-            # `move_to_end(last=False)` moves an item to the front, so the items are moved in
-            # reverse order.
+            # Each item is moved to the front, so the oldest item must be moved last.
             for item in reversed(session.idle):
                 self._plain[item] = 0
                 self._plain.move_to_end(item, last=False)
@@ -265,8 +264,8 @@ class EvictionOrder(Generic[Item]):
     def _next_victim(self) -> _Session[Item]:
         """Choose the session that loses the next item. At least one session must have idle items.
 
-        The chosen session has at least the mean number of idle items. Small sessions therefore lose
-        no items because of a large session.
+        The chosen session has at least the mean number of idle items. A large session therefore
+        cannot displace the items of small sessions.
         """
         mean = self._num_retained / len(self._sessions)
         if self._victim is None or len(self._victim.idle) < mean or not self._victim.idle:

@@ -7,11 +7,10 @@ blocks. Example with 16 tokens in a block:
 
     s = H'(salt, adapter) -> h0 = H(s, tokens 0..15) -> h1 = H(h0, tokens 16..31) -> ...
 
-A block stays in the cache while a block table contains the block. After that, the block stays in
-the cache until the pool allocates the block for other tokens (eviction_order.py). If the blocks of
-a sequence become idle together, the pool allocates the last block of the sequence first. The keys
-and values in a cached block are exactly those that the model would compute, so the cache does not
-change answers.
+A block is idle if no block table contains the block. An idle block remains in the cache until the
+pool allocates the block for other tokens (eviction_order.py). If all blocks of a sequence become
+idle at the same time, the pool allocates the last block first. The keys and values in a cached
+block are exactly those that the model would compute, so the cache does not change answers.
 
 If a model has several groups of layers (window.py), a sequence has one block in each group for the
 same tokens. These blocks have the same hash. A prefix counts as cached if every group has the
@@ -37,7 +36,7 @@ _HASH_BYTES = 16
 
 
 class PrefixCache:
-    """Maps the hashes of full blocks to the ids of the blocks.
+    """Maps the hash of a full block to the id of the block.
 
     Attributes:
         num_queried_tokens: the number of tokens that all requests looked up in the cache.
@@ -71,7 +70,7 @@ class PrefixCache:
         self._block_size = block_size
         self._windows = tuple(windows)
         self._has_windows = any(window is not None for window in windows)
-        # One mapping from hashes to blocks for each group of layers.
+        # For each group of layers, one dict that maps a hash to the id of the block.
         self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
         self._hashes: dict[int, bytes] = {}
         pool.on_reuse(self._drop)
@@ -123,7 +122,7 @@ class PrefixCache:
             self.snapshots.unsaved = {}
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of a sequence's full blocks, without a block that has the last token.
+        """Return the hashes of the full blocks that do not contain the last token of a sequence.
 
         Example with 16 tokens in a block: a sequence of 48 tokens gives two hashes, and a sequence
         of 49 tokens gives three hashes.
@@ -131,7 +130,7 @@ class PrefixCache:
         return self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """Return the id of the cached block with a hash, or None. Search only the first group."""
+        """Return the id of the block with this hash in the first group of layers, or None."""
         return self._blocks[0].get(block_hash)
 
     def insert(self, hashes: list[bytes]) -> list[tuple[bytes, int]]:
@@ -145,8 +144,8 @@ class PrefixCache:
                 cached already, they are not evicted.
 
         Returns:
-            The hash and the id of each new block. If there are not enough free blocks, the last
-            blocks are missing.
+            The hash and the id of each new block. If there are not enough free blocks, only the
+            first blocks are added.
         """
         blocks = self._blocks[0]
         held = [blocks[block_hash] for block_hash in hashes if block_hash in blocks]
@@ -189,7 +188,7 @@ class PrefixCache:
             self.snapshots.add(sequence)
 
     def retain(self, sequence: Sequence) -> None:
-        """Retain the cached blocks and snapshots of a sequence for the session of its request."""
+        """Add the cached blocks and snapshots of a sequence to the session of its request."""
         params = sequence.params
         key = SessionKey(params.client_id, params.prompt_cache_key)
         end = sequence.num_findable_blocks
@@ -224,7 +223,7 @@ class PrefixCache:
         return len(blocks)
 
     def drop_all(self) -> int:
-        """Remove all cached blocks except the blocks of running sequences. Return their number."""
+        """Remove all cached blocks except those of running sequences. Return the number removed."""
         blocks = list(self._pool.idle)
         for block in blocks:
             self.forget(block)
@@ -281,11 +280,12 @@ class PrefixCache:
         return [[] for _ in self._windows]
 
     def _missing_blocks(self, tables: list[list[int]]) -> dict[AttentionWindow | None, list[int]]:
-        """For each window, find the missing blocks in the tables of the groups with this window.
+        """Find the missing blocks of the groups. The result maps a window to a list.
 
-        The result maps a window to a list. Element i of the list is the largest index j <= i for
-        which one of the tables has a null block at j, or -1. Example: two groups have the same
-        window and the tables [4, null, 9] and [null, 3, 6]. The list is [0, 1, 1].
+        Consider the tables of all groups with this window. Element i of the list is the largest
+        index j <= i at which one of these tables contains the null block, or -1. Example: two
+        groups have the same window and the tables [4, null, 9] and [null, 3, 6]. The list is
+        [0, 1, 1].
         """
         missing: dict[AttentionWindow | None, list[int]] = {}
         for window, table in zip(self._windows, tables, strict=True):
@@ -355,10 +355,10 @@ def _last_missing(table: list[int], null_block: int) -> list[int]:
 
 
 def _first_hash(sequence: Sequence) -> bytes:
-    """Return the hash that comes before the hash of the first block of a sequence.
+    """Return the hash from which the hash of a sequence's first block is computed.
 
-    The hash depends on the salt and the adapter of the sequence. Its hash function has a separate
-    personalisation string, so that it never returns the hash of a block.
+    The result depends on the salt and the adapter of the sequence. Because of the personalisation
+    string, the result is never equal to the hash of a block.
     """
     text = sequence.params.cache_salt.encode("utf-8", "surrogatepass")
     key = b"" if sequence.adapter is None else sequence.adapter.digest

@@ -14,8 +14,8 @@ tokens and an answer of 200 tokens:
 
 Snapshots are saved at the positions from which later requests will probably continue:
 
-- the end of the last full block but one of a prompt. The next turn of a chat repeats the prompt,
-  but may render its last few tokens differently, for example without the start of the reasoning;
+- the end of the second-to-last full block of a prompt. The next turn of a chat repeats the prompt,
+  but its last few tokens may be different. Example: the start of the reasoning is missing;
 - the end of the last full block of an answer. The next turn of a chat repeats the answer. A new
   snapshot of an answer replaces the previous snapshot of this answer;
 - the end of a cached prefix, if there is no snapshot at this position. Two requests have already
@@ -37,8 +37,8 @@ from nereid_backend.core.step import Chunk, SnapshotPlan
 # A snapshot is saved at the end of a chunk if at least this number of blocks was computed after the
 # previous snapshot.
 _INTERVAL = 32
-# A prompt is divided to save a snapshot only if the previous snapshot is at least this number of
-# blocks earlier, because each division costs another forward pass.
+# A prompt is divided into chunks to save a snapshot. This is done only if the previous snapshot is
+# at least this number of blocks earlier, because each additional chunk needs a forward pass.
 _MIN_DISTANCE = 8
 # If sessions retain more snapshots than this share of the memory for states, retained snapshots are
 # no longer preferred to other snapshots. The oldest snapshots are then evicted first.
@@ -46,9 +46,10 @@ _MAX_RETAINED_SHARE = 0.75
 
 
 class StateSnapshots:
-    """The ids of all snapshots, by the hash of the last block before the snapshot.
+    """Maps the hash of a block to the snapshot at the end of the block.
 
-    The forward path stores the states under these ids.
+    This class contains only the ids of the snapshots. The forward path stores the states under
+    these ids.
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class StateSnapshots:
         return len(self._ids)
 
     def use(self, sequence: Sequence, num_reused: int) -> None:
-        """Select the snapshot after the first `num_reused` tokens as the initial state.
+        """Set the snapshot from which a sequence starts.
 
-        If `num_reused` is 0, the sequence starts without a snapshot.
+        The snapshot contains the state after the first `num_reused` tokens. If `num_reused` is 0,
+        the sequence starts without a snapshot.
         """
         sequence.snapshot_id = None
         sequence.num_snapshot_tokens = num_reused
@@ -108,9 +110,8 @@ class StateSnapshots:
         """Return the number of tokens in the next chunk, which is at most `num_tokens`.
 
         A snapshot can be saved only at the end of a chunk. If the chunk would include a position of
-        `_targets`, the chunk therefore ends at this position. Otherwise, the chunk ends at the end
-        of a block, if this is possible. A chunk that reaches the last known token may end inside a
-        block.
+        `_targets`, the chunk therefore ends at this position. Otherwise, a chunk that does not
+        reach the last known token ends at the end of a block, if possible.
 
         Example: block_size is 16, the prompt has 1000 tokens, and the first 512 of them are
         computed. `chunk_length(sequence, 488)` returns 464, because a snapshot is saved after 976
@@ -156,10 +157,10 @@ class StateSnapshots:
         return SnapshotPlan(loads, saves, deleted)
 
     def add(self, sequence: Sequence) -> None:
-        """Add the snapshot that the last step has saved for a sequence.
+        """Add the snapshot that the last step has saved for a sequence, if there is one.
 
-        If another snapshot has the same hash, delete the new snapshot. The hash of the block before
-        the snapshot must be in `sequence.block_hashes`.
+        If the block already has a snapshot, delete the new snapshot. `sequence.block_hashes` must
+        contain the hash of the last block before the snapshot.
         """
         snapshot_id = sequence.unsaved_snapshot_id
         if snapshot_id is None:

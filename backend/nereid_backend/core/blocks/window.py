@@ -28,9 +28,9 @@ class AttentionWindow:
     The class is used only if every layer of the group has a limit.
 
     Attributes:
-        limits: the different limits of the layers, in tokens. Each limit is a pair (sliding window,
-            attention chunk), of which at least one number is not None. The numbers are those of the
-            class `LayerWindow` in attention/layers.py.
+        limits: the different limits of the layers, in tokens. A limit is a pair (sliding window,
+            attention chunk). At least one number of a pair is not None. The class `LayerWindow` in
+            attention/layers.py describes the numbers.
     """
 
     limits: tuple[tuple[int | None, int | None], ...]

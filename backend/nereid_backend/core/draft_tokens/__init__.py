@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft tokens for speculative decoding: the source and the number of the draft tokens."""
+"""Proposes draft tokens for speculative decoding, and chooses the number of draft tokens."""

@@ -23,8 +23,8 @@ from nereid_backend.core.sequence import Sequence
 
 # The assumed probability that a draft token is accepted, before the first draft is verified.
 _FIRST_RATE = 0.8
-# The acceptance rate of a new sequence starts at the rate of all sequences so far. This initial
-# rate has the same weight as this number of verified draft tokens.
+# The acceptance rate of a new sequence starts at the rate of all sequences so far. The initial rate
+# is weighted as if this number of draft tokens had been verified.
 _FIRST_WEIGHT = 3.0
 # Before a new draft is counted, the old counts are multiplied by these factors, so that old drafts
 # gradually lose their weight. The first factor applies to the counts of one sequence. The second
@@ -115,7 +115,8 @@ class StepCosts:
     def add_step(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """Record the duration of a step.
 
-        The step has computed one known token of each sequence, and `num_drafts` draft tokens.
+        In the step, the model computed one known token for each sequence, and `num_drafts` draft
+        tokens in total.
         """
         measured = self._of(num_sequences)
         if num_drafts == 0:
@@ -194,8 +195,8 @@ class DraftLengths:
     def next_length(self, sequence: Sequence) -> int:
         """Return the largest number of draft tokens for a sequence in the next step.
 
-        The result is the largest n for which p ** n is above the cost ratio, where p is the rate of
-        accepted draft tokens; see the module's docstring.
+        Let p be the share of accepted draft tokens. The result is the largest n for which p ** n is
+        above the cost ratio; see the module's docstring.
 
         Call this method once for each step of the sequence, because each call shortens a pause by
         one step.

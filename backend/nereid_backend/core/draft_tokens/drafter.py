@@ -18,7 +18,7 @@ class Drafter(Protocol):
     lengths: DraftLengths
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Prepare to propose drafts for the next step of the running `sequences`."""
+        """Prepare the drafts of the next step. `sequences` contains all running sequences."""
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """Predict the next tokens of a sequence. Return at most `limit` draft tokens.

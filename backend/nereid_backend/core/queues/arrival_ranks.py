@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assigns a rank to each sequence. The sequence with the lowest rank is scheduled first.
 
-The rank depends on the arrival and on the `priority` of the request. A lower number means that the
-request is more urgent. The rank begins with the number of the step in which the request arrived,
-plus 256 for each level of `priority`. A sequence that has waited for a long time therefore comes
-before a more urgent sequence that arrives much later, and no sequence waits forever. Example: a
-request with priority 1 arrives in step 100 and gets the rank 100 + 256. A request with priority 0
-arrives in step 400 and gets the rank 400. The first request is scheduled before the second request.
+A request with a smaller `priority` number is more urgent. The first number of a rank is the step in
+which the request arrived, plus 256 times its `priority`. No sequence waits forever, because urgent
+requests that arrive much later have a higher rank. Example: a request with priority 1 arrives in
+step 100, so its rank begins with 356. A request with priority 0 arrives in step 400, so its rank
+begins with 400. The first request is scheduled before the second request.
 """
 
 from collections import abc
@@ -29,7 +28,7 @@ class ArrivalRanks:
         self._num_steps = 0
 
     def note_step(self) -> None:
-        """Increment the number of planned steps, on which the ranks of new requests depend."""
+        """Count a step. The ranks of new requests depend on the number of steps."""
         self._num_steps += 1
 
     def assign(self, sequences: abc.Sequence[Sequence]) -> None:

@@ -18,7 +18,7 @@ class FairQueue:
 
     A client is active while it has a waiting or running sequence. When a client becomes active, its
     service is set to the least service of the active clients. Otherwise, a client that sent no
-    requests for a long time would come before all other clients for a long time.
+    requests for some time would afterwards come before all other clients.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,7 @@ class FairQueue:
     def enter(self, sequence: Sequence, count: int) -> None:
         """Record that the client of `sequence` has sent a request with `count` sequences.
 
-        If the client was not active, the client becomes active with the least service of all
-        active clients.
+        If the client was not active, its service is set to the least service of the active clients.
         """
         client = sequence.params.client_id
         self._num_sequences[client] += count

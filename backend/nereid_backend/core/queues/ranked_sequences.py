@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of sequences that are sorted by scheduling rank."""
+"""Lists of sequences, sorted by their scheduling rank."""
 
 from bisect import bisect_left
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of KV cache blocks. Example of a pool with 7 blocks:
+"""The pool that allocates the blocks of the KV cache. Example of a pool with 7 blocks.
 
     block      0   1   2   3   4   5   6
     ref count  1   0   1   2   0   0   1      the number of block tables that contain the block

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of Nereid runs transformers' models.
+"""The engine of Nereid, which runs the models of the transformers library.
 
 The engine adds continuous batching and a paged KV cache to the model code of transformers.
 
 ``Engine``, ``Embedder`` and ``Reranker`` are imported on first use, because they import torch. The
 Triton server's stub processes import this package for its types and must not load torch.
-``EngineConfig`` and ``SamplingParams`` are imported on first use, too, because they need pydantic,
-and the GPU kernels run without it.
+``EngineConfig`` and ``SamplingParams`` are imported on first use, too, because they import
+pydantic. The GPU kernels can be used without pydantic.
 """
 
 from importlib import import_module
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-# The names that are imported on first use. The values are the module and the name in that module.
+# Maps each name that is imported on first use to its module and to its name in this module.
 _LAZY_NAMES = {
     "Embedder": ("nereid_backend.pooling.embedder", "Embedder"),
     "Engine": ("nereid_backend.engine.engine", "Engine"),

@@ -8,7 +8,7 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Return the cache folder for built kernels, compiled models and chat formats.
 
-    The folder is `nereid` in the folder XDG_CACHE_HOME, or in ~/.cache if that is not set.
+    The folder is $XDG_CACHE_HOME/nereid, or ~/.cache/nereid if XDG_CACHE_HOME is not set.
     """
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".cache") / "nereid"

@@ -187,7 +187,7 @@ class EngineConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> Self:
-        """Return a configuration built from text values, such as environment variables.
+        """Create a configuration from text values, such as environment variables.
 
         Args:
             settings: text values by field name, in lower case and without the prefix NEREID_. An

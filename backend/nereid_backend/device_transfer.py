@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies data between the CPU and a GPU without making the CPU wait.
 
-A copy from pinned memory to a GPU is only queued, and the CPU continues at once. For a copy from
-other memory, the CPU waits until the GPU has finished all earlier work. Copies from a GPU into
-pinned memory are queued, too, and an event signals their end. If the device is a CPU, nothing is
-copied.
+A copy from pinned memory to a GPU is only queued, and the CPU continues immediately. For a copy
+from other memory, the CPU waits until the GPU has finished all earlier work. A copy from a GPU into
+pinned memory is queued, too, and an event signals the end of the copy. If the device is a CPU,
+nothing is copied.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ _ALIGNED_VALUES = 64 // 8
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device and return the tensor. On a CPU, share the memory."""
+    """Copy an array to the device, and return the tensor.
+
+    If the device is a CPU, the tensor uses the memory of the array.
+    """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
@@ -33,9 +36,9 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload_all(arrays: Sequence[Integers], device: torch.device) -> list[Tensor]:
-    """Copy integer arrays to the device, and return a tensor of the same shape for each.
+    """Copy integer arrays to the device, and return one tensor for each array.
 
-    A single copy transfers all arrays to a GPU.
+    A tensor has the shape of its array. A single copy transfers all arrays to a GPU.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -52,9 +55,10 @@ def upload_packed(arrays: Sequence[Integers], device: torch.device) -> list[Tens
 
 
 def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:
-    """Concatenate integer arrays into one tensor [n] int64, in which each array starts aligned.
+    """Concatenate integer arrays into one tensor, [n] int64.
 
-    Example: arrays of 3 and 2 numbers give a tensor of 16 numbers. The second array starts at 8.
+    Each array starts at a multiple of 8 numbers. Example: arrays of 3 and 2 numbers give a tensor
+    of 16 numbers, in which the second array starts at index 8.
 
     Args:
         arrays: the arrays.

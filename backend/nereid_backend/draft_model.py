@@ -2,8 +2,8 @@
 """Generates draft tokens for speculative decoding with a small model.
 
 Before each step of the large model, the draft model runs a few passes. Each pass generates one
-draft token for each sequence. Example for one sequence, of which the draft model has already
-computed the tokens a and b:
+draft token for each sequence. Example for one sequence (the draft model has already computed the
+tokens a and b of this sequence):
 
     known tokens of the sequence         a b c d
     pass 1 of the draft model            computes c d, and samples x
@@ -16,9 +16,9 @@ The draft model uses the sampling parameters and the random numbers of the reque
 therefore often selects the same token as the large model. The answer never depends on the draft
 tokens, because the large model verifies each draft token (sampling/draft_verification.py).
 
-An MTP layer of the large model can replace the draft model (mtp_path.py). It computes the known
-tokens from the second token on, and computes accepted draft tokens again, with the hidden states of
-the large model.
+An MTP layer of the large model can replace the draft model (mtp_path.py). The MTP layer computes
+the known tokens from the second token on. It also computes accepted draft tokens again, because it
+then gets the hidden states of the large model for these tokens.
 
 The draft model has its own KV cache, with its own block tables and prefix cache. If this cache has
 too few free blocks for a sequence, the sequence gets no draft tokens.
@@ -48,12 +48,12 @@ from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
 
 logger = logging.getLogger(__name__)
 
-# The largest number of known tokens that the large model may still have to compute for a sequence
-# that gets draft tokens. The number is larger while a prompt is computed and after a preemption,
-# and drafts are not worth their time then.
+# A sequence gets draft tokens only if the large model still has to compute at most this number of
+# known tokens of the sequence. While a prompt is computed and after a preemption, more known tokens
+# remain. Drafts would then cost more time than they save.
 _MAX_REMAINING = 16
-# The largest number of known tokens for each sequence that the draft model may have to compute if
-# the time of drafting is measured. More known tokens would take most of the measured time.
+# The time of drafting is measured only if the draft model has to compute at most this number of
+# known tokens for each sequence. More known tokens would take most of the measured time.
 _MAX_TIMED_TOKENS = 4
 
 
@@ -113,7 +113,7 @@ class _Draft:
         always computes the last token, because sampling needs the logits of the last token.
 
         Args:
-            keeps_accepted: whether accepted draft tokens are not computed again.
+            keeps_accepted: if False, the draft model also computes accepted draft tokens again.
         """
         own = self.own
         new_tokens = self.target.token_ids[self.first + self.num_known :]
@@ -129,7 +129,7 @@ class DraftModel:
     """Generates draft tokens with a small model; see the interface `Drafter`.
 
     Attributes:
-        lengths: chooses the lengths of drafts, and measures their acceptance and their cost.
+        lengths: chooses the lengths of drafts, and measures the acceptance and the cost of drafts.
     """
 
     def __init__(
@@ -205,10 +205,11 @@ class DraftModel:
             self._hook.remove()
 
     def _prepare_draft(self, target: Sequence) -> _Draft | None:
-        """Update the draft of a sequence and return it, or return None.
+        """Update the draft of a sequence, and return the draft.
 
-        Return None if the sequence gets no draft tokens in this step: while its prompt is computed,
-        if its prompt has images, shortly before its length limit, and if blocks are missing.
+        Return None if the sequence gets no draft tokens in this step. This is the case while the
+        prompt is computed, if the prompt has images, if the sequence is close to its length limit,
+        and if too few blocks are free.
         """
         num_known = len(target.token_ids)
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
@@ -322,7 +323,7 @@ class DraftModel:
         return self._sample(logits, sampling) if sampling else []
 
     def _sample(self, logits: torch.Tensor, drafts: list[_Draft]) -> list[_Draft]:
-        """Append one sampled token to each draft, and return the drafts that need more.
+        """Append one sampled token to each draft, and return the drafts that need more tokens.
 
         Args:
             logits: [num_drafts, vocab_size].
@@ -348,5 +349,5 @@ class DraftModel:
 
 
 def _num_missing(draft: _Draft) -> int:
-    """Return the number of tokens that the draft model has not computed yet."""
+    """Return the number of tokens of a draft that the draft model has not computed yet."""
     return len(draft.own.token_ids) - draft.own.num_computed_tokens

@@ -8,12 +8,12 @@ NereidError
 ├── ConfigError           a setting is unknown, wrong or does not fit this machine
 ├── ModelError            the checkpoint is missing or broken, or this engine cannot run it
 │   └── UnsupportedModelError   the engine does not support the checkpoint's architecture
-└── EngineError           the engine failed: a bug or a broken device, not the request
+└── EngineError           the engine failed because of a bug or a broken device
     └── LostRankError     a process of tensor parallelism ended, so no step can be computed
 
 A message names the value, the limit and the remedy. If one field or setting is wrong, the message
-begins with the name of the field or setting and a colon, and the HTTP frontend reads the name from
-the message. Example: `temperature: the value must be at least 0, but it is -1.`
+begins with the name of the field or setting and a colon. Example: `temperature: the value must be
+at least 0, but it is -1.` The HTTP frontend reads the name from the message.
 """
 
 

@@ -2,13 +2,14 @@
 """Makes the import of torch and transformers faster.
 
 During its import, transformers reads the source files of all its models, to find the names that
-each file defines. This takes about a second of CPU time in each process. The result, an index,
-depends only on the version of transformers. So one process stores the index, and later processes
-load it.
+each file defines. This takes about a second of CPU time in each process. The result is an index
+that depends only on the version of transformers. One process therefore stores the index in a file,
+and later processes load this file.
 
 If scipy is installed, transformers also imports scipy.optimize with 300 other modules, which takes
 about half a second. Transformers needs only one function of scipy.optimize, and only to train
-object detectors. A placeholder imports scipy.optimize when this function is called.
+object detectors. A placeholder therefore replaces scipy.optimize during the import of transformers.
+The placeholder imports the real module when the function is called.
 """
 
 import contextlib
@@ -37,9 +38,9 @@ _SCIPY_FUNCTION = "linear_sum_assignment"
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Turn off garbage collection and slow parts of transformers while imports run.
+    """Return a context in which torch and transformers are imported faster.
 
-    Garbage collection is turned off during the imports, because importing torch creates about a
+    Garbage collection is turned off in the context, because the import of torch creates about a
     hundred thousand permanent objects and no garbage.
     """
     use_cached_index()
@@ -55,12 +56,10 @@ def importing() -> Iterator[None]:
 
 
 def use_cached_index() -> None:
-    """Let the import of transformers read its index of all models from a file.
+    """Let transformers read the index of its models from a file in Nereid's cache folder.
 
-    The file is in Nereid's cache folder.
-
-    The import itself is not changed: if the cache has no index, transformers computes the index.
-    Do nothing if transformers has already been imported.
+    If the file does not exist, transformers computes the index during its import. Do nothing if
+    transformers has already been imported.
     """
     if _MODULE not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
@@ -75,9 +74,10 @@ class _Placeholder(ModuleType):
             del sys.modules[self.__name__]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the module
-        """Return a function that imports the real module only when it is called.
+        """Return an attribute of the real module.
 
-        For any other name, return the attribute of the real module.
+        For `_SCIPY_FUNCTION`, return a function that imports the real module when it is called. For
+        any other name, import the real module immediately.
         """
         if name.startswith("__"):
             raise AttributeError(name)
@@ -98,9 +98,12 @@ class _Finder(MetaPathFinder):
         self,
         fullname: str,
         path: Sequence[str] | None,
-        target: ModuleType | None = None,  # noqa: ARG002 - the method of the base class has it
+        target: ModuleType | None = None,  # noqa: ARG002 - the base class requires this parameter
     ) -> ModuleSpec | None:
-        """Return the module's specification with the loader of this file."""
+        """Return the specification of the module `_MODULE` with the loader `_Loader`.
+
+        Return None for any other module.
+        """
         if fullname != _MODULE:
             return None
         spec = PathFinder.find_spec(fullname, path)
@@ -121,7 +124,7 @@ class _Loader(SourceFileLoader):
 
 
 def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
-    """Return a function that reads the result of `compute` from a file if possible.
+    """Return a function that returns the same as `compute`, but caches the index of all models.
 
     The returned function reads the index from a file. If the file does not exist, the function
     calls `compute` and creates the file.
@@ -170,11 +173,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, index: dict[str, Any]) -> None:
-    """Write the index to a file. If that fails, later processes compute the index again."""
+    """Write the index to a file. Ignore errors, because later processes can compute the index."""
     with contextlib.suppress(OSError, ValueError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may be reading the index, so it is written to a temporary file, which is
-        # renamed when it is complete.
+        # Another process may be reading the file. The index is therefore written to a temporary
+        # file, which is renamed when it is complete.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             written = Path(folder) / path.name
             written.write_bytes(marshal.dumps(index))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Returns freed memory to the operating system while a model is loaded.
 
-The C library keeps freed memory for later allocations. While a model is loaded, large tensors of
-different sizes are created and freed, so the freed parts lie between tensors that stay. Later
-tensors often do not fit into these parts. Without this module, a process that loads a model needs
-up to twice the memory of the weights.
+The C library reserves freed memory for later allocations. While a model is loaded, large tensors of
+different sizes are created and freed, so gaps arise between the tensors that are still used. Later
+tensors often do not fit into these gaps. Without this module, a process that loads a model needs up
+to twice the memory of the weights.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 
 class FreedMemory:
-    """Counts freed bytes. Returns memory to the operating system after each 32 MiB."""
+    """Counts freed bytes. Returns memory to the operating system after every 32 MiB."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -34,20 +34,20 @@ class FreedMemory:
             self.give_back()
 
     def give_back(self) -> None:
-        """Return all freed memory now."""
+        """Return all freed memory to the operating system now."""
         self._num_bytes = 0
         if self._trim is not None:
             self._trim(0)
 
 
 def discard_pages(address: int, num_bytes: int) -> None:
-    """Return pages to the operating system before the program frees the unneeded memory.
+    """Return the pages of unneeded memory to the operating system.
 
-    Only whole pages are returned. The memory stays allocated, and may contain zeros afterwards. On
-    systems other than Linux, nothing happens.
+    Only whole pages are returned. The memory stays allocated, but its contents are lost. On systems
+    other than Linux, nothing happens.
 
-    Example: with pages of 4096 bytes, the address 4000 and 9000 bytes return the two pages from
-    4096 to 12288.
+    Example: the address is 4000, num_bytes is 9000, and pages have 4096 bytes. The two pages from
+    address 4096 to 12288 are returned.
     """
     start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
     end = (address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES

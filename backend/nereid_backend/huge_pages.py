@@ -25,7 +25,7 @@ _PAGE_BYTES = 4096
 _ALIGNMENT = 64
 # The number of bytes that are copied at once.
 _SLICE_BYTES = 4 * 2**20
-# The size in bytes below which tensors are not moved.
+# Tensors with fewer bytes are not moved.
 _MIN_BYTES = 64 * 2**10
 
 
@@ -92,8 +92,8 @@ def _movable_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
 def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> None:
     """Copy the memory of some tensors to the beginning of `target`.
 
-    If only the tensors that are moved use the storage, its pages are returned to the operating
-    system while they are copied. The memory then never contains a large weight twice.
+    If no other tensors use the storage, each page of the storage is returned to the operating
+    system after it was copied. The memory then never contains a large weight twice.
 
     Args:
         storage: the old memory of some tensors. Its contents are undefined after the call, unless
@@ -146,7 +146,7 @@ def _aligned(size: int) -> int:
 def _mapped(size: int) -> Tensor:
     """Allocate zeroed memory from the operating system, in huge pages if possible.
 
-    The tensor has at least `size` bytes.
+    Return the memory as a tensor of at least `size` bytes.
     """
     is_large = size >= _HUGE_BYTES
     alignment = _HUGE_BYTES if is_large else _PAGE_BYTES

@@ -124,8 +124,8 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         trust_remote_code: whether Python files of the checkpoint may be executed.
         use_panels: whether quantised integers are stored in panels of the CPU kernels. Otherwise
             they are dequantised.
-        rounded_bits: if 4 or 8, the weights of linear layers are rounded to integers of this size
-            while they are read, so that the unrounded weights need no memory together.
+        rounded_bits: if 4 or 8, the weights of linear layers are rounded to integers of this number
+            of bits while they are read. The memory then never contains all unrounded weights.
         distributed: divides the model over the processes of torch.distributed; None loads the whole
             model.
 
@@ -222,8 +222,8 @@ def read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 def _describe_newer_version(folder: Path) -> str:
     """Return a sentence that suggests a newer version of transformers.
 
-    If config.json was written by a version that is newer than the installed one, the sentence names
-    that version.
+    If config.json was written by a newer version than the installed version, the sentence names the
+    newer version.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -243,9 +243,10 @@ def _choose_dtype(
 ) -> torch.dtype:
     """Return the data type that the weights have in memory for the setting `dtype`.
 
-    "auto" means the checkpoint's data type, but float32 if the checkpoint names another data type
-    than those of `_DTYPES`, and on a CPU also instead of float16 and of slow bfloat16. If bfloat16
-    is slow on this CPU, log a warning whenever the setting or the checkpoint asks for it.
+    "auto" selects the checkpoint's data type, with three exceptions. "auto" selects float32 if the
+    checkpoint's data type is not in `_DTYPES`. On a CPU, "auto" also selects float32 instead of
+    float16, and instead of bfloat16 if this CPU has no fast kernel for bfloat16. In the last case,
+    and if the setting is "bfloat16" on such a CPU, a warning is logged.
     """
     is_cpu = device.type == "cpu"
     has_slow_bfloat16 = is_cpu and not has_fast_bfloat16()

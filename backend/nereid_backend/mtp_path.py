@@ -29,17 +29,18 @@ from nereid_backend.paths.step_batch import BatchBuilder
 from nereid_backend.runner import ForwardPath
 
 # The largest number of hidden states that are stored for one sequence. If a hidden state is
-# missing, the MTP layer uses zeros in its place, so its draft tokens are less often right.
+# missing, the MTP layer uses zeros instead. Its draft tokens are then accepted less often.
 _MAX_STATES = 4096
-# New hidden states are appended to the last tensor if it has fewer hidden states than this number,
-# so that a sequence has only few tensors.
+# New hidden states are appended to the last tensor of a sequence if this tensor contains fewer
+# hidden states than this number. A sequence then has only a few tensors.
 _MAX_APPENDED = 256
 
 
 class HiddenStates:
     """The large model's hidden states that the MTP layer has not read yet.
 
-    The object wraps the forward path of the large model, and records its hidden states.
+    The object wraps the forward path of the large model, and records the hidden states that the
+    large model computes.
     """
 
     def __init__(self, path: ForwardPath, decoder: torch.nn.Module) -> None:
@@ -58,7 +59,7 @@ class HiddenStates:
         self._outputs.clear()
         logits = self._path.forward(plan, sampled)
         # In a step with images, the decoder may be called several times, or for one sequence at a
-        # time.
+        # time. The hidden states of such a step are not stored.
         if len(self._outputs) == 1 and self._outputs[0].shape[:2] == (1, plan.num_tokens):
             self._add(plan.chunks, self._outputs[0][0])
         self._outputs.clear()
@@ -70,7 +71,7 @@ class HiddenStates:
         self._path.clear(sequence)
 
     def take(self, sequence: Sequence, start: int, rows: Tensor) -> None:
-        """Copy the hidden states of a sequence from position `start` on, and delete earlier ones.
+        """Copy hidden states of a sequence into `rows`, and delete states that are not needed.
 
         Example: the hidden states at the positions 4 to 9 are stored, `start` is 2, and `rows` has
         5 rows. The last 3 rows become the hidden states at the positions 4 to 6.
@@ -78,7 +79,8 @@ class HiddenStates:
         Args:
             sequence: the sequence.
             start: the position of the first row.
-            rows: [num_tokens, hidden_size]. Mutated, except for rows whose hidden state is unknown.
+            rows: [num_tokens, hidden_size]. Mutated. Rows whose hidden states are not stored are
+                left unchanged.
         """
         end = start + len(rows)
         parts = self._parts.get(sequence, [])
@@ -98,13 +100,15 @@ class HiddenStates:
         self._parts.clear()
 
     def _record(self, module: torch.nn.Module, args: object, output: Any) -> None:  # noqa: ANN401, ARG002
-        """Store the outputs of the decoder. The signature is that of a forward hook."""
+        """Store the output of the decoder. torch calls this method as a forward hook."""
         self._outputs.append(output.last_hidden_state)
 
     def _add(self, chunks: list[Chunk], output: Tensor) -> None:
-        """Store the hidden states of a step for each of its sequences.
+        """Split the hidden states of a step by sequence, and store the hidden states.
 
-        The hidden states are [num_tokens, hidden_size].
+        Args:
+            chunks: the chunks of the step.
+            output: the hidden states of all tokens of the step, [num_tokens, hidden_size].
         """
         step_parts = torch.split(output, [chunk.num_tokens for chunk in chunks])
         for chunk, part in zip(chunks, step_parts, strict=True):
@@ -118,7 +122,7 @@ class HiddenStates:
                 # part replaces their hidden states.
                 parts[-1:] = [(last_start, torch.cat([last_states[:num_kept], part]))]
             else:
-                # Copy the hidden states, because a view would keep those of the whole step in
+                # Copy the hidden states. A view would keep the hidden states of the whole step in
                 # memory.
                 parts.append((chunk.start, part.clone()))
             while sum(len(each) for _, each in parts[1:]) >= _MAX_STATES:
@@ -128,8 +132,8 @@ class HiddenStates:
 class MtpPath:
     """The forward path of an MTP layer, which implements `ForwardPath`.
 
-    The tokens of its sequences are those of the large model from the second token on. The first
-    token has no hidden state before it.
+    A sequence of this path contains the tokens of a sequence of the large model, from the second
+    token on. The first token is left out, because no hidden state precedes it.
 
     Attributes:
         hidden: the hidden states of the large model.
@@ -149,7 +153,7 @@ class MtpPath:
             mtp_model: an MtpModel of transformers.
             hook: the engine's entry in transformers' attention interface.
             layers: the attention layers of the first MTP layer.
-            blocks: the KV cache of the MTP layer, and its block tables.
+            blocks: the KV cache and the block tables of the MTP layer.
             hidden: the hidden states of the large model.
         """
         self._model = mtp_model

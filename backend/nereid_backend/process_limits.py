@@ -4,7 +4,8 @@
 import os
 import resource
 
-# The nice value of child processes, so that they do not slow down the steps of the engine.
+# The nice value of child processes. It gives them a low priority, so that they do not slow down the
+# steps of the engine.
 _NICENESS = 5
 
 
@@ -14,9 +15,10 @@ def limit_child(max_bytes: int, timeout_s: float) -> None:
     The process cannot raise the limits again.
 
     Args:
-        max_bytes: the memory that the process can allocate beyond its present memory.
-        timeout_s: the limit on the duration of the work. If the parent process is killed, it can no
-            longer kill this child. The kernel then kills the child after this CPU time.
+        max_bytes: the memory that the process can allocate in addition to its present memory.
+        timeout_s: the time limit of the work. Normally, the parent process kills this child when
+            the time is over. If the parent process itself was killed, the kernel kills this child
+            after about this CPU time.
     """
     os.nice(_NICENESS)
     limit_memory(max_bytes)
@@ -26,7 +28,7 @@ def limit_child(max_bytes: int, timeout_s: float) -> None:
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Limit the address space of this process to `max_bytes` more than it has now."""
+    """Limit the address space of this process to its present size plus `max_bytes`."""
     with open("/proc/self/statm", encoding="ascii") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

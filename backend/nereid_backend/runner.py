@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ForwardPath(Protocol):
-    """The interface of an object that runs the model in one particular way.
+    """The interface of a forward path, which is one way to run the forward pass of a model.
 
     A forward path runs the model, and owns the KV cache and the other state of the sequences.
     """
@@ -70,11 +70,11 @@ class RunningStep:
         logits: the result of `ForwardPath.forward`; None after sampling was launched.
         sampling: the positions at which tokens are sampled.
         mask_jobs: the token masks that threads are filling; None if filling has not started.
-        masks: the token masks and the guides' errors at these positions, after `sample`.
-        pending: the sampled tokens; None before sampling is launched, or if no token is sampled in
-            the step.
-        reports: a mapping from the index of a chunk to the log-probabilities of its prompt tokens,
-            divided into slices of rows.
+        masks: the token masks and the errors of guides at these positions. `sample` sets them.
+        pending: the sampled tokens; None before sampling is launched, or if the step samples no
+            token.
+        reports: maps the index of a chunk to the log-probabilities of the chunk's prompt tokens.
+            These log-probabilities are divided into slices of rows.
     """
 
     plan: StepPlan
@@ -155,8 +155,8 @@ class Runner:
 
         Args:
             step: the step that `start` returned. Mutated.
-            plan: the plan of the step after the previous step was committed. Tokens may be sampled
-                for fewer chunks than in the plan of `start`.
+            plan: the plan of the step, made again after the previous step was committed. In this
+                plan, fewer chunks may sample tokens than in the plan that `start` received.
         """
         if plan is not step.plan:
             step.plan = plan
@@ -265,7 +265,7 @@ def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
 def _read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
-    """For each chunk that samples, return the new tokens.
+    """Return the new tokens of each chunk that samples tokens.
 
     Example: the first chunk has 1 position, and the second chunk has 3 positions, because it has 2
     draft tokens. The sampled token with the index 0 belongs to the first chunk. The sampled tokens
@@ -279,8 +279,8 @@ def _read_sampled(
     """
     token_ids, logprobs = sampled_tokens.token_ids, sampled_tokens.logprobs
     if _have_single_tokens(sampling, sampled_tokens):
-        # This condition is true in nearly all steps. The branch returns the same as the loop below,
-        # but takes less time.
+        # This condition is true in nearly all steps. In this case, the loop below would return the
+        # same tokens, but would take more time.
         return [
             Sampled([token_id], [logprob])
             for token_id, logprob in zip(token_ids, logprobs, strict=True)
@@ -292,8 +292,8 @@ def _read_sampled(
         next_index += count
         sequence = sampling.positions[first].sequence
         if count == 1 and sequence.guide is None and not sampled_tokens.errors:
-            # Nearly all sequences have no draft tokens and no grammar. For them, this branch
-            # returns the same as `_accept`, but takes less time.
+            # Nearly all sequences have no draft tokens and no grammar. For such sequences,
+            # `_accept` would return the same tokens, but would take more time.
             top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
             sampled.append(Sampled([token_ids[first]], [logprobs[first]], None, top))
         elif first in masks.errors:
@@ -305,10 +305,10 @@ def _read_sampled(
 
 
 def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
-    """Return whether every sequence of the step gets just its one sampled token.
+    """Return whether each sequence of the step gets exactly one new token, which was sampled.
 
-    This is the case if no chunk has draft tokens or a grammar, no request asks for
-    log-probabilities, and no position has an error.
+    This is the case if no chunk has draft tokens, no sequence has a grammar, no request asks for
+    the most likely tokens, and no position has an error.
     """
     positions = sampling.positions
     return (
@@ -339,20 +339,20 @@ def _accept_or_end(
 def _accept(
     sequence: Sequence, drafts: list[int], sampled_tokens: SampledTokens, first: int
 ) -> Sampled:
-    """Return the new tokens of a sequence, after verifying its draft tokens.
+    """Verify the draft tokens of a sequence, and return the new tokens of the sequence.
 
-    The new tokens are sampled tokens, each followed by the tokens that the grammar forces next. As
-    long as the new tokens equal the draft tokens, the next sampled token is valid, too, because the
-    model has computed its logits after the same tokens. Draft tokens therefore never change the
-    answer. The guide does not get a token that ends the answer. If the sampling of a valid token
-    has failed, return only the error.
+    The new tokens are sampled tokens. Each sampled token is followed by the tokens that the grammar
+    forces next. While the new tokens equal the draft tokens, the next sampled token is valid,
+    because the model has computed its logits after the same tokens. Draft tokens therefore never
+    change the answer. The guide does not get a token that ends the answer. If the sampling of a
+    valid token has failed, return only the error.
 
     Example: drafts [5, 7, 9] and sampled tokens [5, 7, 4, 2]. The tokens 5 and 7 are accepted, 4
     replaces the draft 9, and 2 is discarded. The result is [5, 7, 4].
 
     Args:
         sequence: the sequence. Its guide is advanced by the new tokens.
-        drafts: the draft tokens that went through the model after the known tokens.
+        drafts: the draft tokens that the model has computed after the known tokens.
         sampled_tokens: the tokens of the step. They contain one token after the known tokens and
             one token after each draft token.
         first: the index in `sampled_tokens` of the token after the known tokens.
@@ -392,8 +392,8 @@ def _accept(
 def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
     """Return the forced tokens that can be added without another forward pass.
 
-    The result ends with the first stop token. Example: if 9 is a stop token, [4, 9, 6] gives
-    [4, 9], or [4] if min_tokens does not allow the end yet.
+    Tokens after a stop token are left out. Example: if 9 is a stop token, [4, 9, 6] gives [4, 9].
+    If min_tokens does not allow the end yet, [4, 9, 6] gives [4].
 
     The result is empty in two cases. If the request asks for log-probabilities, a step of the model
     must compute them. If other fields of the request also limit the tokens, only the mask of the

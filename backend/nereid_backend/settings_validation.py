@@ -151,8 +151,8 @@ def from_texts(kind: type[SettingsT], texts: Mapping[str, str], *, prefix: str =
 
     Args:
         kind: the settings class.
-        texts: text values by name of the setting. An empty text means the default. Names that are
-            not settings of `kind` are ignored, because several classes share one set of texts.
+        texts: maps the name of a setting to a text value. An empty text means the default. Names
+            that are not settings of `kind` are ignored, because several classes share one mapping.
         prefix: the text that precedes the setting's name in an error message: "" or "embedding_".
 
     Raises:
@@ -185,7 +185,7 @@ def check_names(names: Iterable[str], known: Sequence[str], *, prefix: str = "")
 
 @contextmanager
 def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
-    """Convert pydantic's ValidationError in the context to a ConfigError.
+    """Return a context in which a ValidationError of pydantic is converted to a ConfigError.
 
     Example of a message: "max_num_seqs: the value must be greater than 0, but it is 0."
     """

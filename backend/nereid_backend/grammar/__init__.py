@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constrained decoding: limits the tokens of an answer by a grammar or a budget for reasoning.
+"""Constrained decoding: a grammar or a reasoning budget limits the tokens of an answer.
 
 Start reading at guide_factory.py: `Guides.prepare` creates the guide of a request.
 
@@ -12,10 +12,10 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
     xgrammar_backend.py     structural tags and EBNF grammars
     compile_grammar.py      chooses the grammar library that compiles a grammar
     compile_cost.py         rejects grammars that would take too long to compile
-    quick_grammars.py       decides which grammars certainly compile quickly
-    compile_pool.py         compiles quick grammars at once, and all others after a trial
-    trial_compiler.py       tries to compile a grammar in a process that can be killed
-    trial_process.py        the program of that process
+    quick_grammars.py       decides whether a grammar certainly compiles quickly
+    compile_pool.py         compiles quick grammars immediately, and other grammars after a trial
+    trial_compiler.py       starts a trial: another process tries to compile a grammar
+    trial_process.py        the program that runs in the process for trials
     byte_cache.py           the cache of compiled grammars
     vocabulary.py           the tokens of a tokenizer, and token masks
     token_bytes.py          converts the entries of a vocabulary into bytes
@@ -23,8 +23,8 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
     validate_answer.py      compares a finished answer with its JSON schema
 
 The server's tokenizer and postprocessor use request_spec.py and validate_answer.py. These two
-modules import neither torch nor a grammar library. To keep such imports fast, this package imports
-guide_factory.py only when `Guides` is used.
+modules import neither torch nor a grammar library. This package imports guide_factory.py only when
+`Guides` is used, so that the import of the two modules stays fast.
 """
 
 from typing import TYPE_CHECKING

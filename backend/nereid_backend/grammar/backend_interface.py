@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface that the two grammar libraries implement for Nereid.
+"""The interface through which Nereid uses the grammar libraries llguidance and xgrammar.
 
-Two classes implement `GrammarBackend`: LLGuidanceBackend and XGrammarBackend.
+The classes LLGuidanceBackend and XGrammarBackend implement the interface `GrammarBackend`.
 docs/history/sampling-and-constraints.md compares the two libraries.
 
 A matcher does not handle stop tokens. TokenGuide decides when an answer may end.
@@ -14,7 +14,7 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
 
 
 class Matcher(Protocol):
-    """Tracks the position of one sequence in its grammar."""
+    """Tracks how far one sequence has advanced in a grammar."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token.
@@ -31,14 +31,17 @@ class Matcher(Protocol):
         """
 
     def fill(self, row: TokenMask) -> None:
-        """Set in `row` the bits of the tokens that may come next, and clear all other bits."""
+        """Write the mask of the possible next tokens into `row`.
+
+        The bits of these tokens are set, and all other bits are cleared.
+        """
 
     @staticmethod
     def fill_all(matchers: "Sequence[Matcher]", rows: TokenMasks, places: Sequence[int]) -> None:
         """Fill the masks of several matchers of this class in one call; see `fill`.
 
         One call is faster than several calls. After the forward pass, the processor's caches do not
-        contain the library, so each switch between Python and the library takes long.
+        contain the library's code, so each switch between Python and the library takes long.
 
         Args:
             matchers: the matchers, all of this class.
@@ -74,7 +77,7 @@ class Compiled(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """A grammar library for one vocabulary. Several threads may call it at the same time."""
+    """Compiles grammars for one vocabulary with a grammar library. Thread-safe."""
 
     def compile(self, kind: str, source: str) -> Compiled:
         """Compile a grammar.

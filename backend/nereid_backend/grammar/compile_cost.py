@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates how long a grammar takes to compile, and reads the text of JSON schemas."""
+"""Estimates how long a grammar takes to compile. Also parses the text of JSON schemas."""
 
 import json
 import re
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from nereid_backend.errors import RequestError
 
-# The largest accepted nesting depth of schemas. One schema inside another takes up to two levels of
-# JSON: {"items": {...}} takes one level, and {"properties": {"a": {...}}} takes two.
+# The largest accepted nesting depth of schemas. One schema inside another schema adds up to two
+# levels of JSON: {"items": {...}} adds one level, and {"properties": {"a": {...}}} adds two levels.
 MAX_DEPTH = 64
 _MAX_JSON_DEPTH = 2 * MAX_DEPTH
 
 # The pattern of a repetition in a regular expression or a grammar: {3}, {3,}, {,5} or {3,5}.
 _REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-# Only this number of digits of a bound is converted, because int() is slow for a very long text.
+# The number of digits that are read from a bound. int() is slow for a very long number.
 _MAX_DIGITS = 9
 
-# The keywords of JSON Schema that contain one schema, a list of schemas, or a map of schemas.
+# The keywords of JSON Schema whose values are a schema, a list of schemas, or a map of schemas.
 _SCHEMA_KEYWORDS = (
     "additionalProperties", "items", "propertyNames", "additionalItems", "not", "contains", "if",
     "then", "else", "unevaluatedItems", "unevaluatedProperties",
@@ -29,10 +29,10 @@ _LENGTH_KEYWORDS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
 
-# The compile time of xgrammar 0.2.8 for a bound is: repetitions * vocabulary size * a constant.
-# The constant is _PATTERN_S for bounds in patterns, such as a{0,50}, and _LENGTH_S for length
-# limits in JSON schemas, such as "maxLength": 50. Both constants were measured on one core, in
-# seconds; see docs/history/sampling-and-constraints.md.
+# For one bound, xgrammar 0.2.8 needs this number of seconds: repetitions * vocabulary size * a
+# constant. The constant is _PATTERN_S for bounds in patterns, such as a{0,50}. The constant is
+# _LENGTH_S for length limits in JSON schemas, such as "maxLength": 50. Both constants were measured
+# on one core; see docs/history/sampling-and-constraints.md.
 _PATTERN_S = 2.0e-7
 _LENGTH_S = 1.0e-8
 
@@ -42,7 +42,7 @@ class _Bound(NamedTuple):
 
     Attributes:
         repetitions: the number of repetitions that the bound allows.
-        unit_s: the seconds to compile one repetition, for each token of the vocabulary.
+        unit_s: the time to compile one repetition for one token of the vocabulary, in seconds.
         place: a description of the position, for error messages.
     """
 
@@ -52,16 +52,16 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The estimated seconds to compile this bound, for each token of the vocabulary."""
+        """The estimated time to compile this bound for one token of the vocabulary, in seconds."""
         return self.repetitions * self.unit_s
 
 
 def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tuple[object, str]]:
     """Yield a JSON schema and all schemas inside it, each with its path.
 
-    Schemas that are nested deeper than MAX_DEPTH are left out. Example: the schema
-    `{"properties": {"a": {"type": "string"}}}` yields itself with the path `$`, and
-    `{"type": "string"}` with the path `$.properties.a`.
+    The search stops at a nesting depth of about MAX_DEPTH. Example: for the schema
+    `{"properties": {"a": {"type": "string"}}}`, the function first yields this schema with the path
+    `$`. It then yields the schema `{"type": "string"}` with the path `$.properties.a`.
     """
     yield schema, path
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
@@ -115,10 +115,11 @@ def load(name: str, source: str) -> object:
 
 
 def _json_depth(value: object) -> int:
-    """Return how many levels of objects and lists a JSON value has.
+    """Return the nesting depth of a JSON value, which counts the levels of objects and lists.
 
-    Examples: 5 has no levels, [] has one, and {"a": [1, 2]} has two. The value is searched level by
-    level and not by recursion, because it can be nested more deeply than Python's recursion limit.
+    Examples: the depth of 5 is 0, the depth of [] is 1, and the depth of {"a": [1, 2]} is 2. The
+    function is not recursive, because a value can be nested more deeply than Python's recursion
+    limit.
     """
     depth = 0
     level = [value]
@@ -171,7 +172,7 @@ def _bounds(kind: str, source: str) -> Iterator[_Bound]:
 def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
     """Yield all limits on repetitions in a structural tag.
 
-    Example: `"maxLength": 2000` in one of the schemas of the tag is such a limit.
+    Example: a schema in the tag contains `"maxLength": 2000`. This keyword gives one limit.
 
     Args:
         node: the tag, or a part of the tag.
@@ -193,7 +194,7 @@ def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
 
 
 def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
-    """Yield the length limits in a JSON schema, and the repetitions in its patterns."""
+    """Yield all limits on repetitions in a JSON schema: length limits and bounds in patterns."""
     for part, where in subschemas(schema, path):
         if not isinstance(part, Mapping):
             continue
@@ -205,7 +206,7 @@ def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
 
 
 def _pattern_bounds(pattern: str, where: str) -> Iterator[_Bound]:
-    """Yield all repetitions in a regular expression or in a grammar.
+    """Yield all bounds of repetitions in a regular expression or in a grammar.
 
     Example: `ab.{0,2000}` has one bound of 2000 at column 4.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selects the library that compiles a grammar, and compiles the grammar.
+"""Compiles a grammar with llguidance or xgrammar, depending on the kind of the grammar.
 
 llguidance compiles JSON schemas, regular expressions, choices and Lark grammars. xgrammar compiles
-structural tags and EBNF grammars. docs/history/sampling-and-constraints.md has the measurements
-that led to this division.
+structural tags and EBNF grammars. docs/history/sampling-and-constraints.md gives the measurements
+that are the reason for this division.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
 from nereid_backend.grammar.compile_cost import check_cost, load
 from nereid_backend.grammar.vocabulary import Vocabulary
 
-# These fields of a structural tag stand next to the field "json_schema" and change how the JSON is
-# written. Only xgrammar supports them.
+# An object in a structural tag can have these fields in addition to the field "json_schema". The
+# fields change the form of the JSON text. Only xgrammar supports these fields.
 _XGRAMMAR_OPTIONS = frozenset({"style", "excludes", "any_order"})
 
 
@@ -53,7 +53,7 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
     Args:
         libraries: the vocabulary and the grammar libraries.
         spec: the grammar.
-        limit_s: the largest estimated time to compile a grammar with xgrammar, in seconds.
+        limit_s: the largest accepted estimate of xgrammar's compile time, in seconds.
 
     Raises:
         RequestError: if the grammar is not valid, takes too long to compile, or contains keywords
@@ -71,16 +71,16 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
 
 
 def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
-    """Compile a structural tag with xgrammar, or with llguidance if it is simple enough.
+    """Compile a structural tag with xgrammar, or with llguidance if the tag is simple.
 
-    llguidance can compile a tag that contains only one schema or one regular expression.
+    A tag is simple if it contains nothing but one schema or one regular expression.
 
     See `compile_grammar` for the arguments and the errors.
     """
     simple = _simple_grammar(load("structural_tag", source))
     if simple is not None:
-        # llguidance rejects some keywords that xgrammar only ignores, so xgrammar below may accept
-        # a grammar that llguidance has rejected.
+        # If llguidance rejects the grammar, xgrammar gets the tag below. xgrammar can accept the
+        # tag, because it ignores some keywords that llguidance rejects.
         with contextlib.suppress(RequestError):
             return libraries.llguidance.compile(*simple)
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
@@ -88,7 +88,7 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
 
 
 def _compile_ebnf(libraries: Libraries, source: str, limit_s: float) -> Compiled:
-    """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar is too slow.
+    """Compile an EBNF grammar with xgrammar, or with llguidance if xgrammar would be too slow.
 
     See `compile_grammar` for the arguments and the errors.
     """

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles grammars in threads. A grammar that may be slow is tested in a child process first.
 
-A compilation in a thread cannot be stopped. A grammar is therefore compiled in a thread without
-further checks only if it is known to compile within a fraction of a second. Any other grammar is
-first compiled in a process with limits of time and memory (trial_compiler.py). If this trial
-succeeds, a separate thread compiles the grammar, so that grammars without a trial do not wait for
-this compilation.
+A compilation in a thread cannot be stopped. For this reason, a thread compiles only two types of
+grammars:
+
+- quick grammars, which are known to compile within a fraction of a second;
+- grammars that have passed a trial. In a trial, a child process with limits of time and memory
+  compiles the grammar (trial_compiler.py). A separate thread then compiles these grammars, so that
+  quick grammars do not wait for them.
 """
 
 import logging
@@ -32,7 +34,7 @@ class CompilePool(Generic[T]):
 
         Args:
             num_threads: the largest number of quick grammars that are compiled at the same time.
-            trials: compiles grammars tentatively in a process that can be killed.
+            trials: tests in a child process whether a grammar can be compiled.
         """
         self._trials = trials
         self._quick = ThreadPoolExecutor(num_threads, "grammar-quick")
@@ -43,11 +45,11 @@ class CompilePool(Generic[T]):
 
         Args:
             spec: the grammar.
-            work: compiles the grammar in a thread.
+            work: the function that compiles the grammar. A thread calls this function.
 
         Returns:
             A future with the result of `work`, or with a RequestError. Cancelling the future stops
-            a compilation that is waiting or that is running in the trial process.
+            the compilation, unless a thread is already running `work`.
         """
         result: Future[T] = Future()
         if is_quick(spec):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the grammar of a request, and creates one guide for each sequence of the request.
 
-A guide stores which tokens a sequence may contain next; see core/grammar.py.
+A guide determines which tokens may come next in a sequence; see core/grammar.py.
 """
 
 import threading
@@ -57,7 +57,7 @@ _Maker = Callable[[Libraries, _CompiledSpec | None], TokenGuide]
 class Guides:
     """A factory that creates the guides of all requests to one model."""
 
-    def __init__(  # noqa: PLR0913 - each is a limit of its own
+    def __init__(  # noqa: PLR0913 - the arguments are separate settings
         self,
         model: str,
         *,
@@ -115,18 +115,19 @@ class Guides:
         """Start to create the guide of a request's first sequence, without blocking.
 
         The libraries are loaded first, then the grammar is compiled, and then the guide is created.
-        Each stage begins in a callback of the stage before. The other sequences of the request use
-        forks of the guide.
+        Each of these operations starts in a callback of the previous operation. The other sequences
+        of the request use forks of the guide.
 
         Args:
-            params: the request's grammar and thinking specifications are read.
+            params: the sampling parameters of the request. Only the fields `grammar` and `thinking`
+                are read.
             stop_token_ids: all tokens that end this request's answer. If empty, the checkpoint's
                 stop tokens are used.
 
         Returns:
             A future with the guide, or with a RequestError that describes the problem and its
-            position. If the futures of all requests with one grammar are cancelled, the compilation
-            of this grammar is stopped.
+            position. Several requests can wait for the compilation of one grammar. If the futures
+            of all these requests are cancelled, the compilation is stopped.
         """
         answer: Future[TokenGuide] = Future()
         try:
@@ -183,10 +184,10 @@ class Guides:
         make: _Maker,
         libraries: Libraries,
     ) -> None:
-        """Create a guide as soon as the libraries are loaded, and store it in `answer`.
+        """Create the guide of a request, and store the guide in `answer`.
 
-        Equal grammars are compiled once: a request uses the cached grammar, or waits for the
-        compilation that another request has started.
+        The libraries are loaded before this call. Equal grammars are compiled once: a request uses
+        the cached grammar, or waits for the compilation that another request has started.
 
         Args:
             answer: receives the guide or an error.
@@ -223,15 +224,18 @@ class Guides:
             compilation = _Compilation(self._pool.submit(key, work))
             compilation.num_waiting += 1
             self._compiling[key] = compilation
-        # `add_done_callback` may call the callback at once, and the callback needs the lock. The
-        # lock must therefore be released first.
+        # `add_done_callback` may call the callback immediately, and the callback needs the lock.
+        # The lock is therefore released before this call.
         compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
         return compilation
 
     def _leave(
         self, key: GrammarSpec, compilation: _Compilation, answer: "Future[TokenGuide]"
     ) -> None:
-        """Stop a compilation if no request waits for its result any more."""
+        """Record that one request no longer waits for the result of a compilation.
+
+        If this request was cancelled and no other request waits, stop the compilation.
+        """
         with self._lock:
             compilation.num_waiting -= 1
             is_unwanted = answer.cancelled() and compilation.num_waiting == 0
@@ -240,7 +244,7 @@ class Guides:
             compilation.future.cancel()
 
     def _forget(self, key: GrammarSpec, compilation: _Compilation) -> None:
-        """Remove a compilation that has ended from the running compilations.
+        """Remove a compilation from the dictionary of running compilations.
 
         Later requests then use the cached grammar or start a new compilation.
         """
@@ -314,12 +318,12 @@ def _when_done(
 
 
 def _succeed(answer: "Future[TokenGuide]", guide: TokenGuide) -> None:
-    """Store the guide of a request, unless the request has been cancelled."""
+    """Store a guide in the future of a request, unless the future has been cancelled."""
     if answer.set_running_or_notify_cancel():
         answer.set_result(guide)
 
 
 def _fail(answer: "Future[TokenGuide]", error: NereidError) -> None:
-    """Store the error of a request, unless the request has been cancelled."""
+    """Store an error in the future of a request, unless the future has been cancelled."""
     if answer.set_running_or_notify_cancel():
         answer.set_exception(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The constant data of guides, which all requests with the same rules share."""
+"""Computes the constant data of guides, such as token masks and the bytes of the marker."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ class GuideRules:
         stop_ids: the tokens that end the answer.
         stop_mask: the mask of the stop tokens.
         free_mask: the mask of all tokens except the stop tokens.
-        grammar_mask: the mask of the tokens that a grammar may allow. It contains no stop tokens,
-            and only those special tokens that the grammar contains.
+        grammar_mask: the mask of the tokens that a grammar may allow. It excludes the stop tokens,
+            and all special tokens that the grammar does not contain.
         grammar_bits: `grammar_mask` as bytes. Looking up one token is faster in bytes.
         white_space_mask: the mask of the tokens that are white space.
-        marker: the bytes after which the grammar applies, without white space around them. b"" if
-            the grammar applies from the first token on.
-        spanning: the tokens that contain the end of the marker and text after it. The key is the
-            number of the marker's bytes that must come before the token. Each value lists the token
-            and its text after the marker. Example: for the marker "</think>", the token `>{` is
-            listed under the key 7 with the text `{`.
+        marker: the bytes after which the grammar applies, without white space around them. The
+            marker is b"" if the grammar applies from the first token on.
+        spanning: the tokens that contain the end of the marker and further text. The key is the
+            number of the marker's bytes that must come before the token. Each value is a list of
+            pairs: a token, and the text of the token after the marker. Example: the marker is
+            "</think>". Under the key 7, the list contains the token `>{` with the text `{`.
     """
 
     vocabulary: Vocabulary
@@ -79,11 +79,12 @@ def rules_for(
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
     """Return the tokens that contain the end of the marker and some text after the marker.
 
-    The key of the result is the number of the marker's bytes that must come before the token. Each
-    value lists the tokens with their text after the marker and after white space.
+    A key of the result is the number of the marker's bytes that must come before the token. Each
+    value is a list of pairs: a token, and the text of the token after the marker and after any
+    white space.
 
-    Example: for the marker "</think>", the token 5 `>{` gives {7: [(5, b"{")]}, and the token 9
-    `</think>[` gives {0: [(9, b"[")]}.
+    Example: the marker is "</think>". The token 5 with the text `>{` gives {7: [(5, b"{")]}. The
+    token 9 with the text `</think>[` gives {0: [(9, b"[")]}.
     """
     if not marker:
         return {}

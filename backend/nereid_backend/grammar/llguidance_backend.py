@@ -22,10 +22,10 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 # space were unlimited, a model could generate nothing else until max_tokens.
 _WHITE_SPACE = r"( |\n {0,16})"
 _OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITE_SPACE}
-# The limit on lexer states. This number of states takes at most 20 to 40 MB for one grammar.
+# The limits of llguidance. A grammar with the largest number of lexer states takes 20 to 40 MB.
 _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_errors": False}
-# The library does not report how much memory a grammar takes, so it is estimated as _BASE_BYTES +
-# _BYTES_PER_CHARACTER * the number of characters of the source.
+# llguidance does not report the memory of a grammar. This module estimates the memory as
+# _BASE_BYTES + _BYTES_PER_CHARACTER * the number of characters of the source.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
 # The distance between an exclusive bound and the inclusive bound that replaces it. Example:
@@ -33,8 +33,8 @@ _BYTES_PER_CHARACTER = 30
 _BOUND_DISTANCE = 1e-9
 # A message of the library is shortened to this number of characters in an error.
 _MAX_MESSAGE = 300
-# If a schema is invalid, the schemas inside it are compiled one by one to find the invalid one. At
-# most this number of schemas is compiled.
+# The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
+# schemas inside it are compiled one by one to find the invalid schema.
 _MAX_LOCATED = 200
 # The library's message quotes the source text and indents each quoted line by this number of
 # characters.
@@ -155,8 +155,8 @@ class LLGuidanceBackend:
                 break
             num_compiled += 1
             # A part of the schema may refer to the definitions of the whole schema, so these
-            # definitions are added to the part. A part that is itself one of the definitions needs
-            # no addition.
+            # definitions are added to the part. They are not added to a part that is itself in the
+            # definitions.
             is_definition = any(path.startswith(f"$.{word}") for word in definitions)
             complete = dict(part) if is_definition else {**definitions, **part}
             if _problem(self._matcher(_schema_grammar(complete))) == problem:
@@ -165,7 +165,7 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    """A Compiled grammar of llguidance."""
+    """Implements the interface `Compiled` with llguidance."""
 
     def __init__(self, start: LLMatcher, vocabulary: Vocabulary, source_length: int) -> None:
         self._start = start
@@ -178,7 +178,7 @@ class LLGuidanceGrammar:
 
 
 class LLGuidanceMatcher:
-    """A Matcher of llguidance."""
+    """Implements the interface `Matcher` with llguidance."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
@@ -232,8 +232,8 @@ class LLGuidanceMatcher:
 def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
     """Return the library's error message as one line.
 
-    If `has_pattern`, the message of a regular expression gets the column of the error. Example: for
-    `(ab`, the result is "unclosed group (column 1)", and the library's message is
+    If `has_pattern` is True, the source is a regular expression, and the column of the error is
+    added. Example: for `(ab`, the result is "unclosed group (column 1)". The library's message is
 
         at 1(8): invalid regex "(ab" (in regex): regex parse error:
             (ab
@@ -258,10 +258,12 @@ def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
 
 
 def _with_integer_lengths(schema: object) -> object:
-    """Return a schema whose lengths and counts are integers. Mutates: schema.
+    """Convert the lengths and counts in a schema to integers, and return the schema.
 
     JSON Schema accepts 30.0 as an integer, but llguidance does not. Example: {"maxLength": 30.0}
-    returns {"maxLength": 30}.
+    becomes {"maxLength": 30}.
+
+    Mutates: schema.
     """
     for part, _ in subschemas(schema):
         if isinstance(part, dict):
@@ -272,18 +274,20 @@ def _with_integer_lengths(schema: object) -> object:
 
 
 def _with_inclusive_bounds(schema: object) -> object:
-    """Return a schema without the bounds that llguidance 1.9 handles incorrectly. Mutates: schema.
+    """Replace the bounds that llguidance 1.9 handles incorrectly, and return the schema.
 
-    llguidance allows the excluded number itself if an exclusive bound is an integer and the other
-    bound is less than 1 away. Example: "exclusiveMinimum": 3 with "maximum": 3.6 allows 3. The
-    bound is replaced by an inclusive bound of 3.000000001, which llguidance handles correctly.
+    If an exclusive bound is an integer and the opposite bound is less than 1 away, llguidance
+    allows the excluded number. Example: with "exclusiveMinimum": 3 and "maximum": 3.6, llguidance
+    allows 3. This function replaces the exclusive bound by an inclusive bound of 3.000000001.
+
+    Mutates: schema.
     """
     for part, _ in subschemas(schema):
         if not isinstance(part, dict):
             continue
         low = part.get("exclusiveMinimum")
         high = part.get("exclusiveMaximum")
-        # The bound on the other side can be an inclusive bound ("maximum") or an exclusive bound.
+        # The opposite bound can be inclusive ("maximum") or exclusive ("exclusiveMaximum").
         largest = part.get("maximum", high)
         smallest = part.get("minimum", low)
         # llguidance handles negative lower bounds and positive upper bounds correctly.
@@ -317,7 +321,7 @@ def _regex(source: str) -> str:
 
 
 def _choice(source: str) -> str:
-    """Convert a JSON list of strings into a grammar that matches any one of the strings."""
+    """Convert a JSON list of strings into a grammar that matches each of these strings."""
     choices = json.loads(source)
     if not isinstance(choices, list) or not choices:
         raise RequestError(

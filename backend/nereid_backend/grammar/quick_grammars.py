@@ -9,8 +9,8 @@ from nereid_backend.core.grammar import GrammarSpec
 # A schema of this size compiles in at most a tenth of a second.
 _QUICK_BYTES = 8192
 _QUICK_PATTERN_CHARS = 128
-# This pattern matches what can take long to compile: a bound of three or more digits, and a
-# repetition of a group, such as `(a{9}){9}`.
+# Matches the parts of a regular expression that can take long to compile: a bound of three or more
+# digits, and a repetition of a group, such as `(a{9}){9}`.
 _SLOW_REPETITION = re.compile(r"\{\d*,?\d{3,}|\)\s*[*+?{]")
 # These keywords can make even a small schema slow to compile. For example, the libraries combine
 # all schemas of an `allOf` with each other.

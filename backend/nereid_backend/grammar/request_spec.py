@@ -40,7 +40,7 @@ def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarS
 def grammar_spec(source: str, *, after: str = "") -> GrammarSpec:
     """Return the grammar specification for a text in the EBNF or the Lark format.
 
-    EBNF texts contain rules such as `root ::= ...`, and Lark texts rules such as `start: ...`.
+    EBNF texts contain rules such as `root ::= ...`. Lark texts contain rules such as `start: ...`.
 
     Args:
         source: the text of the grammar.

@@ -11,9 +11,9 @@ from nereid_backend.errors import EngineError, RequestError
 class _State(Enum):
     """The position of the next token in an answer: before, in or after the answer's reasoning."""
 
-    BEFORE = auto()  # the answer has only white space or the beginning of the start marker
-    OPEN = auto()  # reasoning
-    CLOSED = auto()  # the answer after the reasoning, or an answer without reasoning
+    BEFORE = auto()  # so far only white space or the beginning of the start marker
+    OPEN = auto()  # the reasoning has started and has not ended
+    CLOSED = auto()  # the reasoning has ended, or the answer has no reasoning
 
 
 class Thinking:
@@ -24,14 +24,14 @@ class Thinking:
     `forced` contains the tokens of "</think>".
 
     Attributes:
-        forced: the tokens that must come next, in order. Not empty only after the budget is used
-            up.
-        num_tokens: the number of reasoning tokens so far. Tokens that contain nothing but a marker
-            are not counted.
+        forced: the tokens that must come next, in order. The tuple is empty until the budget is
+            used up, and again after the end marker.
+        num_tokens: the number of reasoning tokens so far. Tokens that contain only a marker are not
+            counted.
     """
 
     def __init__(self, spec: ThinkingSpec) -> None:
-        """Create an instance for an answer without tokens.
+        """Set the state at the start of an answer.
 
         Args:
             spec: the markers and the budget.
@@ -47,7 +47,8 @@ class Thinking:
                 "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
                 "but the list is empty. Leave out the budget, or set end_token_ids."
             )
-        # The last bytes of the answer, because they may contain the beginning of the next marker.
+        # The last bytes of the answer. They are stored because they may be the beginning of a
+        # marker.
         self._text = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
@@ -70,7 +71,7 @@ class Thinking:
             data: the bytes of the token.
 
         Raises:
-            EngineError: if a different token is forced here.
+            EngineError: if the budget forces a different token.
         """
         if self.forced:
             if token_id != self.forced[0]:
@@ -110,9 +111,9 @@ class Thinking:
             self._text = b""
 
     def _find_end(self, data: bytes) -> None:
-        """Append the bytes of one reasoning token, and look for the end marker in the text.
+        """Append `data` to the last bytes of the answer, and look for the end marker.
 
-        If the reasoning continues, count the token.
+        `data` is the bytes of one token. If the reasoning continues, count the token.
         """
         self._text += data
         if self._end and self._end in self._text:

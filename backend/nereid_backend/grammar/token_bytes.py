@@ -46,10 +46,10 @@ def byte_fallback(text: str) -> bytes:
 def _byte_of_character() -> dict[str, int]:
     """Return a mapping from each character of the byte-level alphabet to its byte.
 
-    Example: "Ġ" stands for the byte 32, a space.
+    Example: "Ġ" is mapped to the byte 32, which is a space.
 
-    Printable characters of Latin-1 are written as themselves. The other bytes, in order, are
-    written as the characters from U+0100 on. Source: bytes_to_unicode of GPT-2.
+    Printable characters of Latin-1 represent themselves. The characters from U+0100 on represent
+    all other bytes, in order. Source: bytes_to_unicode of GPT-2.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

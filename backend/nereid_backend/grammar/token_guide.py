@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Determines which tokens a grammar and a thinking budget allow next in one sequence.
 
-An answer with a grammar passes through up to four phases. Example: GrammarSpec.after is "</think>",
-the grammar is a JSON schema, and the answer is `I see.</think>\n\n{"a": 1}<|im_end|>`.
+An answer with a grammar passes through up to four phases. Example: the marker (GrammarSpec.after)
+is "</think>", the grammar is a JSON schema, and the answer is
+`I see.</think>\n\n{"a": 1}<|im_end|>`.
 
     BEFORE_MARKER   `I see.</think>`: all tokens are allowed, except those that end the answer
-    WHITE_SPACE     `\n\n`: white space after the marker, which is GrammarSpec.after
-    GRAMMAR         `{"a": 1}`: the grammar decides; if its text is complete, the answer may end
+    WHITE_SPACE     `\n\n`: white space after the marker
+    GRAMMAR         `{"a": 1}`: the text must match the grammar. When the text is complete, the
+                    answer may end
     ENDED           `<|im_end|>`: a stop token. If the request ignores stop tokens, only further
                     stop tokens may follow
 
@@ -29,11 +31,11 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, mask_of
 
 log = logging.getLogger(__name__)
 
-# The largest number of bytes of white space after a marker. Without a limit, a model might generate
-# only white space until max_tokens.
+# After a marker, further white space is forbidden once this number of white space bytes is reached.
+# Without a limit, a model might generate only white space until max_tokens.
 _MAX_WHITE_SPACE = 4
-# The tokens of a text depend on the text before it. A forced text is therefore tokenised together
-# with this number of tokens before it.
+# The number of preceding tokens that are tokenised together with a forced text. They are needed
+# because the tokens of a text depend on the preceding text.
 _NUM_RECENT = 4
 
 
@@ -47,12 +49,12 @@ class Phase(Enum):
 
 
 class TokenGuide:
-    """The guide of one sequence, which applies its grammar and its thinking budget."""
+    """Applies the grammar and the thinking budget of a request to one sequence."""
 
     def __init__(
         self, rules: GuideRules, matcher: Matcher | None, thinking: Thinking | None = None
     ) -> None:
-        """Create a guide for an answer without tokens.
+        """Create a guide for the start of an answer.
 
         Args:
             rules: the rules of the request.
@@ -63,10 +65,10 @@ class TokenGuide:
         self._matcher = matcher
         self._thinking = thinking
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
-        # The last bytes of the text in the phase BEFORE_MARKER, which may be the beginning of the
+        # In the phase BEFORE_MARKER, the last bytes of the answer. They may be the beginning of the
         # marker.
         self._tail = b""
-        # The number of bytes of white space so far after the marker.
+        # The number of white space bytes after the marker so far.
         self._num_white_space = 0
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
@@ -76,14 +78,14 @@ class TokenGuide:
         """Advance the state by tokens of the answer, in order.
 
         Raises:
-            EngineError: if a token is not allowed. The guide has then advanced by the tokens before
-                it.
+            EngineError: if a token is not allowed. The guide has then advanced by all tokens before
+                this token.
         """
         rules = self._rules
         matcher = self._matcher
         for token_id in token_ids:
-            # In nearly all cases, only the grammar limits the tokens. This branch does the same as
-            # `_accept`, but takes less time.
+            # In nearly all cases, only the grammar limits the tokens. For these cases, this branch
+            # has the same effect as `_accept`, but takes less time.
             if (
                 self._phase is Phase.GRAMMAR
                 and matcher is not None
@@ -149,16 +151,20 @@ class TokenGuide:
         return matcher.accept(token_id)
 
     def _may_end(self, matcher: Matcher) -> bool:
-        """Return whether the answer may end here, because it is complete or cannot continue."""
+        """Return whether the answer may end here.
+
+        The answer may end if it is complete, or if the grammar allows no further token.
+        """
         if self._phase is Phase.BEFORE_MARKER:
             return False
         return self._phase is Phase.ENDED or matcher.is_complete() or self._is_stuck(matcher)
 
     def _advance_before_marker(self, matcher: Matcher, data: bytes) -> bool:
-        """Advance by a token before or in the marker. Return whether the token is allowed.
+        """Advance by a token in the phase BEFORE_MARKER. Return whether the token is allowed.
 
-        Text after the marker and white space must match the start of the grammar. All other tokens
-        are allowed. Examples after the tokens "</" and "th", with the marker "</think>":
+        A token that contains text after the marker is allowed only if this text matches the start
+        of the grammar. White space between the marker and the text is ignored. All other tokens are
+        allowed. Examples for the marker "</think>" if the last tokens were "</" and "th":
 
             token    new phase       allowed
             "s"      BEFORE_MARKER   yes
@@ -170,7 +176,7 @@ class TokenGuide:
         _, found_marker, after_marker = text.partition(marker)
         if not found_marker:
             # Keep the last bytes, because they may be the beginning of the marker. The text does
-            # not contain the whole marker, so one byte less than its length is enough.
+            # not contain the whole marker, so at most len(marker) - 1 bytes are needed.
             max_tail = len(marker) - 1
             self._tail = text[-max_tail:] if max_tail else b""
             return True
@@ -186,7 +192,7 @@ class TokenGuide:
     # ---- tokens that may follow ------------------------------------------------------------------
 
     def fill(self, row: TokenMask) -> bool:
-        """Write into `row` the mask of the tokens that may come next.
+        """Write the mask of the possible next tokens into `row`.
 
         Args:
             row: the mask, [ceil(vocab_size / 32)] int32, contiguous.
@@ -215,8 +221,8 @@ class TokenGuide:
         Mutates: rows.
         """
         is_limited = []
-        # The guides whose grammars decide the next tokens, by the class of the matcher. Each class
-        # fills all its rows in one call.
+        # The guides whose grammars decide the next tokens, grouped by the class of the matcher.
+        # Each class fills the rows of all its matchers in one call.
         by_class: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
@@ -235,7 +241,7 @@ class TokenGuide:
     def _deciding_matcher(self) -> Matcher | None:
         """Return the matcher if only the grammar decides which tokens may come next.
 
-        The result is None without a grammar, before the marker, after a stop token, and while the
+        Return None if there is no grammar, before the marker, after a stop token, and while the
         thinking budget forces tokens.
         """
         is_forced = self._thinking is not None and self._thinking.forced
@@ -243,9 +249,9 @@ class TokenGuide:
         return self._matcher if decides and not is_forced else None
 
     def _fill_otherwise(self, row: TokenMask) -> bool:
-        """Write a mask when something other than the grammar decides the next token.
+        """Write the mask of a guide for which `_deciding_matcher` returns None.
 
-        Return whether any token is forbidden.
+        Return whether any token is forbidden. If not, the row is unchanged.
         """
         if self._thinking is not None and self._thinking.forced:
             row[:] = mask_of(self._thinking.forced[:1], self._rules.vocabulary.size)
@@ -259,9 +265,10 @@ class TokenGuide:
         return True
 
     def _fill_before_marker(self, matcher: Matcher, row: TokenMask) -> None:
-        """Write the mask for the phase BEFORE_MARKER: allow all tokens but stop tokens.
+        """Write the mask for the phase BEFORE_MARKER. Stop tokens are forbidden.
 
-        Tokens that contain text after the marker are allowed only if the grammar allows that text.
+        A token that contains text after the marker is allowed only if the grammar allows this text.
+        All other tokens are allowed.
         """
         rules = self._rules
         row[:] = rules.free_mask
@@ -275,7 +282,11 @@ class TokenGuide:
                     row[token_id >> 5] &= ~_bit(token_id)
 
     def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
-        """Add stop tokens and white space to a mask that the grammar library has written."""
+        """Complete a mask that the grammar library has written.
+
+        Forbid all tokens outside `grammar_mask`. Then add the stop tokens if the answer may end,
+        and white space if it may still follow the marker.
+        """
         rules = self._rules
         np.bitwise_and(row, rules.grammar_mask, out=row)
         if matcher.is_complete():
@@ -302,8 +313,8 @@ class TokenGuide:
     def forced(self) -> list[int]:
         """Return the tokens that must come next, or [] if several tokens are possible.
 
-        For a text that the grammar forces, these are the tokens that the tokenizer would choose.
-        The engine appends the tokens without sampling.
+        If the grammar forces a text, the result is the tokens that the tokenizer would choose for
+        this text. The engine appends the tokens without sampling.
         """
         if self._thinking is not None and self._thinking.is_open:
             return list(self._thinking.forced)
@@ -334,6 +345,6 @@ def _has(bits: bytes, token_id: int) -> bool:
 
 
 def _bit(token_id: int) -> int:
-    """Return the mask bit of a token as a signed 32-bit integer."""
+    """Return the bit of a token within its mask word, as a signed 32-bit integer."""
     bit = 1 << (token_id & 31)
     return bit - (1 << 32) if bit >> 31 else bit

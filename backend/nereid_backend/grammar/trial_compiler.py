@@ -2,10 +2,11 @@
 """Sends grammars to a child process that tests whether they can be compiled (trial_process.py).
 
 Such a test is called a trial. A trial finds out whether the grammar libraries can compile a grammar
-within the limits of time and memory. A trial that takes too long is killed. The compiled grammar
-itself is not sent to the engine: llguidance cannot serialise compiled grammars, and xgrammar takes
-60 times as long to serialise a grammar as to compile it. The engine therefore compiles the grammar
-once more after a successful trial.
+within the limits of time and memory. A trial that takes too long is killed.
+
+After a successful trial, the engine compiles the grammar again. The child process does not send the
+compiled grammar to the engine, because llguidance cannot serialise compiled grammars, and xgrammar
+needs 60 times as long to serialise a grammar as to compile it.
 """
 
 import contextlib
@@ -61,8 +62,8 @@ class TrialCompiler:
         """Start the trial of a grammar in the trial process.
 
         Returns:
-            A future whose result is None, or whose exception is a RequestError. Cancelling the
-            future kills the compilation.
+            A future. Its result is None if the grammar was compiled. Otherwise, its exception is a
+            RequestError. Cancelling the future kills the trial.
 
         Raises:
             RequestError: if too many grammars are waiting.

@@ -3,10 +3,10 @@
 
     python -m nereid_backend.grammar.trial_process FD TIMEOUT_S
 
-FD is the inherited end of a connection, and TIMEOUT_S is the time limit of a trial in seconds. The
-process loads the grammar libraries once, and then forks a child for each grammar. A child has
-limits of time and memory and can be killed, and neither a crash nor a hang of a grammar library
-affects the engine. Messages, as pickled tuples:
+FD is the file descriptor of the connection to the engine, and TIMEOUT_S is the time limit of a
+trial in seconds. The process loads the grammar libraries once, and then forks a child for each
+grammar. A child has limits of time and memory, and can be killed. A crash or a hang of a grammar
+library therefore does not affect the engine. The messages are pickled tuples:
 
     engine -> process   (vocabulary, eos_token_ids)     the first message
                         ("compile", id, kind, source)
@@ -46,7 +46,10 @@ class Outcome(StrEnum):
 
 
 Compile = Callable[[str, str], None]
-"""Compiles a grammar of a kind. Raises a RequestError if the grammar is refused."""
+"""The type of a function that compiles a grammar. The arguments are the kind and the source.
+
+The function raises a RequestError if the grammar is refused.
+"""
 
 
 @dataclass
@@ -78,7 +81,7 @@ class TrialServer:
 
         Args:
             connection: the connection to the engine.
-            compile_grammar: called in the child.
+            compile_grammar: the function that each child process calls.
             timeout_s: the time limit of a job, including the time in the queue.
         """
         self._connection = connection
@@ -132,7 +135,7 @@ class TrialServer:
                 self._remove(job)
 
     def _start(self, job: _Job) -> None:
-        """Fork the child of a job."""
+        """Fork a child process that executes a job."""
         job.result, child_end = Pipe(duplex=False)
         job.pid = os.fork()
         if job.pid == 0:
@@ -158,7 +161,7 @@ class TrialServer:
         if job not in self._running:
             return False
         self._running.remove(job)
-        # Nobody has waited for the child yet, so the kernel has not given its process id to another
+        # `waitpid` was not called for this child yet, so its process id cannot belong to another
         # process.
         os.kill(job.pid, signal.SIGKILL)
         os.waitpid(job.pid, 0)
@@ -168,17 +171,17 @@ class TrialServer:
 
 
 def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_s: float) -> None:
-    """Compile a grammar in a forked child, send the outcome, and end the child."""
+    """Compile a grammar in a forked child process, send the outcome, and exit."""
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
         compile_grammar(job.kind, job.source)
         result.send((Outcome.DONE.value, ""))
     except MemoryError:
-        # If there is too little memory to send a message, send none. The parent process treats a
-        # child that ends without a message as CRASHED.
+        # There may be too little memory to send a message, so no message is sent. If a child ends
+        # without a message, the parent process uses the outcome CRASHED.
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
-        # The name of the class is compared, because importing the class would import the engine.
+        # Compare the name of the class, because an import of the class would import the engine.
         is_refusal = type(error).__name__ == "RequestError"
         text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         outcome = Outcome.REFUSED if is_refusal else Outcome.CRASHED
@@ -199,7 +202,7 @@ class _Unused:
 
 
 class _UnusedModule(types.ModuleType):
-    """A module with any attribute."""
+    """A module in which every attribute is `_Unused`."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -20,15 +20,15 @@ def validate_strict(text: str, schema: object) -> str | None:
     """Return a description of how an answer violates its JSON schema, or None.
 
     References to other documents are not fetched. A schema with such a reference is reported as a
-    problem. Example: the text `{"a": "x"}` and a schema that requires a number return
-    `at $.a: 'x' is not of type 'number'`.
+    problem. Example: the text is `{"a": "x"}`, and the schema requires a number for `a`. The result
+    is `at $.a: 'x' is not of type 'number'`.
 
     Args:
         text: the answer, which must be a JSON text.
         schema: the schema as a JSON value.
 
     Returns:
-        A description of the first problem, to be appended to a message after a colon. None if the
+        A description of the first problem, which a message can contain after a colon. None if the
         answer matches the schema.
     """
     try:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.token_bytes import byte_fallback, byte_level, sentence_piece
 
-# The token mask of one sequence, with one bit for each token in ceil(size / 32) words. Bit i of
+# The token mask of one sequence. It has ceil(size / 32) words, and one bit for each token. Bit i of
 # word w belongs to token 32 * w + i.
 TokenMask = NDArray[np.int32]
 # The token masks of n sequences, an array of the shape [n, ceil(size / 32)].
@@ -29,7 +29,7 @@ def mask_width(vocab_size: int) -> int:
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> TokenMask:
     """Return a mask with the bits of the given tokens set. Ignore ids outside the vocabulary.
 
-    Example: the tokens 0 and 33 of a vocabulary of 40 give the words [1, 2].
+    Example: the tokens 0 and 33 of a vocabulary of 40 tokens give the words [1, 2].
     """
     bits = np.zeros(mask_width(vocab_size) * 32, dtype=np.uint8)
     ids = [token_id for token_id in token_ids if 0 <= token_id < vocab_size]
@@ -79,7 +79,10 @@ class Vocabulary:
 
     @cached_property
     def white_space_ids(self) -> frozenset[int]:
-        """The tokens of one or two spaces or newlines, which may follow a marker."""
+        """The ids of the tokens that consist of one or two spaces or newlines.
+
+        These tokens may follow a marker.
+        """
         return frozenset(
             number
             for number, data in enumerate(self.tokens)
@@ -96,14 +99,14 @@ class Vocabulary:
             yield data, token_id
 
     def spell(self, data: bytes) -> list[int]:
-        """Return plain tokens whose bytes together are `data`.
+        """Split bytes into plain tokens, and return the ids of the tokens.
 
-        Each token is the longest plain token with which the rest of `data` begins.
+        Each token is the longest plain token that is a prefix of the remaining bytes.
 
         The tokenizer might choose other tokens. Use the result only to advance a matcher.
 
         Raises:
-            KeyError: if the rest of `data` begins with no plain token.
+            KeyError: if no plain token is a prefix of the remaining bytes.
         """
         token_ids: list[int] = []
         while data:
@@ -118,8 +121,9 @@ class Vocabulary:
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
         """Return the tokens that the tokenizer would choose for the forced bytes `data`.
 
-        The last token is left out, unless it is a marker, because text after it may merge with it.
-        Return no tokens if the bytes would merge with the recent tokens.
+        The last token is left out, because it may merge with the text that follows. If the last
+        token is a marker, it is not left out. Return no tokens if the bytes would merge with the
+        recent tokens.
 
         Example: the recent tokens spell `{`, and the bytes are `"name": `. If the tokenizer splits
         `{"name": ` into `{`, `"`, `name`, `":` and ` `, the result is the tokens `"`, `name` and
@@ -155,7 +159,7 @@ class Vocabulary:
 def _without_tokenizer(
     tokens: tuple[bytes, ...], special_ids: frozenset[int], marker_ids: frozenset[int]
 ) -> Vocabulary:
-    """Recreate a pickled vocabulary, whose `encode` does not need the tokenizer."""
+    """Recreate a pickled vocabulary. Its function `encode` does not need the tokenizer."""
 
     def encode(text: str) -> list[int]:
         return vocabulary.spell(text.encode())
@@ -165,10 +169,10 @@ def _without_tokenizer(
 
 
 def load_vocabulary(path: str, vocab_size: int) -> Vocabulary:
-    """Load the vocabulary of a checkpoint, without running code from its folder.
+    """Load the vocabulary of a checkpoint. No code from the checkpoint's folder is run.
 
     Args:
-        path: the folder.
+        path: the folder of the checkpoint.
         vocab_size: the number of the model's logits.
 
     Raises:
@@ -212,7 +216,7 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     }
     tokens = _token_bytes(backend, tokenizer.get_vocab(), vocab_size)
     for token_id, token in added_tokens.items():
-        tokens[token_id] = token.content.encode()  # Added tokens are plain text.
+        tokens[token_id] = token.content.encode()  # The content of an added token is plain text.
 
     def encode(text: str) -> list[int]:
         return list(backend.encode(text, add_special_tokens=False).ids)
@@ -234,7 +238,7 @@ def _token_bytes(
 
     Args:
         backend: the tokenizer of the tokenizers library.
-        ids: the ids of the tokens, by their texts.
+        ids: maps the text of each token to its id.
         vocab_size: the length of the result.
     """
     to_bytes = _converter(json.loads(backend.to_str()).get("decoder"), ids)
@@ -249,8 +253,8 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
     """Return the function that converts the text of a token into bytes.
 
     Args:
-        decoder: the "decoder" part of tokenizer.json.
-        ids: the ids of the tokens, by their texts.
+        decoder: the value of "decoder" in tokenizer.json.
+        ids: maps the text of each token to its id.
     """
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
@@ -258,7 +262,7 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
     # A SentencePiece vocabulary with byte fallback contains a token for each byte, such as <0x80>.
     if "ByteFallback" in kinds or all(f"<0x{byte:02X}>" in ids for byte in range(128, 256)):
         return byte_fallback
-    # This vocabulary is byte-level BPE without a decoder, in which "Ġ" stands for a space.
+    # This vocabulary is byte-level BPE, although the tokenizer has no decoder. "Ġ" means a space.
     if not kinds and "Ġ" in ids:
         return byte_level
     return sentence_piece
@@ -273,7 +277,7 @@ def _kinds(decoder: object) -> Iterator[str]:
 
 
 def _decoded(data: bytes) -> str:
-    """Decode UTF-8 bytes as text, up to the first byte that cannot be decoded."""
+    """Decode UTF-8 bytes as text. Stop before the first byte that cannot be decoded."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

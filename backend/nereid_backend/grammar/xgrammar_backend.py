@@ -13,10 +13,11 @@ from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 _BOUNDED = re.compile(r'"(?:min|max)Length"')
 # Two negated character classes, in the format in which xgrammar serialises grammars. The number 1
-# means that the class is negated. Each following pair of numbers is a range of code points, from
-# the first to the last. Example: 34,34 is `"` alone, and 0,31 are all control characters. The first
-# class excludes `"`, backslash, CR and LF. The second class excludes control characters, `"` and
-# backslash, and lists the backslash (92,92) twice, because both classes must have the same length.
+# means that the class is negated. Each following pair of numbers is a range of code points.
+# Example: 34,34 contains only `"`, and 0,31 contains all control characters. The first class
+# excludes `"`, backslash, CR and LF. The second class excludes control characters, `"` and
+# backslash. The second class contains the backslash (92,92) twice, because both classes must have
+# the same length.
 _LOOSE_CLASS = ",1,34,34,92,92,13,13,10,10,"
 _JSON_CLASS = ",1,0,31,34,34,92,92,92,92,"
 # The masks are filled in the calling thread, because waking another thread takes as long as filling
@@ -57,7 +58,7 @@ class XGrammarBackend:
             raise RequestError(f"{kind}: the grammar is not valid: {_problem(error)}") from error
 
     def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
-        """Return xgrammar's compiled grammar."""
+        """Compile a grammar, and return the compiled grammar of xgrammar."""
         if kind == "structural_tag":
             if _BOUNDED.search(source) is None:
                 return self._compiler.compile_structural_tag(source)
@@ -68,7 +69,7 @@ class XGrammarBackend:
 
 
 class XGrammarGrammar:
-    """A Compiled grammar of xgrammar."""
+    """Implements the interface `Compiled` with xgrammar."""
 
     def __init__(self, grammar: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
         self._grammar = grammar
@@ -80,7 +81,7 @@ class XGrammarGrammar:
 
 
 class XGrammarMatcher:
-    """A Matcher of xgrammar."""
+    """Implements the interface `Matcher` with xgrammar."""
 
     def __init__(self, matcher: Any) -> None:  # noqa: ANN401 - xgrammar is untyped
         self._matcher = matcher
@@ -124,9 +125,9 @@ class XGrammarMatcher:
 def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
     """Compile a structural tag to a grammar whose strings exclude control characters.
 
-    xgrammar 0.2.8 allows control characters, such as tabs, in strings that have a minLength or a
-    maxLength. The answer is then not JSON. This function therefore replaces the character class of
-    such strings by the class that xgrammar uses for all other strings.
+    xgrammar 0.2.8 allows control characters, such as tabs, in strings with a minLength or a
+    maxLength. An answer with control characters is not valid JSON. This function therefore replaces
+    the character class of such strings by the class that xgrammar uses for all other strings.
     """
     grammar = xgrammar.Grammar.from_structural_tag(source)
     text = grammar.serialize_json().replace(_LOOSE_CLASS, _JSON_CLASS)
@@ -134,7 +135,7 @@ def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
 
 
 def _problem(error: Exception) -> str:
-    """Return the library's message without the position in its own source code.
+    """Return the message of an xgrammar error without the position in xgrammar's source code.
 
     Example: "[12:30:01] /src/a.cc:7: Check failed: (ok) is false: bad tag" gives "bad tag".
     """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters: reading their files, and keeping the adapters in memory."""
+"""Reads the files of LoRA adapters, and stores the adapters in memory."""

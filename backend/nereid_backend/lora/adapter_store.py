@@ -18,7 +18,7 @@ from nereid_backend.lora.peft_files import LayerSizes, read_adapter
 
 
 class AdapterStore:
-    """All LoRA adapters that are loaded, by name."""
+    """Stores the LoRA adapters that requests can select by name."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class AdapterStore:
         """Create a store without adapters.
 
         Args:
-            layers: the layers of the model. The store adds adapters to these layers and removes
-                them.
-            sizes: the linear layers of the model that an adapter can change.
+            layers: the layers of the model. The store adds adapters to these layers, and removes
+                adapters from these layers.
+            sizes: the sizes of the linear layers that an adapter can change, by layer name.
             like: a tensor with the dtype and the device of the model.
             max_bytes: the largest size of the adapters in memory.
             in_use: returns the adapters of all unfinished requests.
@@ -44,8 +44,7 @@ class AdapterStore:
         self._like = like
         self._in_use = in_use
         self._named: dict[str, Adapter] = {}
-        # The sizes of the adapters in memory, by adapter. The most recently used adapter comes
-        # last.
+        # Maps each adapter in memory to its size in bytes. The most recently used adapter is last.
         self._resident: dict[Adapter, int] = {}
 
     @property
@@ -65,7 +64,8 @@ class AdapterStore:
         Unfinished requests keep the old adapter.
 
         Raises:
-            ModelError: if the files are missing or broken, or the adapter does not fit the model.
+            ModelError: if the files are missing or broken, or if the adapter does not fit the
+                model.
             CapacityError: if the adapters of unfinished requests leave too little memory.
         """
         adapter, weights = self._read(name, path)
@@ -87,10 +87,11 @@ class AdapterStore:
         self._remove_nameless()
 
     def acquire(self, name: str) -> Adapter:
-        """Return the adapter with a name for a new request, after reading it if necessary.
+        """Return the adapter that a new request selects. Read it from disk if it is not in memory.
 
         Raises:
-            RequestError: if no adapter has this name, or its files have changed or cannot be read.
+            RequestError: if no adapter has this name, or if the files of the adapter have changed
+                or cannot be read.
             CapacityError: if the adapters of unfinished requests leave too little memory.
         """
         adapter = self._named.get(name)
@@ -117,7 +118,7 @@ class AdapterStore:
         return read_adapter(name, path, self._sizes, self._max_bytes, self._like)
 
     def _make_resident(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Copy an adapter into memory, and first remove adapters that are not in use.
+        """Copy an adapter into memory. If necessary, first remove adapters that are not in use.
 
         Raises:
             ModelError: if the adapter is larger than the limit.
@@ -145,7 +146,7 @@ class AdapterStore:
         self._resident[adapter] = size
 
     def _remove_nameless(self) -> None:
-        """Remove unloaded and replaced adapters that no request uses from memory."""
+        """Remove an adapter from memory if it was unloaded or replaced and no request uses it."""
         needed = self._in_use() | set(self._named.values())
         for adapter in [adapter for adapter in self._resident if adapter not in needed]:
             self._remove(adapter)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads LoRA adapters in the layout of the library PEFT.
 
-A folder has two files:
+The folder of an adapter contains two files:
 
     adapter_config.json          the type of the adapter, lora_alpha, and other settings
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
@@ -31,8 +31,8 @@ from nereid_backend.linear.native_adapters import AdapterWeights, LayerPair
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-# The settings that adapter_config.json may contain. This module ignores those that describe only
-# the training.
+# The settings that adapter_config.json may contain. Settings that describe only the training are
+# ignored.
 _HARMLESS_SETTINGS = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -43,9 +43,10 @@ _HARMLESS_SETTINGS = frozenset(
         *("modules_to_save", "init_lora_weights"),
     }
 )
-# The numbers in a file may take twice as many bytes as in memory.
+# The weights may need twice as many bytes in the file as in memory. Example: the file contains
+# float32 numbers, and the memory contains bfloat16 numbers.
 _FILE_RATIO = 2
-# PEFT can initialise an adapter with one of these methods. It then also changes the weights of the
+# Some of PEFT's methods that initialise an adapter. These methods also change the weights of the
 # model, so the adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -75,7 +76,7 @@ def read_adapter(
         like: a tensor with the dtype and the device of the model.
 
     Raises:
-        ModelError: if the files are missing or broken, or the adapter does not fit the model.
+        ModelError: if the files are missing or broken, or if the adapter does not fit the model.
     """
     root = Path(folder).absolute()
     config_file, weights_file = root / _CONFIG_FILE, root / _WEIGHTS_FILE
@@ -91,10 +92,10 @@ def read_adapter(
 
 
 def _digest(*contents: bytes) -> bytes:
-    """Return one hash of the contents and the lengths of several files.
+    """Return one hash for the contents of several files.
 
-    The length of each file is hashed, too. Example: the files "ab", "c" and the files "a", "bc"
-    have different hashes.
+    The length of each file is hashed, too. Example: the two files "ab" and "c" have another hash
+    than the two files "a" and "bc".
     """
     digest = hashlib.blake2b(digest_size=16)
     for content in contents:
@@ -127,7 +128,7 @@ def _read(file: Path, max_bytes: int, ratio: int = 1) -> bytes:
 
 
 def _read_config(file: Path, text: bytes) -> dict[str, Any]:
-    """Return the settings of an adapter, if they describe a plain LoRA adapter.
+    """Parse the settings of an adapter, and return them.
 
     Raises:
         ModelError: if the settings describe something other than a plain LoRA adapter.
@@ -170,7 +171,7 @@ def _read_weights(
     layers: Mapping[str, LayerSizes],
     like: Tensor,
 ) -> AdapterWeights:
-    """Return the two matrices of an adapter for each linear layer, by the layer's name.
+    """Return the two matrices of each linear layer that an adapter changes, by layer name.
 
     `read_adapter` describes the arguments `layers` and `like`.
 
@@ -203,7 +204,7 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
     layer `layers.0.q_proj`.
 
     Raises:
-        ModelError: if a tensor is not such a matrix, or contains wrong numbers.
+        ModelError: if a tensor is not such a matrix, or contains NaN, infinity or integers.
     """
     matrices: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -224,7 +225,7 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
 
 
 def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
-    """Return why the matrices do not fit a layer; None if they fit."""
+    """Return the reason why two matrices do not fit a layer; None if they fit."""
     if sizes is None:
         return (
             "the model has no such linear layer, or the layer cannot have an adapter. Only layers "
@@ -270,7 +271,7 @@ def _layer_setting(
         config: the content of adapter_config.json.
         setting: the name of the setting that contains the patterns and their values.
         name: the name of the layer.
-        default: the value of the layers that no pattern matches.
+        default: the value for layers that match no pattern.
 
     Raises:
         ModelError: if the setting is not an object, or a pattern is not a regular expression.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts token ids into text while the tokens are being generated.
 
-The time is linear in the length of the output, and no incomplete character is returned.
+The total time is linear in the length of the output. No incomplete character is returned.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "�"
-# A character has at most 4 bytes in UTF-8, so it has at most 4 tokens of one byte.
+# A character has at most 4 bytes in UTF-8, so it consists of at most 4 tokens of one byte.
 _MAX_CHARACTER_TOKENS = 4
 # The largest number of tokens whose text is not returned yet. If more tokens in a row cannot be
 # decoded, their bytes are invalid, and further tokens would not complete a character.
@@ -64,8 +64,8 @@ class Detokenizer:
 
         Args:
             decode: converts token ids into text; see `decoder`.
-            seed_token_ids: the last tokens before the answer, usually of the prompt. Their text is
-                not returned.
+            seed_token_ids: the tokens directly before the answer, usually the last tokens of the
+                prompt. The text of these tokens is not returned.
         """
         self._decode = decode
         # The window has two parts: first the tokens whose text was returned, and then the tokens
@@ -75,9 +75,9 @@ class Detokenizer:
         self._start = len(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add new tokens of the answer and return the text that they complete.
+        """Add new tokens of the answer, and return the new text.
 
-        Keep the text back if it ends in the middle of a character.
+        If the new text ends in the middle of a character, return "" and wait for further tokens.
         """
         if not token_ids:
             return ""
@@ -86,9 +86,8 @@ class Detokenizer:
         text = self._decode(self._window)
         may_hold = len(self._window) - self._start <= _MAX_HELD_TOKENS
         if may_hold and len(text) == len(before):
-            # The new tokens have no text, for example because they are special tokens. Leave the
-            # window unchanged, because such tokens are no useful context for decoding the tokens
-            # that follow.
+            # The new tokens have no text, for example because they are special tokens. Do not mark
+            # them as returned, because they are no useful context for decoding further tokens.
             return ""
         if text.endswith(_REPLACEMENT):
             return "" if may_hold else self._return_decodable(before)
@@ -107,7 +106,7 @@ class Detokenizer:
     def _return_decodable(self, before: str) -> str:
         """Return the decoded text up to its last complete character.
 
-        This method is called when too many tokens have been kept back.
+        This method is called if the text of too many tokens was not returned yet.
 
         The returned text ends after the last token that completes a character. If none of the last
         four tokens completes a character, their bytes are invalid. In that case, return the text of
@@ -127,7 +126,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def _advance(self, end: int) -> None:
-        """Mark the tokens before `end` as returned, and keep the last of them as context.
+        """Mark the tokens before `end` as returned. Remove tokens that were marked earlier.
 
         Example: the window is [5, 6, 7, 8], and its first 2 tokens are returned. After
         `_advance(3)`, the window is [7, 8], and its first token is returned.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the tokenizer of the offline API. The server uses detokenizer.py instead."""
+"""Loads the tokenizer for the offline API. The server uses detokenizer.py instead."""
 
 from collections.abc import Callable
 from pathlib import Path

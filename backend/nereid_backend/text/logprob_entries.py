@@ -19,7 +19,8 @@ def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
     "top_logprobs": [...]}.
 
     Args:
-        row: the fields of TokenLogprobs: the token, the most likely tokens, and the token's rank.
+        row: the fields of TokenLogprobs. The first token is the token of the text. The other tokens
+            are the most likely tokens at this position.
         texts: the texts of single tokens.
     """
     token_ids, logprobs, rank = TokenLogprobs(*row)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts prompts to token ids. Rejects a long prompt before the whole prompt is converted."""
+"""Converts prompts to token ids. A prompt that is much too long is not converted completely."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +8,8 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most this number of characters for each token. Only texts with more characters
-# than that are divided into pieces.
+# Most texts have at most this number of characters for each token. The pieces of a text are counted
+# only if the text has more characters than this for each token of the limit.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
 # The pieces of a text can have more tokens than the whole text. A text is therefore rejected only
@@ -20,9 +20,10 @@ _MARGIN = 1.1
 class PromptEncoder:
     """Converts texts to token ids with one tokenizer. The class is thread-safe.
 
-    The methods call the tokenizers library directly, which takes about 40 % less time than a call
-    of the transformers tokenizer, releases Python's global lock, and changes no state of the
-    tokenizer. A tokenizer that is not built on that library is called through transformers.
+    The methods call the tokenizers library directly. A direct call takes about 40 % less time than
+    a call of the transformers tokenizer. It also releases Python's global lock, and changes no
+    state of the tokenizer. If a tokenizer is not built on the tokenizers library, the methods call
+    transformers.
 
     Attributes:
         max_token_bytes: the number of bytes of the longest token.
@@ -54,7 +55,8 @@ class PromptEncoder:
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its own special tokens.
-            is_truncated: whether the caller removes tokens, so that the text may be too long.
+            is_truncated: whether the caller removes surplus tokens. If True, the text may be too
+                long.
 
         Raises:
             RequestError: the text is long, and its beginning alone has too many tokens.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """The text that may be sent after one piece of text, and the stop string if one was found.
+    """The result of `StopStrings.feed` for one piece of text.
 
     Attributes:
         text: the text that may be sent to the client.
@@ -25,10 +25,10 @@ class StopMatch:
 class StopStrings:
     """Finds the first stop string in text that arrives in pieces.
 
-    The stop string that is complete first ends the answer. If several stop strings are complete at
-    the same character, the longest stop string ends the answer. Example with the stop string "END":
-    `feed("one E")` returns the text "one ", and `feed("ND two")` then returns the text "" and the
-    stop string "END".
+    The answer ends at the stop string that is completed first. If the same character completes
+    several stop strings, the answer ends at the longest of these stop strings. Example with the
+    stop string "END": `feed("one E")` returns the text "one ". Then `feed("ND two")` returns the
+    text "" and the stop string "END".
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
@@ -36,8 +36,7 @@ class StopStrings:
 
         Args:
             stops: the stop strings, none of them empty.
-            include_in_output: whether the text of the answer contains the stop string that ended
-                it.
+            include_in_output: whether the returned text includes the stop string.
         """
         self._stops = sorted(stops, key=len, reverse=True)
         self._longest = max(map(len, stops), default=0)
@@ -63,16 +62,16 @@ class StopStrings:
         return StopMatch(text[:num_sendable])
 
     def finish(self) -> str:
-        """Return the text that was kept back because it could have begun a stop string."""
+        """Return the text that was kept back as the possible beginning of a stop string."""
         text = self._held
         self._held = ""
         return text
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        """Find the stop string at which the answer ends, and the position of the stop string.
+        """Return the position of the first stop string in `text`, and the stop string.
 
-        Return the position of the stop string in `text`, and the stop string. Return None if `text`
-        contains no stop string. Example: with the stop string "END", "one END" gives (4, "END").
+        The first stop string is the stop string that ends first. Return None if `text` contains no
+        stop string. Example: with the stop string "END", the text "one END" gives (4, "END").
         """
         positions = [(text.find(stop), stop) for stop in self._stops]
         matches = [(start, stop) for start, stop in positions if start >= 0]
@@ -86,7 +85,7 @@ class StopStrings:
         return min(matches, key=end_and_start, default=None)
 
     def _held_length(self, text: str) -> int:
-        """Return how many characters at the end of `text` could begin a stop string.
+        """Return the number of characters at the end of `text` that a stop string begins with.
 
         Example: for the stop string "END", the text "the E" gives 1 and the text "the" gives 0.
         """

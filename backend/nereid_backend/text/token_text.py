@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Returns the exact bytes and the text of single tokens.
 
-A token may contain only a part of a character. Its text is then U+FFFD, so clients that join tokens
-need the bytes.
+A token may contain only some bytes of a character. The text of such a token is U+FFFD. Clients that
+join tokens therefore need the bytes.
 """
 
 import json
@@ -21,12 +21,12 @@ class TokenText:
     """The bytes and texts of single tokens. Each result is computed once and then cached."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Read from a tokenizer how its vocabulary represents bytes.
+        """Determine how the vocabulary of a tokenizer represents bytes.
 
         Args:
-            tokenizer: any tokenizer of transformers. The bytes are exact if its decoder defines how
-                the vocabulary is written (byte-level, byte fallback or SentencePiece). Otherwise
-                they are the UTF-8 bytes of the token's text.
+            tokenizer: any tokenizer of transformers. The bytes are exact if the tokenizer's decoder
+                defines how the vocabulary represents bytes (byte-level, byte fallback or
+                SentencePiece). Otherwise, the bytes are the UTF-8 bytes of the token's text.
         """
         self._tokenizer = tokenizer
         self._added = {
@@ -66,7 +66,7 @@ class TokenText:
 def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
     """Return the function that converts an entry of the vocabulary to bytes, or None.
 
-    Return None if the tokenizer's decoder does not define how the vocabulary is written.
+    Return None if the tokenizer's decoder does not define how the vocabulary represents bytes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -74,15 +74,15 @@ def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
     steps = _decoder_steps(json.loads(backend.to_str()).get("decoder"))
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
-        # In byte-level BPE, as in GPT-2, each character of an entry stands for one byte.
+        # In byte-level BPE, as in GPT-2, each character of an entry represents one byte.
         return byte_level
     replaces_space = any(
         step["type"] == "Replace" and step.get("content") == " " and SPACE in str(step["pattern"])
         for step in steps
     )
     if replaces_space or "Metaspace" in kinds:
-        # In SentencePiece, as in Llama, "▁" stands for a space. With byte fallback, an entry such
-        # as "<0xE2>" stands for one byte.
+        # In SentencePiece, as in Llama, "▁" represents a space. With byte fallback, an entry such
+        # as "<0xE2>" represents one byte.
         return byte_fallback if "ByteFallback" in kinds else sentence_piece
     return None
 

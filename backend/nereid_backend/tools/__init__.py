@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the command line that work on checkpoints."""
+"""Command-line programs that convert and describe checkpoints."""

@@ -44,8 +44,8 @@ def convert(source: str, target: str, dtype: Target) -> None:
     Args:
         source: the folder of a checkpoint, or a GGUF file.
         target: the folder of the copy. It must be empty or missing.
-        dtype: the data type. With int4 and int8, only linear layers except the output layer are
-            converted.
+        dtype: the data type. int4 and int8 apply only to linear layers, and not to the output
+            layer.
 
     Raises:
         ConfigError: if the target folder is not empty.
@@ -120,9 +120,9 @@ def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def _pack(values: Tensor) -> Tensor:
-    """Pack each 8 consecutive integers of 4 bits into one integer of 32 bits.
+    """Pack 8 consecutive 4-bit integers of a row into one 32-bit integer.
 
-    The argument is uint8 [rows, columns], and the result is [rows, columns / 8].
+    The argument is uint8 [rows, columns], and the result is int32 [rows, columns / 8].
 
     Example: [[0, 1, 2, 3, 4, 5, 6, 7]] becomes [[0x76543210]].
     """
@@ -132,7 +132,7 @@ def _pack(values: Tensor) -> Tensor:
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write tensors to safetensors files of at most about 2 GiB, and the index of the files."""
+    """Write tensors to safetensors files of about 2 GiB, and write the index of these files."""
     names_by_shard: list[list[str]] = []
     total_bytes = 0
     for index, shard in enumerate(_shards(tensors)):
@@ -163,12 +163,10 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _unfinished(index: int) -> str:
-    """Return the temporary name for a file during its writing.
+    """Return the temporary name of the file with the number `index`.
 
-    `index` is the number of the file.
-
-    The file is renamed after all files are written, because the final name contains the number of
-    files.
+    All files are renamed after the last file was written, because the final names contain the
+    number of files.
     """
     return f"part-{index}.unfinished"
 
@@ -190,7 +188,7 @@ def _quantization_config(bits: int, layers: set[str], integers: set[str]) -> dic
         integers: the weights among `layers` that are converted.
     """
     # `quantise_weight` returns zeros only for integers of 4 bits. Integers of 8 bits are symmetric,
-    # so the integer 0 always stands for the weight 0.
+    # so the integer 0 always represents the weight 0.
     is_symmetric = bits == 8
     weights = {
         "num_bits": bits,

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares a checkpoint for the engine: choice of path, self-check and memory limits."""
+"""Loads a model for the engine, chooses its forward path, and determines its memory limits."""

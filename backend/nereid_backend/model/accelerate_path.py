@@ -38,7 +38,7 @@ def use_compiled_forward(
         path: the forward path with the sizes of the engine. Mutated.
         checkpoint: the model.
         hook: the engine's entry in transformers' attention interface.
-        chosen: the choice of the path, with the test sequences and the logits of the unmodified
+        chosen: the chosen forward path, with the test sequences and the logits of the unmodified
             model for these sequences.
         progress: called with one line about the result.
 
@@ -88,7 +88,7 @@ def use_fused_norms(checkpoint: Checkpoint, chosen: ChosenPath, progress: Progre
 
     Args:
         checkpoint: the model. Mutated.
-        chosen: the choice of the path, with the test sequences and the logits of the unmodified
+        chosen: the chosen forward path, with the test sequences and the logits of the unmodified
             model for these sequences.
         progress: called with one line about the result.
     """
@@ -113,14 +113,14 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
     activation_bytes: int,
     progress: Progress,
 ) -> None:
-    """Capture decode steps as CUDA graphs. Replay them if the replayed logits are correct.
+    """Capture decode steps as CUDA graphs, and use the graphs if their logits are correct.
 
     Do nothing on a device that is not a GPU.
 
     Args:
         path: the forward path with the sizes of the engine. Mutated.
         checkpoint: the model.
-        chosen: the choice of the path, with the test sequences and the logits of the unmodified
+        chosen: the chosen forward path, with the test sequences and the logits of the unmodified
             model for these sequences.
         compiled: the compiled forward pass that the path uses; None if it uses none.
         sizes: the sizes of the path.
@@ -161,9 +161,9 @@ def use_piecewise_graphs(  # noqa: PLR0913 - as above
     capture: GraphCapture,
     progress: Progress,
 ) -> None:
-    """Capture steps with prefills as CUDA graphs. Replay them if the replayed logits are correct.
+    """Capture steps with prefills as CUDA graphs, and use the graphs if their logits are correct.
 
-    Each such step is replayed from several graphs.
+    A step with prefills is replayed from several graphs.
 
     The arguments are those of `use_decode_graphs`.
     """
@@ -187,8 +187,9 @@ def _check_device(device: torch.device, error: Exception, setting: str, problem:
     Args:
         device: the device.
         error: the error of the attempt.
-        setting: the name of the setting. The value false turns the attempt off.
-        problem: a clause that describes the attempt, for the message.
+        setting: the name of the setting that caused the attempt. The message recommends the value
+            false for this setting.
+        problem: a clause for the message, such as "replaying a captured step failed".
     """
     if is_lost(device):
         raise ConfigError(
@@ -200,7 +201,7 @@ def _check_device(device: torch.device, error: Exception, setting: str, problem:
 def use_fastest_attention(
     path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
 ) -> None:
-    """Use an external library for attention where the library is faster than Nereid's kernels.
+    """Use external attention libraries wherever they are faster than Nereid's kernels.
 
     Do nothing if no GPU kernel is used. The arguments are those of `use_compiled_forward`.
     """
@@ -225,7 +226,7 @@ def _check_piecewise_graphs(
     sizes: Sizes,
     capture: GraphCapture,
 ) -> None:
-    """Check that the logits of replayed steps with prefills equal those of the unmodified model.
+    """Check that replayed steps with prefills give the same logits as the unmodified model.
 
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
@@ -236,8 +237,8 @@ def _check_piecewise_graphs(
     path.use(compiled)
     failures: list[str] = []
     path.pieces = path.piecewise_graphs(capture.pieces, test_sizes, failures.append)
-    # Only the smallest graph is captured. The check needs no other graph, because each of its steps
-    # has fewer tokens than the smallest graph.
+    # Only the smallest graph is captured. The check needs no other graph, because each step of the
+    # check has fewer tokens than the smallest graph.
     path.pieces.capture_all(TOKEN_COUNTS[:1])
     check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=sizes.stored != "auto")
     if path.pieces.num_replays == 0:
@@ -251,7 +252,7 @@ def _check_graphs(
     sizes: Sizes,
     capture: Capture | None,
 ) -> None:
-    """Check that the logits of replayed decode steps equal those of the unmodified model.
+    """Check that replayed decode steps give the same logits as the unmodified model.
 
     Raises:
         UnfitError: if the logits differ, or if no decode step was replayed.

@@ -33,7 +33,7 @@ def measure_activations(
     measured, and the result is scaled. Example: if 64 tokens need 10 MB, 512 tokens need 80 MB.
 
     Args:
-        checkpoint: the model. Its attention implementation must be that of the path.
+        checkpoint: the model. It must use the attention implementation that the path needs.
         spec: the forward path of the model.
         num_tokens: the largest number of tokens in one step.
         num_seqs: the largest number of sequences that are sampled in one step.
@@ -97,11 +97,11 @@ def _reset_peak() -> int | None:
 
 
 def _status_bytes(name: str) -> int | None:
-    """Read one of the memory sizes of this process from /proc/self/status, in bytes.
+    """Read a memory size of this process from /proc/self/status, and return the size in bytes.
 
     Return None if the file does not contain the size `name`.
 
-    Example: `_status_bytes("VmRSS")` returns the present memory of this process.
+    Example: `_status_bytes("VmRSS")` returns the size of the memory that this process uses now.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

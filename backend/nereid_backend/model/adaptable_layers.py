@@ -66,7 +66,7 @@ def _sizes_of(module: nn.Module) -> LayerSizes | None:
 def _recorder(
     calls: list[bool], sizes: LayerSizes
 ) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
-    """Return a hook that records, for each call of a layer, whether all tokens are computed."""
+    """Return a hook for a layer. The hook appends to `calls` whether a call computes all tokens."""
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         del module

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses how a model computes prompts with images.
 
-The candidates are tried in the following order. The first candidate with correct logits is used.
-The correct logits are those of transformers' generate for test images.
+The following candidates are tried in this order. The first candidate with correct logits is used.
+Logits are correct if transformers' generate computes the same logits for test images.
 
     packed      the model's code encodes the images, and the forward path `packed` computes the
                 decoder, together with the tokens of other sequences
@@ -57,19 +57,19 @@ _FEATURE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ImageSupport:
-    """How a model computes prompts with images.
+    """Describes how a model computes prompts with images.
 
     Attributes:
         name: "packed", "single" or "generated"; empty if images are refused.
-        reason: a sentence that says why images are refused; empty if they are accepted.
-        video_reason: a sentence that says why videos are refused; empty if they are accepted.
+        reason: a sentence that says why images are refused; empty if images are accepted.
+        video_reason: a sentence that says why videos are refused; empty if videos are accepted.
         config: the config of the model.
         add: adds the support for images to the forward path of texts, and returns the new path.
         needs_images: whether the model computes only prompts with images.
         difference: the largest difference between the logits of the path and the logits of
             transformers' generate, relative to the standard deviation of the logits.
         features: the cache of image features; None if images are refused.
-        check: raises a RequestError if the model cannot process a prompt with its images.
+        check: raises a RequestError if the model cannot process a prompt with images.
     """
 
     name: str
@@ -279,8 +279,8 @@ def _placed(prompt: ImagePrompt, checkpoint: Checkpoint) -> ImagePrompt:
 def _generate(checkpoint: Checkpoint, prompt: ImagePrompt) -> tuple[list[int], torch.Tensor]:
     """Generate tokens with transformers' generate, and return the tokens and their logits.
 
-    The last token is not returned, because a forward path needs only the tokens before it to
-    compute all these logits.
+    The last token is not returned, because a forward path computes all these logits from the
+    earlier tokens.
 
     Raises:
         UnfitError: if the model generated fewer tokens than requested.
@@ -307,7 +307,7 @@ def _generate(checkpoint: Checkpoint, prompt: ImagePrompt) -> tuple[list[int], t
 
 
 def _describe(error: Exception) -> str:
-    """Return the message of an error without a final period, so that it fits into a sentence.
+    """Return the message of an error without a final period, for use within a sentence.
 
     Example: RuntimeError("shapes differ") gives "RuntimeError: shapes differ".
     """

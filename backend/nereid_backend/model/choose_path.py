@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the forward path of a model: of four paths, the first one with correct logits.
+"""Chooses the forward path of a model: the first of four paths that computes correct logits.
 
 A forward path is a way to run the forward passes of a model:
 
@@ -10,7 +10,7 @@ A forward path is a way to run the forward passes of a model:
 
 The correct logits are those of the unmodified model: transformers' code computes each sequence in a
 separate pass, with the model's own attention. The paths are tried in the order of the table. The
-choice never depends on the model's name. A path that fails or computes other logits is not used. If
+choice never depends on the model's name. A path that fails or computes wrong logits is not used. If
 no path can be used, loading fails with an error that gives the reason for each path.
 """
 
@@ -107,7 +107,7 @@ def _describe_choice(spec: PathSpec, reasons: list[str]) -> str:
 
 
 class Trials:
-    """The test sequences and the logits of the unmodified model, computed on first use."""
+    """Computes and caches the test sequences and the logits of the unmodified model."""
 
     def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
         self._checkpoint = checkpoint
@@ -145,8 +145,8 @@ class Trials:
     def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial | UnfitError:
         """Make the test sequences and their expected logits.
 
-        Return an error instead if the expected logits differ from token-by-token generation. `get`
-        raises this error.
+        If the expected logits differ from the logits of token-by-token generation, return an error
+        instead. `get` raises this error.
         """
         if is_generated:
             return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
@@ -164,7 +164,7 @@ class Trials:
 def try_variants(
     checkpoint: Checkpoint, variants: Iterator[PathSpec], trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Try the variants of a path. Return the first one with correct logits, and the difference.
+    """Return the first variant of a path with correct logits, and the difference of its logits.
 
     Example: the difference 0.02 means that the logits differ from the logits of the unmodified
     model by 2 % of the standard deviation of the logits.
@@ -194,11 +194,11 @@ def try_variants(
 def _with_measurements(
     spec: PathSpec, path: ForwardPath, trial: Trial, difference: float, dtype: torch.dtype
 ) -> PathSpec:
-    """Return a copy of `spec` with the values that were measured with the test sequences.
+    """Return a copy of `spec` with values that were measured with the test sequences.
 
     One value is the memory that the path needs in addition to the blocks of the KV cache. Example:
     if the path `single` stores 6000 bytes for 60 tokens, `bytes_per_token` is 100. For the path
-    `rows`, another value says whether sequences can continue from snapshots of their states.
+    `rows`, `has_snapshots` shows whether sequences can continue from snapshots of their states.
 
     Args:
         spec: the forward path.

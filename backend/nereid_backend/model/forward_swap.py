@@ -53,13 +53,13 @@ _MIN_FREE_BYTES = 3 * 2**30
 
 
 class ForwardSwap:
-    """Compiles a forward pass in another process, checks the library, and gives it to a path.
+    """Compiles a forward pass in another process, and then makes a forward path use the library.
 
     The engine calls `advance` between two steps.
 
     Attributes:
-        is_done: whether no work is left: either the compiled forward pass is in use, or a failure
-            was logged.
+        is_done: whether no work remains. Either the compiled forward pass is used, or a failure was
+            logged.
     """
 
     def __init__(

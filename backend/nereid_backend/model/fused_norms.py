@@ -41,7 +41,7 @@ class FusedRmsNorm(nn.Module):
 
 
 def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
-    """Replace each RMSNorm module of a model whose results equal those of torch's function.
+    """Replace each RMSNorm module by torch's fused function if the results stay the same.
 
     Args:
         model: the model. Mutated.
@@ -98,7 +98,7 @@ def _are_equal(module: nn.Module, fused: FusedRmsNorm) -> bool:
     try:
         expected = module(inputs)
     except (TypeError, RuntimeError):
-        # The module requires more arguments or an input of another shape, so it is no plain
+        # The module requires more arguments or an input of another shape, so it is not a plain
         # RMSNorm.
         return False
     actual = fused(inputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves models whose code computes only prompts with images.
+"""Chooses the forward path for models whose code computes only prompts with images.
 
 The code of some models, such as captioning models, raises an error for a prompt without an image.
 No forward path for texts can be checked with such a model. If the model can compute prompts with

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the attention layers of a model into groups, so that blocks before a window are freed.
+"""Divides the attention layers of a model into groups, so that blocks before a window can be freed.
 
 A block belongs to one group of layers. A block before an attention window is freed only if every
 layer of its group has a window. Layers with full attention and layers with windows therefore belong
@@ -22,7 +22,8 @@ from nereid_backend.model.path_variants import PathSpec
 
 # Each group adds a block table for every sequence. Each block table costs time in every step.
 _MAX_GROUPS = 16
-# A division into fewer groups is preferred unless it needs more memory by at least this share.
+# A division into fewer groups is preferred. More groups are used only if they save at least this
+# share of the memory.
 _MIN_SAVED_SHARE = 0.05
 
 
@@ -129,12 +130,12 @@ def divide_layers(
 
 
 def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
-    """Return the groups of the layers if each group has at most `num_places` layers.
+    """Divide layers into groups. A group has at most `num_places` layers with the same window.
 
-    The layers with one window are divided into groups of nearly equal size. The groups with full
-    attention come first. Example: 2 layers with full attention and 5 layers with one window give,
-    with num_places=2, groups of 2 layers with full attention, and of 1, 2 and 2 layers with the
-    window.
+    All layers with the same window are divided into groups of nearly equal size. The groups with
+    full attention come first. Example: num_places is 2. There are 2 layers with full attention and
+    5 layers with one window. The first group contains the 2 layers with full attention. The other
+    groups contain 1, 2 and 2 layers with the window.
     """
     layers_by_window: dict[LayerWindow, list[int]] = {}
     for index, layer in enumerate(layers):

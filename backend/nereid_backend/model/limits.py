@@ -75,11 +75,11 @@ class BlockShape:
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
-        """Return the length in tokens of the longest sequence that needs at most `num_blocks`.
+        """Return the length of the longest sequence that needs at most `num_blocks` blocks.
 
-        The result is a multiple of the block size, or at least `max_tokens` if every sequence of at
-        most `max_tokens` tokens fits. Example: 20 blocks of 16 tokens in a single group with full
-        attention give 320 tokens.
+        The length is a number of tokens, and is rounded down to a multiple of the block size. If a
+        sequence of `max_tokens` tokens fits, the result is at least `max_tokens`. Example: 20
+        blocks of 16 tokens in a single group with full attention give 320 tokens.
         """
         counts = range(max(0, num_blocks) + 1)
         longest = bisect_right(
@@ -173,7 +173,7 @@ def _limit_by_states(
 def _longest_request(
     config: EngineConfig, limit: LengthLimit, num_bytes: int, block: BlockShape
 ) -> int:
-    """Return the length limit of a request: max_model_len, or what fits into the memory.
+    """Return max_model_len or, if it is not set, the length of the longest request that fits.
 
     Args:
         config: the settings.
@@ -214,8 +214,8 @@ def _plan_without_blocks(
 ) -> MemoryPlan:
     """Return the memory plan for a model that stores no keys and values in blocks.
 
-    The blocks of such a model only limit the number of running sequences. `num_states` states fit
-    into the memory.
+    The blocks of such a model only limit the number of running sequences. `num_states` is the
+    number of states that fit into the memory.
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
@@ -318,15 +318,14 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
 def _gpu_memory(config: EngineConfig, device: torch.device, activations: int) -> tuple[int, int]:
     """Return the free memory of a GPU, and the memory that the KV cache may use, in bytes.
 
-    Memory that torch cached during loading is released first, so that the GPU reports it as free.
+    Memory that torch cached during loading is released first. The GPU then reports it as free.
     """
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
     share = int(total * config.gpu_memory_utilization)
-    # A server without configured adapters rarely loads adapters, so no memory is reserved for
-    # adapters.
+    # If no adapters are configured, adapters are rarely loaded. No memory is reserved in this case.
     reserved_for_adapters = config.lora_memory if config.lora_adapters else 0
     return free, min(share - used, free) - activations - reserved_for_adapters
 

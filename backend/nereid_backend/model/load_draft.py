@@ -97,8 +97,9 @@ def check_draft_folder(config: EngineConfig) -> None:
 def _check_architecture(folder: str, architecture: str) -> None:
     """Raise a ConfigError if a checkpoint contains an EAGLE head instead of a complete model.
 
-    The head has one layer, which reads hidden states of the large model. The config of the head
-    names the type of the large model, so only the name of the architecture shows the difference.
+    An EAGLE head has one layer, which reads hidden states of the large model. The config of the
+    head names the model type of the large model. Only the name of the architecture therefore shows
+    that the checkpoint is not a complete model.
     """
     if "eagle" in architecture.lower():
         raise ConfigError(
@@ -189,7 +190,7 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
 
 
 def _read_vocabulary(model: str) -> dict[str, int] | None:
-    """Return a map from token to id, read from tokenizer.json. Added tokens are left out.
+    """Return a dictionary that maps each token in tokenizer.json to its id, without added tokens.
 
     Return None if the checkpoint has no file tokenizer.json.
     """

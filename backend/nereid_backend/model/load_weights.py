@@ -173,7 +173,7 @@ def _store_as_float8(checkpoint: Checkpoint) -> int:
     """Round the weights of a model's linear layers to e4m3, and return the number of layers.
 
     Raises:
-        ConfigError: if the device has no products of 8-bit floating point numbers.
+        ConfigError: if the device cannot multiply 8-bit floating point numbers.
     """
     product = find_product(checkpoint.device, checkpoint.model.dtype)
     if product is None:

@@ -84,7 +84,7 @@ class PathSpec:
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Iterator[PathSpec]]]:
-    """Return the name and the variants of each forward path. The first path is tried first.
+    """Return the name and the variants of each forward path, in the order of the attempts.
 
     Args:
         checkpoint: a loaded model.
@@ -224,9 +224,10 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
 def _row_path(
     checkpoint: Checkpoint, make_keys: Callable[[Sizes], RowKeys]
 ) -> Callable[..., RowsPath]:
-    """Return a function that builds the path `rows`. `make_keys` returns the storage of the keys.
+    """Return a function that builds the forward path `rows`.
 
-    The function takes the sizes, and the settings of `RowsPath` as keyword arguments.
+    The first argument of this function is the sizes. The keyword arguments are settings of
+    `RowsPath`. The function calls `make_keys` to create the storage of the keys and values.
     """
 
     def build(sizes: Sizes, **settings: bool) -> RowsPath:

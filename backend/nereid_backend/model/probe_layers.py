@@ -57,7 +57,7 @@ class _Recorder:
     def _spec(
         self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]
     ) -> LayerSpec:
-        """Return the properties of the next layer, from the arguments of its attention call."""
+        """Determine the properties of a layer from the arguments of its attention call."""
         number = len(self.layers)
         kind = self._layer_types[number] if number < len(self._layer_types) else ""
         window = kwargs.get("sliding_window")
@@ -88,7 +88,7 @@ class _Recorder:
 
 @torch.inference_mode()
 def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]:
-    """Run the model on one token without a cache. Return the attention layers in call order.
+    """Run the model on one token without a cache, and return the attention layers in order.
 
     Raises:
         UnfitError: if the model does not use transformers' attention interface, or needs a feature
@@ -113,7 +113,7 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
 def record_layers(
     config: PretrainedConfig, hook: AttentionHook, run: Callable[[], object]
 ) -> list[LayerSpec]:
-    """Call `run`, and return the attention layers that it calls, in the order of the calls.
+    """Call `run`, and return the attention layers that run in this call, in order.
 
     Args:
         config: the config of the layers.

@@ -101,10 +101,12 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
 
     The prompts are random.
 
-    This trial is for models that cannot compute a whole sequence in one pass, or that compute other
-    logits in one pass than token by token. If generate raises an error, perhaps because a prompt is
-    longer than a window, the trial contains only short prompts. Longer prompts then need no test,
-    because they fail with an error and never give wrong logits.
+    Some models cannot compute a whole sequence in one pass, and some models compute other logits in
+    one pass than in token-by-token generation. This trial is for such models.
+
+    If generate raises an error, perhaps because a prompt is longer than a window, the trial
+    contains only short prompts. Longer prompts then need no test, because they fail with an error
+    and never give wrong logits.
     """
     try:
         return _generate_sequences(
@@ -149,11 +151,13 @@ def _generate_sequences(
 
 @torch.inference_mode()
 def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
-    """Compare the expected logits of the first test sequence with token-by-token generation.
+    """Compare the logits of one pass over a sequence with the logits of token-by-token generation.
+
+    The sequence is the first test sequence.
 
     Raises:
-        UnfitError: if the logits differ. In this case, the logits of one pass are not the logits of
-            normal use, because the model normally generates token by token.
+        UnfitError: if the logits differ. The logits of one pass are then not correct, because the
+            model normally generates token by token.
     """
     path = SinglePath(checkpoint, uses_cache=True)
     tokens, prompt_len = trial.sequences[0]
@@ -218,9 +222,9 @@ def check_path(
 def check_in_steps(
     path: ForwardPath, trial: Trial, dtype: torch.dtype, *, is_rounded: bool = False
 ) -> Generator[None, None, float]:
-    """Do the work of `check_path`, but yield after each step of the forward path.
+    """Do the same check as `check_path`, but yield after each step of the forward path.
 
-    The generator returns and raises what `check_path` returns and raises.
+    The generator returns the same result and raises the same errors as `check_path`.
     """
     logits = yield from _run_in_steps(path, trial)
     if logits.shape != trial.expected.shape:
@@ -231,7 +235,7 @@ def check_in_steps(
     errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
     if dtype != torch.float32 or is_rounded:
         # Because of rounding, a mixture-of-experts model can choose other experts for a few tokens.
-        # The logits of these tokens then differ much. The median of each sequence ignores such
+        # The logits of these tokens then differ greatly. The median of each sequence ignores such
         # tokens. A wrong forward path changes the logits of most tokens, so the median still
         # detects a wrong path.
         errors = errors.view(len(trial.sequences), -1).median(dim=1).values
@@ -337,7 +341,7 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
 
 
 def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
-    """Return the chunks of the next step, which together have at most `budget` tokens.
+    """Return the chunks of the next step. The chunks together have at most `budget` tokens.
 
     The budget is given first to sequences with computed tokens, and then to new sequences. In the
     result, single tokens come before longer chunks, as in the engine's plans. Example: with a

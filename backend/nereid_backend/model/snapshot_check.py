@@ -15,7 +15,7 @@ NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives oth
 _SNAPSHOT = 0
 # The largest accepted difference in float32. In the tests, rounding caused differences of at most
 # 8e-6. Some models compute a different state if several tokens are computed in one pass instead of
-# token by token. The difference is then 1e-3, so the snapshots of such models are not exact.
+# token by token. Their logits differ by 1e-3, so the snapshots of such models are not exact.
 _ROUNDING = 1e-4
 
 

@@ -57,8 +57,8 @@ from nereid_backend.runner import ForwardPath, Runner
 from nereid_backend.sampling import gpu_sampling
 from nereid_backend.vision.image_tensors import place_images
 
-# The default number of tokens in one step. It is large enough for fast matrix products. Longer
-# steps would only make running requests wait longer.
+# The default limit on the number of tokens in one step. It is large enough for fast matrix
+# products. Longer steps would only make running requests wait longer.
 _CPU_TOKENS, _GPU_TOKENS = 512, 4096
 
 
@@ -322,10 +322,10 @@ def _block_shape(
     num_tokens: int,
     draft_bytes: int,
 ) -> BlockShape:
-    """Return the properties of blocks from which the memory of a sequence is computed.
+    """Return the properties of blocks that determine how much memory a sequence needs.
 
-    A step computes at most `num_tokens` tokens. The cache of the draft model is a part of the KV
-    cache, and needs `draft_bytes` for each token.
+    A step computes at most `num_tokens` tokens. The cache of the draft model needs `draft_bytes`
+    for each token, and shares the memory of the KV cache.
     """
     spec = opened.chosen.spec
     itemsize, scale_bytes = opened.checkpoint.model.dtype.itemsize, 0
@@ -349,7 +349,11 @@ def _block_shape(
 def _make_runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
-    """Return the runner of a forward path. The runner uses the GPU sampling kernel if it can."""
+    """Return the runner of a forward path.
+
+    The runner uses the GPU sampling kernel if the setting sampling_kernel is true and the kernel
+    works on the device.
+    """
     if config.sampling_kernel and device.type == "cuda":
         reason = gpu_sampling.why_unusable(device)
         if reason is None:

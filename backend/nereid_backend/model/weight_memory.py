@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses a checkpoint that does not fit into the free memory, before reading its weights."""
+"""Refuses a checkpoint if its weights do not fit into the free memory. The weights are not read."""
 
 import json
 from pathlib import Path
@@ -92,7 +92,7 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
 
 
 def _rounded_bytes(counts: WeightCounts, weight_dtype: str, number_bytes: int) -> int:
-    """Return the size of the weights if the linear layers have integers of 4 or 8 bits."""
+    """Return the size of the weights in bytes if linear layers store integers of 4 or 8 bits."""
     others = counts.num_weights - counts.num_linear
     return int(counts.num_linear * _ROUNDED_BYTES[weight_dtype]) + others * number_bytes
 
@@ -109,7 +109,7 @@ def _weight_bytes(counts: WeightCounts, number_bytes: int, *, has_panels: bool) 
 
 
 def _number_bytes(folder: Path, dtype: str, device: torch.device) -> int:
-    """Return the bytes of a weight that is not quantised, for the setting `dtype`."""
+    """Return the number of bytes of an unquantised weight with the setting `dtype`."""
     if dtype == "auto":
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

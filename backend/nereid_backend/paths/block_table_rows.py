@@ -80,7 +80,7 @@ class BlockTableRows:
         return slots
 
     def blocks(self, rows: Integers, num_tokens: int, group: int = 0) -> Integers:
-        """Return the beginning of each block table: the blocks of the first `num_tokens` tokens.
+        """Return the blocks of the first `num_tokens` tokens of each block table.
 
         `group` is the index of the group of layers. Example: with 16 tokens in a block,
         num_tokens=35 gives the first 3 blocks of each table.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers cache. Its keys and values are stored in the blocks of the KV cache.
+"""A cache for transformers that stores keys and values in the blocks of the KV cache.
 
 The model's own attention code gets a copy of all keys and values of the batch. Shorter sequences
 are padded on the left. Example of a step with three sequences, whose new tokens are to the right of
@@ -35,16 +35,16 @@ class CacheLayout:
     """Describes which tensors of a model's cache are stored in blocks of the KV cache.
 
     Attributes:
-        layers: the shapes of the stored tensors. Keys and values of one cache layer, and the keys
-            of one indexer, are one item each.
+        layers: the shapes of the stored tensors. One item describes either the keys and values of
+            a cache layer, or the keys of a sparse indexer.
         keys: for each layer of the cache, the index in `layers` of its keys and values; None if the
-            layer stores none.
+            layer stores no keys and values.
         indexers: for each layer of the cache, the index in `layers` of its sparse indexer's keys;
-            None if the layer has no indexer. The first half of such a key is stored as a key, and
-            the second half as a value.
+            None if the layer has no indexer. The first half of an indexer's key is stored as a key,
+            and the second half is stored as a value.
         num_positions: for each layer of the cache, the number of positions of one token that the
             model stores for the sparse indexers; 0 if the model stores no positions in the layer.
-        has_states: whether a layer of the cache has convolutions or recurrences.
+        has_states: whether any layer of the cache stores states of convolutions or recurrences.
     """
 
     layers: list[LayerSpec]
@@ -138,7 +138,8 @@ class LayerParts:
     Attributes:
         keys: the index of the layer's keys and values in the KV cache; None if the layer stores no
             keys and values.
-        indexer: the index of the sparse indexer's keys in the KV cache; None if there are none.
+        indexer: the index of the sparse indexer's keys in the KV cache; None if there is no
+            indexer.
         num_positions: the number of positions of one token that the model stores in this layer.
     """
 
@@ -194,7 +195,7 @@ class GatheredStep:
 
     @classmethod
     def of(cls, chunks: list[Chunk], cache: KVCache) -> "GatheredStep":
-        """Build the tensors of a group of chunks. All chunks must have the same number of tokens.
+        """Build the tensors for some chunks. All chunks must have the same number of tokens.
 
         Example: block_size is 4, and two decodes start at the positions 5 and 2, with the block
         tables [7, 3] and [8]. The longest sequence has 6 tokens, including the new token. The slots
@@ -299,7 +300,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
             )
         # The KV cache stores a key and a value for each token of a layer. An indexer has only a key
         # for each token. The first half of this key is therefore stored as a key, and the second
-        # half as a value.
+        # half is stored as a value.
         key, value = indexer_key_states[:, None].chunk(2, dim=-1)
         return torch.cat(self._exchange(self._parts.indexer, key, value), dim=-1)[:, 0]
 
@@ -312,8 +313,8 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
             value: [num_seqs, num_heads, num_tokens, dim], the new values.
 
         Returns:
-            Keys and values, [num_seqs, num_heads, longest, dim]. Padding contains the key and the
-            value of the first token, which the mask hides.
+            Keys and values, [num_seqs, num_heads, longest, dim]. Padding contains a copy of the
+            first token's key and value. The attention mask hides the padding.
         """
         step = self._step
         assert step is not None, "begin is called before each forward pass"

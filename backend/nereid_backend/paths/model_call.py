@@ -186,16 +186,15 @@ def join_logits(parts: Iterable[Tensor | None], vocab_size: int) -> Tensor:
 def num_bytes(value: object) -> int:
     """Return the total size in bytes of the tensors that a value contains.
 
-    A tensor that occurs several times is counted once.
-
-    The value may be a tensor, a container, or a cache of transformers. Example: a list that
-    contains one float32 tensor of shape [2, 3] twice has 24 bytes.
+    The value may be a tensor, a container, or a cache of transformers. A tensor that occurs several
+    times is counted once. Example: a list that contains one float32 tensor of the shape [2, 3]
+    twice has 24 bytes.
     """
     return _num_new_bytes(value, set())
 
 
 def _num_new_bytes(value: object, seen: set[int]) -> int:
-    """Return the total size in bytes of the tensors in a value, except tensors in `seen`.
+    """Return the total size in bytes of the tensors in a value, except tensors counted earlier.
 
     Objects whose ids are in `seen` are skipped, because their size has already been added.
 

@@ -25,7 +25,7 @@ from nereid_backend.paths.step_batch import BatchBuilder, StepBatch
 
 
 class ImageSteps(Protocol):
-    """An interface. PackedPath uses it to replace the decoder's inputs in steps with images."""
+    """The interface through which PackedPath changes the decoder's inputs in steps with images."""
 
     def injecting(self, plan: StepPlan, batch: StepBatch) -> AbstractContextManager[None]:
         """Return a context in which the decoder receives the embeddings and positions of images."""
@@ -84,7 +84,7 @@ class PackedPath:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The blocks of the path."""
+        """The KV cache of the path."""
         return self._cache
 
     @property
@@ -106,8 +106,8 @@ class PackedPath:
 
         Args:
             plan: the plan of the step.
-            sampled: [n] int64, the tokens that the previous step samples, if the plan was made
-                ahead; see `ForwardPath.forward`.
+            sampled: [n] int64, the tokens that the previous step samples; None if the plan has no
+                pending chunks.
 
         Mutates: the KV cache.
         """
@@ -131,7 +131,7 @@ class PackedPath:
 
         Args:
             batch: the step.
-            attention: computes the attention calls; by default, over the KV cache of the path.
+            attention: the attention function. By default, it uses the KV cache of the path.
 
         Mutates: the KV cache.
         """
@@ -177,7 +177,8 @@ class PackedPath:
     def choose_attention(self) -> int:
         """Find the attention libraries that are faster than Nereid's kernels, and use them.
 
-        Return the number of pairs of a layer kind and a `Situation` for which a library is used.
+        A library is chosen for each pair of a layer kind and a `Situation`. Return the number of
+        pairs for which a library is used.
         """
         return use_fastest_backends(self._cache, self._layers)
 

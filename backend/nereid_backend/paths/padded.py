@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `padded`, for models that use their own attention code and a cache object.
+"""The forward path `padded`, for models that use their own attention code.
 
 The path passes a cache object to the model. The object writes new keys and values into the blocks
-of the KV cache, and returns a copy of all keys and values of the batch (see gathered_cache.py).
+of the KV cache, and returns a copy of all keys and values of the batch (gathered_cache.py).
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ class PaddedPath:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The blocks of the path."""
+        """The KV cache of the path."""
         return self._cache
 
     def clear(self, sequence: Sequence) -> None:
@@ -90,8 +90,8 @@ class PaddedPath:
         """Compute one group of chunks in one forward pass.
 
         Returns:
-            Logits, [num_chunks, n, vocab_size]. n is the largest num_logits of the chunks, at least
-            1.
+            Logits, [num_chunks, n, vocab_size], where n is the largest num_logits of the chunks,
+            but at least 1.
         """
         ids, positions = token_inputs(chunks, self._device)
         step = GatheredStep.of(chunks, self._cache)

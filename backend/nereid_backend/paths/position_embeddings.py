@@ -4,7 +4,7 @@
 The decoders of some models (such as Bart) have no argument for positions. A module of the decoder
 computes the positions from the length of the cache. In a step with several sequences, the lengths
 differ, so these positions would be wrong. Such a module has the parameters `past_key_values_length`
-and `position_ids`. A hook replaces the second argument by the positions of the step.
+and `position_ids`. A hook sets the argument `position_ids` to the positions of the step.
 """
 
 import inspect
@@ -20,11 +20,11 @@ _LENGTH, _POSITIONS = "past_key_values_length", "position_ids"
 
 
 class PositionEmbeddings:
-    """The modules of a model that derive the positions from the length of the cache."""
+    """Finds the modules that derive positions from the length of the cache, and sets positions."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Find the modules of `model`."""
-        # Each module with the number of arguments before `position_ids`.
+        """Find the modules in `model` that derive positions from the length of the cache."""
+        # Pairs: a module, and the number of its arguments before `position_ids`.
         self._modules: list[tuple[torch.nn.Module, int]] = []
         for module in model.modules():
             if not isinstance(module, torch.nn.Embedding):

@@ -74,8 +74,8 @@ class RowsPath:
             checkpoint: the model.
             keys: the storage of keys and values.
             computes_from_start: whether every chunk of several tokens is computed from the start of
-                its sequence. This is needed for models that cannot continue a sequence exactly by
-                several tokens in one pass.
+                its sequence. Some models need this, because they cannot continue a sequence exactly
+                by several tokens in one pass.
             replays_preempted: whether a preempted sequence is computed again in the same passes as
                 before: first the prompt in one pass, then each output token in its own pass. On
                 some models, one pass over all tokens gives different logits.
@@ -92,7 +92,7 @@ class RowsPath:
         self._lengths: dict[int, int] = {}
         # The merged states of the last batch; None if the state of every sequence is in `_states`.
         self._batch_cache: _BatchCache | None = None
-        # The states of the snapshots by id.
+        # Maps the id of each snapshot to the state in this snapshot.
         self._snapshots: dict[int, State] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
@@ -141,7 +141,7 @@ class RowsPath:
 
     @property
     def snapshots(self) -> dict[int, State]:
-        """The states of the snapshots by id."""
+        """Maps the id of each snapshot to the state in this snapshot."""
         return self._snapshots
 
     def clear(self, sequence: Sequence) -> None:
@@ -303,7 +303,7 @@ class RowsPath:
             )
 
     def _merge(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Return a cache that contains one state for each row, or an empty cache without states."""
+        """Return a cache that contains `states`, one for each row. The list may be empty."""
         cache = self._keys.make_cache()
         if states:
             merge_states(cache, states)

@@ -36,10 +36,11 @@ class StateAndBlockLayer(LinearAttentionLayer, BlockCacheLayer):  # type: ignore
 
 
 def make_cache(config: PretrainedConfig) -> DynamicCache:
-    """Return an empty cache whose attention layers store nothing.
+    """Return an empty cache whose layers store states, but no keys and values.
 
     Raises:
-        UnfitError: if a layer stores data other than keys, values and the state of each sequence.
+        UnfitError: if no layer stores a state, or if a layer stores data other than keys, values
+            and states.
     """
     cache: Any = DynamicCache(config=config)
     if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
@@ -108,7 +109,7 @@ def _copy_value(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
 
 
 def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - as above
-    """Merge the states of several rows into an empty cache, which becomes the cache of a batch.
+    """Merge the states of several rows into one cache, for a batch of these rows.
 
     Args:
         cache: an empty cache. Mutated.
@@ -135,7 +136,7 @@ def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
 
 
 def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any attribute of a layer
-    """Return the numbers of one row from an attribute of a cache layer.
+    """Return the part of a value that belongs to one row. The value is a cache layer's attribute.
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """
@@ -148,7 +149,7 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
 
 
 def _merge_values(parts: list[Any]) -> Any:  # noqa: ANN401 - the inverse of _cut_row
-    """Merge the values that an attribute has for each sequence into one value for the batch.
+    """Merge the values of an attribute, one for each sequence, into one value for the batch.
 
     This is the inverse of _cut_row. Example: two tensors [1, 8] give a tensor [2, 8].
     """

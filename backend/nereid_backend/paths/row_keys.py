@@ -53,7 +53,7 @@ class RowKeys(Protocol):
 
 
 class HookedKeys:
-    """Keys and values in blocks that the engine's attention hook reads."""
+    """Stores keys and values in blocks. The engine's attention hook reads these blocks."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class HookedKeys:
 
 
 class GatheredKeys:
-    """Keys and values in blocks that are copied for the model's own attention."""
+    """Stores keys and values in blocks, and copies them for the model's own attention."""
 
     def __init__(self, config: PretrainedConfig, layout: CacheLayout, kv_cache: KVCache) -> None:
         """Create an object that owns the blocks.
@@ -137,9 +137,9 @@ class GatheredKeys:
 
 
 class RowsForward:
-    """Attention for a batch of rows with one token each.
+    """An attention function for a batch of rows with one token each.
 
-    `PagedForward` expects all tokens in one row, so the rows are transposed into one row.
+    `PagedForward` expects all tokens in one row, so this function transposes the rows into one row.
     """
 
     def __init__(self, packed: PagedForward) -> None:

@@ -89,12 +89,12 @@ class SinglePath:
         return sum(num_bytes(state.arguments) for state in self._states.values())
 
     def _logits(self, row: int, chunk: Chunk) -> Tensor | None:
-        """Return the logits after a chunk's last tokens, [num_logits, vocab_size].
+        """Return the logits at the last tokens of a chunk, [num_logits, vocab_size].
 
         The last chunk of a prompt computes the whole prompt, because not every model can continue
         its cache by several tokens. For earlier chunks, the result is None. Example: a chunk ends
-        with token 9 and has 2 logits. The logits after the first 9 tokens and after the first 10
-        tokens are computed, each by one call of the model.
+        with token 9 and needs 2 logits. One call of the model computes the logits after the first 9
+        tokens, and another call computes the logits after the first 10 tokens.
         """
         if chunk.num_logits == 0:
             return None
@@ -115,8 +115,8 @@ class SinglePath:
         """Return the logits after a prefix of a sequence, [vocab_size].
 
         The prefix consists of the first `num_tokens` tokens. If the stored state of `row` covers
-        all tokens of the prefix except the last one, only the last token is computed. Otherwise,
-        the model computes all of them.
+        all tokens of the prefix except the last token, the model computes only the last token.
+        Otherwise, the model computes all tokens of the prefix.
         """
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
@@ -174,8 +174,8 @@ class SinglePath:
                 ids, arguments, "input_ids", self._generation
             )
             if self._uses_cache:
-                # The model creates its cache itself: the cross-attention may have no window.
-                # The length is only used for caches of a fixed size.
+                # The model creates its cache itself, because the cache of the cross-attention must
+                # not have a window. The length is only used for caches of a fixed size.
                 self._model._prepare_cache_for_generation(
                     self._generation, arguments, GenerationMode.GREEDY_SEARCH, 1, ids.shape[1]
                 )

@@ -61,8 +61,8 @@ class _DecodeLengths(NamedTuple):
     """Decodes of similar length, for which attention is computed together.
 
     Attributes:
-        tokens: the indices of the decodes among the decodes of the step. The indices are a slice if
-            all decodes belong to this group.
+        tokens: the indices of these decodes among all decodes of the step. The value is a slice if
+            all decodes of the step belong to this group.
         lens: [num_decodes] int64, the number of tokens to which each decode attends.
     """
 
@@ -163,8 +163,8 @@ class BatchBuilder:
         Args:
             plan: the step, with at least one chunk.
             device: the device on which the tensors are created.
-            sampled: [n] int64 on the device, the tokens that the previous step samples. They are
-                needed if the plan was made ahead: its pending chunks compute these tokens.
+            sampled: [n] int64 on the device, the tokens that the previous step samples. The pending
+                chunks of the plan compute these tokens. None if the plan has no pending chunks.
 
         Mutates: the block tables of the plan's sequences.
         """
@@ -210,10 +210,10 @@ class BatchBuilder:
         )
 
     def _decode_arrays(self, step: _PackedChunks, groups: list[_DecodeLengths]) -> list[Integers]:
-        """Return the arrays of the groups of decodes, in the order in which they are read.
+        """Return the arrays of all groups of decodes, in the order in which they are read.
 
-        Each group has its blocks, its lengths, and its token indices if these are not a slice; see
-        `_decode_groups`.
+        Each group has two or three arrays: the blocks, the lengths, and the token indices. If the
+        token indices are a slice, they are left out. `_decode_groups` reads the arrays.
         """
         arrays = []
         for tokens, lens in groups:
@@ -232,7 +232,7 @@ class BatchBuilder:
     def _arrays_of_other_groups(
         self, step: _PackedChunks, groups: list[_DecodeLengths]
     ) -> list[Integers]:
-        """Return the arrays that depend on block tables, for all groups of layers except the first.
+        """Return the arrays that depend on the block tables. The first group of layers is left out.
 
         For each group of layers, the arrays are the slots of the tokens, the blocks of each group
         of decodes, and the blocks of each prefill; see `_with_blocks`.
@@ -269,8 +269,7 @@ class BatchBuilder:
     ) -> list[DecodeGroup]:
         """Build the groups of decodes from tensors on the device.
 
-        `tensors` yields the tensors of the arrays that `_decode_arrays` returned: the blocks, the
-        lengths, and the token indices if these are not a slice, for each group.
+        `tensors` yields one tensor for each array that `_decode_arrays` returned, in that order.
         """
         decode_groups = []
         for tokens, _ in groups:
@@ -303,7 +302,7 @@ class BatchBuilder:
 
 
 def _consecutive(starts: Integers, counts: Integers) -> Integers:
-    """Return an array with `counts[i]` consecutive numbers that begin at `starts[i]`, for each i.
+    """Concatenate ranges of numbers. Range i has `counts[i]` numbers and begins at `starts[i]`.
 
     Example: the starts [20, 0] and the counts [1, 3] give [20, 0, 1, 2].
     """
@@ -328,9 +327,8 @@ def _pending_tokens(plan: StepPlan) -> Integers:
 def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     """Return the token ids of a step, [num_tokens] int64.
 
-    If a decode's token is not known yet, because the previous step is still sampling the token, its
-    id is 0. The caller then copies the token on the device. `num_decodes` is the number of leading
-    chunks with one token.
+    If the previous step is still sampling the token of a decode, the id of this token is 0. The
+    caller then copies the sampled token on the device. The first `num_decodes` chunks are decodes.
     """
     token_ids = [
         chunk.sequence.token_ids[chunk.start] if chunk.start < len(chunk.sequence.token_ids) else 0

@@ -12,11 +12,11 @@ from nereid_backend.paths.recurrent import RowsPath
 
 
 class StoredPrefixes:
-    """The blocks and snapshots of a forward path, as bytes.
+    """Reads and writes the blocks and snapshots of a forward path as bytes.
 
     Attributes:
         has_blocks: whether the blocks contain keys and values. False for a model without attention.
-        layout: a description of the bytes. Bytes of one layout have no meaning in another layout.
+        layout: a description of the bytes. A forward path can read only bytes with its own layout.
     """
 
     def __init__(self, path: Any) -> None:  # noqa: ANN401 - any path with the attribute kv_cache
@@ -32,7 +32,7 @@ class StoredPrefixes:
         self.layout = f"{type(path).__name__}, {type(self._cache).__name__}, {'; '.join(shapes)}"
 
     def read_block(self, block: int) -> bytes:
-        """Return the keys and values of a block."""
+        """Return the keys and values of a block as bytes."""
         return b"" if self._cache is None else self._cache.read_block(block)
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
@@ -44,7 +44,7 @@ class StoredPrefixes:
             self._cache.write_blocks(blocks, contents)
 
     def read_snapshot(self, snapshot_id: int) -> bytes:
-        """Return the state of a snapshot."""
+        """Return the state of a snapshot as bytes."""
         buffer = io.BytesIO()
         torch.save(self._snapshots[snapshot_id], buffer)
         return buffer.getvalue()

@@ -40,17 +40,15 @@ class BackgroundCompilation:
         self._connection, child_end = Pipe()
         fd = child_end.fileno()
         with child_end:
-            # The process starts the C++ compiler. The process group contains the process and its
-            # compiler, so that one signal can kill both.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(fd), str(folder)],
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # The process and its compilers form a process group, so that one signal can kill
-                # all of them. The process group stays in the engine's session, because Linux
-                # divides the CPU time equally among sessions, and niceness has an effect only
+                # The process and the C++ compiler that it starts form a process group, so that one
+                # signal can kill both. The process group stays in the engine's session, because
+                # Linux divides the CPU time equally among sessions, and niceness has an effect only
                 # within a session.
                 process_group=0,
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces the code of a model, and compiles the trace into a library.
 
-torch.export traces the model's code in transformers once, for any number of tokens. Attention and
-linear layers are operators of this package in the trace. AOTInductor fuses the code between these
+torch.export traces the model's code in transformers once, for any number of tokens. In the trace,
+attention and linear layers are operators of this package. AOTInductor fuses the code between these
 operators, and compiles the trace into a library that runs without Python. The library does not
 contain the weights, but reads the weights of the loaded model.
 """

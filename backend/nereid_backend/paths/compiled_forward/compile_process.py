@@ -3,8 +3,8 @@
 
     python -m nereid_backend.paths.compiled_forward.compile_process FD FOLDER
 
-FD is the number of a file descriptor. The descriptor is this process's end of a connection to the
-engine. FOLDER is the folder for the library. Messages:
+FD is the file descriptor of the connection to the engine. FOLDER is the folder for the library. The
+messages are:
 
     engine -> process   the bytes that `pack_skeleton` returns
     process -> engine   the reason why there is no library, as UTF-8; empty after a success
@@ -60,7 +60,7 @@ def main() -> None:
         reason = first_line(error) or type(error).__name__
     with contextlib.suppress(OSError):
         connection.send_bytes(reason.encode())
-    # Exit at once. Python's cleanup would take a second, and would wait for the thread.
+    # Exit immediately. Python's cleanup would take a second, and would wait for the thread.
     os._exit(0)
 
 

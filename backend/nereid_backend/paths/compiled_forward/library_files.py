@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a compiled library.
+"""Reads and writes the files in the folder of a compiled library.
 
 The name of the folder is a hash of everything that the library depends on.
 """
@@ -46,7 +46,7 @@ _SOURCES = (
 
 
 class TraceError(UnfitError):
-    """torch cannot trace the model's code. Another attempt would fail for the same reason."""
+    """Raised if torch cannot trace the model's code. Another attempt would fail, too."""
 
 
 def library_folder(model: PreTrainedModel, *, is_native: bool) -> Path:
@@ -124,9 +124,9 @@ def load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def shims_of(device: torch.device, is_native: bool) -> Shims:
-    """Return the operators that compiled code calls in C instead of Python.
+    """Return the operators for which compiled code calls a C function instead of Python code.
 
-    Each operator is mapped to the C declaration of a function.
+    Each operator is mapped to the C declaration of the function.
 
     cpu_shim.cpp defines the functions. The CPU kernels for attention need a special layout of the
     KV cache. Compiled code therefore calls these kernels only if the cache has this layout

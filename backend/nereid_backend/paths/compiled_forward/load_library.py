@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled forward pass of a model.
+"""Loads the compiled forward pass of a model, or compiles the forward pass first.
 
-A library with the compiled code (build_library.py) is stored on disk, so that later starts load the
-library. The code of this module was written for CPUs and is tested on CPUs. The code has never run
-on a GPU.
+The compiled code is a library (build_library.py). The library is stored on disk, so that later
+starts of the engine load it. The code of this module is tested on CPUs, and has never run on a GPU.
 """
 
 from collections.abc import Callable
@@ -45,8 +44,8 @@ class CompiledForward:
         """Wrap a compiled function.
 
         Args:
-            run: computes logits from input_ids, position_ids and logits_index; shapes as in
-                StepBatch.
+            run: computes logits from input_ids, position_ids and logits_index. The class StepBatch
+                describes these arguments.
             folder: the folder of the library that contains the function; None if no library
                 contains the function.
         """

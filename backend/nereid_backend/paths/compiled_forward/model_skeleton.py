@@ -72,7 +72,7 @@ class _SkeletonPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 - any object of the model
         """Return the function that restores a tensor, and the arguments of this function.
 
-        For other values, return NotImplemented. pickle then handles the value by default.
+        For other values, return NotImplemented. pickle then uses its default method.
         """
         if not isinstance(value, Tensor):
             return NotImplemented
@@ -102,7 +102,7 @@ def _restore_tensor(
     extent: int,
     data: bytes | None,
 ) -> Tensor:
-    """Return a tensor with these properties.
+    """Create a tensor with the given shape, memory layout and values.
 
     Args:
         shape: the shape.

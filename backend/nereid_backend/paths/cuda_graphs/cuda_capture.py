@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of CUDA that capture a graph. The other modules decide which steps are captured.
+"""Captures CUDA graphs. The other modules of this package decide which steps are captured.
 
 This code has not run on a GPU yet.
 """
@@ -61,7 +61,7 @@ class GraphCapture:
     def __call__(self, work: Callable[[], None]) -> Replay:
         """Capture one call of `work` as a graph, and return a function that replays the graph.
 
-        For the work and the errors, see `pieces`.
+        `pieces` describes the requirements for `work`, and the exceptions.
         """
         return self.pieces(lambda _: work())
 
@@ -171,12 +171,12 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torc
 
 
 def is_lost(device: torch.device) -> bool:
-    """Return whether a device has failed for good, for example after an invalid memory access."""
+    """Return whether a device no longer works, for example after an invalid memory access."""
     if device.type != "cuda":
         return False
     try:
         torch.zeros(1, device=device).item()
-    except RuntimeError:  # the base class of torch's errors of a device
+    except RuntimeError:  # the base class of torch's device errors
         return True
     return False
 

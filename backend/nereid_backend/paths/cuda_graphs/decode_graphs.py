@@ -138,7 +138,7 @@ class DecodeGraphs:
     ) -> "tuple[StaticStep, Replay] | None":
         """Capture a graph with the inputs of a step, or with padding if there is no step.
 
-        Return None if memory is short, or if the capture fails.
+        Return None if too little memory is free, or if the capture fails.
         """
         if self._is_full:
             return None

@@ -190,7 +190,7 @@ class PiecewiseGraphs:
         return static, replay
 
     def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
-        """Return an attention function. It calls `cut` to end a graph before each attention."""
+        """Return an attention function that calls `cut` to end a graph before each computation."""
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
@@ -285,7 +285,7 @@ class StaticTokens:
 
 
 class _SplitForward(PagedForward):
-    """Attention during a capture: each attention call ends a graph and begins the next graph."""
+    """An attention function for captures. Each call ends a graph, and begins the next graph."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class _SplitForward(PagedForward):
             cache: the KV cache.
             batch: the slots of the step.
             graphs: the owner of the tensors that graphs and attention share.
-            cut: ends a piece; see `GraphCapture.pieces`.
+            cut: ends a graph, and begins the next graph; see `GraphCapture.pieces`.
         """
         super().__init__(layers, cache, batch)
         self._graphs = graphs
@@ -319,8 +319,8 @@ class _SplitForward(PagedForward):
     ) -> Tensor:
         """Compute the attention of one layer between two graphs, and return the result.
 
-        The keys and values of the layer are stored in the graph that ends here. The attention is
-        not part of a graph: `cut` runs it between the graph that ends here and the graph that
+        The graph that ends here stores the keys and values of the layer. No graph contains the
+        attention: `cut` computes it after the graph that ends here, and before the graph that
         begins here. The arguments and the result are those of `PagedForward.attend`.
         """
         spec = self._layers[number]

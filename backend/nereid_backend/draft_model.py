@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates draft tokens for speculative decoding with a small model.
+"""Generates draft tokens with a small model, for speculative decoding.
 
 Before each step of the large model, the draft model runs a few passes. Each pass generates one
 draft token for each sequence. Example for one sequence (the draft model has already computed the
@@ -90,7 +90,7 @@ class _Draft:
             tokens of `target`, followed by the draft tokens.
         first: the index in `target` of the first token of `own`.
         num_known: the number of known tokens in `own`.
-        length: the number of draft tokens that are wanted for the next step.
+        length: the number of draft tokens to generate for the next step.
         is_new: whether the draft model has not computed any token of `own` yet.
     """
 

@@ -22,7 +22,7 @@ from nereid_backend.errors import RequestError
 
 _MAX_SHOWN_CHARS = 80
 
-# For each error type of pydantic, the end of a sentence that begins with "the value must be".
+# Maps each error type of pydantic to the end of the sentence "the value must be ...".
 _REQUIREMENTS = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -108,7 +108,7 @@ class CheckedSamplingParams(SamplingParams):
     """Sampling parameters that are validated when the object is created.
 
     Lists are stored as tuples, and `logit_bias` is stored as sorted pairs. The fields below are
-    declared again because the types of the core cannot limit the items of a list.
+    declared again because the types in core/sampling_params.py cannot limit the items of a list.
 
     Raises:
         RequestError: a value has the wrong type or is out of range. The message names the field.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocates memory in huge pages, for data that a CPU reads completely in every step.
 
-A processor caches the addresses of a few thousand memory pages. The weights of even a small model
-have more pages of 4 KiB than that. Memory in huge pages of 2 MiB is read 20 to 40 % faster
+A processor caches the addresses of a few thousand memory pages. Even the weights of a small model
+need more pages of 4 KiB. Memory in huge pages of 2 MiB is read 20 to 40 % faster
 (docs/history/cpu-kernels.md). Linux provides huge pages on request if its setting
-`transparent_hugepage` is `madvise` or `always`. Otherwise these functions return ordinary memory.
+`transparent_hugepage` is `madvise` or `always`. Otherwise, these functions return ordinary memory.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
         storage: the old memory of some tensors. Its contents are undefined after the call, unless
             other tensors also use the storage.
         target: bytes, uint8. Mutated.
-        num_tensors: the number of tensors that are moved with this storage.
+        num_tensors: the number of moved tensors that use this storage.
     """
     # The variable `storage` of the caller is one more reference.
     is_unshared = torch._C._storage_Use_Count(storage._cdata) <= num_tensors + 1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward path of an MTP layer, which generates draft tokens. MTP means multi-token prediction.
 
-An MTP layer belongs to the checkpoint of the large model. Its inputs are a token and the hidden
-state of the large model at the token before. Example for the tokens a b c, of which the large model
-has computed a and b, and has sampled c:
+An MTP layer belongs to the checkpoint of the large model. Its inputs are a token, and the hidden
+state of the large model at the previous token. Example for the tokens a b c (the large model has
+computed a and b, and has sampled c):
 
     entry of the MTP layer    token    hidden state            predicts
     0                         b        large model at a        c
@@ -11,7 +11,7 @@ has computed a and b, and has sampled c:
     2                         x        MTP layer at entry 1    y, the second draft token
 
 The keys and values of each entry are in blocks. Entries with draft tokens are computed again after
-the large model has computed their tokens, because the large model has better hidden states.
+the large model has computed these tokens, because the hidden states of the large model are better.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ _MAX_APPENDED = 256
 
 
 class HiddenStates:
-    """The large model's hidden states that the MTP layer has not read yet.
+    """Stores hidden states of the large model until the MTP layer reads them.
 
     The object wraps the forward path of the large model, and records the hidden states that the
     large model computes.
@@ -130,7 +130,7 @@ class HiddenStates:
 
 
 class MtpPath:
-    """The forward path of an MTP layer, which implements `ForwardPath`.
+    """The forward path of an MTP layer. It implements the interface `ForwardPath`.
 
     A sequence of this path contains the tokens of a sequence of the large model, from the second
     token on. The first token is left out, because no hidden state precedes it.
@@ -161,7 +161,7 @@ class MtpPath:
         self._layers = layers
         self._cache, self._builder = blocks
         self.hidden = hidden
-        # For each sequence of this path, the sequence of the large model to which it belongs.
+        # Maps each sequence of this path to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
         # For each sequence, the output of the MTP layer at its last token, [hidden_size].
         self._last_outputs: dict[Sequence, Tensor] = {}

@@ -273,7 +273,7 @@ def _read_sampled(
 
     Args:
         sampling: the positions at which tokens were sampled. The positions of a sequence are
-            adjacent, and the last of them follows all draft tokens of the sequence.
+            adjacent, and the last position follows all draft tokens of the sequence.
         sampled_tokens: one sampled token for each position.
         masks: the token masks of the step, with the errors of guides.
     """
@@ -361,10 +361,10 @@ def _accept(
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
-    # The loop continues while all new tokens are draft tokens, because the model has then computed
-    # the logits that follow them. This is also true if there are no new tokens yet. After the last
-    # draft token, the loop adds one more sampled token, which makes `token_ids` longer than
-    # `drafts` and ends the loop.
+    # The loop continues while all new tokens equal draft tokens, because the model has then
+    # computed the logits of the next token. At the start, there are no new tokens, so the condition
+    # is true. After the last draft token, the loop adds one more sampled token. `token_ids` is then
+    # longer than `drafts`, so the loop ends.
     while token_ids == drafts[: len(token_ids)]:
         index = first + len(token_ids)
         if index in sampled_tokens.errors:
@@ -381,7 +381,7 @@ def _accept(
             token_ids += forced
             logprobs += [0.0] * len(forced)
             # `top` needs no entries for forced tokens, because `_forced` returns [] if the request
-            # asks for them.
+            # asks for log-probabilities.
             if token_ids[-1] in stops:
                 break
             if forced:

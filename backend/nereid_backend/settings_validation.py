@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declares and validates settings: the decorator of settings classes and the types of settings.
+"""Provides the decorator for settings classes, and the types of settings.
 
 A settings class declares each setting once, as a field with a type, a default and a docstring:
 

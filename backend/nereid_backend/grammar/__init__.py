@@ -4,7 +4,7 @@
 Start reading at guide_factory.py: `Guides.prepare` creates the guide of a request.
 
     guide_factory.py        compiles the grammar of a request, and creates the request's guides
-    token_guide.py          the state of one sequence: reasoning, grammar, end of the answer
+    token_guide.py          tracks the state of one sequence: reasoning, grammar, end of the answer
     guide_rules.py          the token masks that all sequences of a request share
     thinking_budget.py      finds the start and the end of reasoning and enforces its budget
     backend_interface.py    the interface of a grammar library
@@ -20,7 +20,7 @@ Start reading at guide_factory.py: `Guides.prepare` creates the guide of a reque
     vocabulary.py           the tokens of a tokenizer, and token masks
     token_bytes.py          converts the entries of a vocabulary into bytes
     request_spec.py         converts a JSON schema or a grammar text into a GrammarSpec
-    validate_answer.py      compares a finished answer with its JSON schema
+    validate_answer.py      validates a finished answer against its JSON schema
 
 The server's tokenizer and postprocessor use request_spec.py and validate_answer.py. These two
 modules import neither torch nor a grammar library. This package imports guide_factory.py only when

@@ -15,7 +15,7 @@ _MAX_JSON_DEPTH = 2 * MAX_DEPTH
 
 # The pattern of a repetition in a regular expression or a grammar: {3}, {3,}, {,5} or {3,5}.
 _REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
-# The number of digits that are read from a bound. int() is slow for a very long number.
+# The largest number of digits that are read from a bound. int() is slow for a very long number.
 _MAX_DIGITS = 9
 
 # The keywords of JSON Schema whose values are a schema, a list of schemas, or a map of schemas.
@@ -115,7 +115,7 @@ def load(name: str, source: str) -> object:
 
 
 def _json_depth(value: object) -> int:
-    """Return the nesting depth of a JSON value, which counts the levels of objects and lists.
+    """Return the nesting depth of a JSON value: the number of levels of objects and lists.
 
     Examples: the depth of 5 is 0, the depth of [] is 1, and the depth of {"a": [1, 2]} is 2. The
     function is not recursive, because a value can be nested more deeply than Python's recursion

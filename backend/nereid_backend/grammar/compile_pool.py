@@ -115,8 +115,8 @@ def _complete(work: Callable[[], T], result: "Future[T]") -> None:
     except NereidError as error:
         result.set_exception(error)
     except BaseException as error:
-        # A request waits for `result`, so every error must be stored there. `except Exception`
-        # would miss a panic of the Rust library, which is a BaseException.
+        # A request waits for `result`, so every error must be stored there. A panic in the Rust
+        # library raises a BaseException, which `except Exception` would not catch.
         log.exception("The compiler of grammars failed.")
         result.set_exception(RequestError(f"grammar: the grammar library failed: {error}"))
 

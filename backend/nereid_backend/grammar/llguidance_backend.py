@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON schemas, regular expressions, choices and Lark grammars, compiled by the library llguidance.
+"""Compiles JSON schemas, regular expressions, choices and Lark grammars with llguidance.
 
 llguidance compiles quickly, because it builds its automata while the answer is generated. It
 rejects schemas with keywords that it cannot enforce.
@@ -48,7 +48,7 @@ _LENGTHS = frozenset(
 
 
 class _Tokens:
-    """The attributes of a tokenizer that the LLTokenizer of llguidance reads."""
+    """Provides the attributes that llguidance's LLTokenizer reads from a tokenizer."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -67,7 +67,7 @@ class _Tokens:
 
 
 class LLGuidanceBackend:
-    """A GrammarBackend for all kinds of grammars except structural tags."""
+    """Implements `GrammarBackend` for all kinds of grammars except structural tags."""
 
     def __init__(self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...]) -> None:
         """Create a backend.
@@ -102,12 +102,13 @@ class LLGuidanceBackend:
     def _matcher(self, grammar: str) -> LLMatcher:
         """Return llguidance's matcher for a grammar.
 
-        If the grammar is not valid, the matcher's methods `is_error` and `get_error` report it.
+        If the grammar is not valid, the methods `is_error` and `get_error` of the matcher report
+        the error.
         """
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _grammar_error(self, kind: str, source: str, matcher: LLMatcher) -> RequestError:
-        """Return the RequestError for an invalid grammar of any type except a JSON schema."""
+        """Return the RequestError for an invalid grammar that is not a JSON schema."""
         is_regex = kind == "regex"
         if is_regex:
             # `matcher` was created from a converted text, so the columns in its error belong to

@@ -60,7 +60,7 @@ class Thinking:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next token belongs to the reasoning or to its end marker."""
+        """Whether the reasoning has started and its end marker is not complete yet."""
         return self._state is _State.OPEN or bool(self.forced)
 
     def feed(self, token_id: int, data: bytes) -> None:

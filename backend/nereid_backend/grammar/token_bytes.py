@@ -17,7 +17,7 @@ _BYTE_ENTRY_LENGTH = 6
 def byte_level(text: str) -> bytes:
     """Return the bytes of a byte-level BPE entry. Example: "Ġhi" gives b" hi".
 
-    An entry with a character that is not in the byte-level alphabet is plain text.
+    If an entry contains a character outside the byte-level alphabet, the entry is plain text.
     """
     table = _byte_of_character()
     try:

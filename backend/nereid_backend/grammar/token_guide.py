@@ -75,7 +75,7 @@ class TokenGuide:
     # ---- tokens of the answer --------------------------------------------------------------------
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance the state by tokens of the answer, in order.
+        """Advance the state by the next tokens of the answer.
 
         Raises:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
@@ -129,8 +129,8 @@ class TokenGuide:
     def _advance(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
         """Advance the phase and the grammar by one token. Return whether the token is allowed.
 
-        The phases are described in the module's docstring. Example: in the phase WHITE_SPACE, the
-        token with a newline keeps the phase, and the token `{` begins the phase GRAMMAR.
+        The phases are described in the module's docstring. Example: in the phase WHITE_SPACE, a
+        newline token does not change the phase, and the token `{` begins the phase GRAMMAR.
         """
         if token_id in self._rules.stop_ids:
             if not self._may_end(matcher):

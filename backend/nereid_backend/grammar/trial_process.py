@@ -103,7 +103,7 @@ class TrialServer:
     def _step(self) -> None:
         """Wait for the next event, and handle every event that has occurred.
 
-        The events are a message of the engine, the result of a child, and the deadline of a job.
+        The events are a message from the engine, the result of a child, and the deadline of a job.
         Afterwards, start as many waiting jobs as the number of children allows.
         """
         now = time.monotonic()
@@ -124,7 +124,7 @@ class TrialServer:
             self._start(self._waiting.popleft())
 
     def _handle(self, message: str, job_id: int, *grammar: str) -> None:
-        """Handle a message of the engine."""
+        """Handle a message from the engine."""
         if message == "compile":
             deadline = time.monotonic() + self._timeout_s
             kind, source = grammar

@@ -28,8 +28,8 @@ def validate_strict(text: str, schema: object) -> str | None:
         schema: the schema as a JSON value.
 
     Returns:
-        A description of the first problem, which a message can contain after a colon. None if the
-        answer matches the schema.
+        A description of the first problem, in a form that fits after a colon. None if the answer
+        matches the schema.
     """
     try:
         value = json.loads(text, parse_constant=_reject_constant)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of every token of a model, read from the checkpoint's tokenizer."""
+"""Reads the bytes of a model's tokens from the tokenizer, and creates token masks."""
 
 import bisect
 import json

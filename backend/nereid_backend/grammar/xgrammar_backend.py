@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structural tags and EBNF grammars, compiled by the library xgrammar."""
+"""Compiles structural tags and EBNF grammars with the library xgrammar."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
 
 
 class XGrammarBackend:
-    """A GrammarBackend for structural tags and EBNF grammars."""
+    """Implements `GrammarBackend` for structural tags and EBNF grammars."""
 
     def __init__(
         self, vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
@@ -123,7 +123,7 @@ class XGrammarMatcher:
 
 
 def _without_controls(source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
-    """Compile a structural tag to a grammar whose strings exclude control characters.
+    """Convert a structural tag to a grammar whose strings contain no control characters.
 
     xgrammar 0.2.8 allows control characters, such as tabs, in strings with a minLength or a
     maxLength. An answer with control characters is not valid JSON. This function therefore replaces

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the LoRA adapters that requests can select. Some adapters are in memory.
+"""Stores the LoRA adapters that requests can select. Only some adapters are in memory.
 
 The adapters in memory need at most `lora_memory` bytes together. If a new request needs an adapter
 that is not in memory, the store removes the least recently used adapters from memory, and reads the
@@ -35,7 +35,7 @@ class AdapterStore:
                 adapters from these layers.
             sizes: the sizes of the linear layers that an adapter can change, by layer name.
             like: a tensor with the dtype and the device of the model.
-            max_bytes: the largest size of the adapters in memory.
+            max_bytes: the largest total size of the adapters in memory.
             in_use: returns the adapters of all unfinished requests.
         """
         self._layers = layers
@@ -60,8 +60,8 @@ class AdapterStore:
     def load(self, name: str, path: str) -> None:
         """Read a LoRA adapter from disk, so that requests can select it with `name`.
 
-        If an adapter with this name exists, the new adapter replaces it for new requests.
-        Unfinished requests keep the old adapter.
+        If an adapter with this name exists, new requests use the new adapter. Unfinished requests
+        use the old adapter until they end.
 
         Raises:
             ModelError: if the files are missing or broken, or if the adapter does not fit the

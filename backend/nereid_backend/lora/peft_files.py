@@ -46,8 +46,8 @@ _HARMLESS_SETTINGS = frozenset(
 # The weights may need twice as many bytes in the file as in memory. Example: the file contains
 # float32 numbers, and the memory contains bfloat16 numbers.
 _FILE_RATIO = 2
-# Some of PEFT's methods that initialise an adapter. These methods also change the weights of the
-# model, so the adapter does not fit the original weights.
+# Some methods with which PEFT can initialise an adapter. These methods also change the weights of
+# the model, so the adapter does not fit the original weights.
 _CHANGED_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 

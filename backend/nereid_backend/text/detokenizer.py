@@ -52,11 +52,12 @@ class Detokenizer:
 
     The new text is the difference of two decodings: the text of the last returned tokens, and the
     text of these tokens followed by the new tokens. Some tokenizers change the start of a text, for
-    example by dropping its first space. Both decodings have this change, so the difference is not
-    affected.
+    example by dropping its first space. Both decodings contain this change, so the difference is
+    not affected.
 
-    Text that ends in the middle of a character is kept until the rest of the character arrives.
-    Example: if two tokens spell the bytes of "é", the first `feed` returns "" and the second "é".
+    If a text ends in the middle of a character, it is not returned until the rest of the character
+    arrives. Example: two tokens contain the two bytes of "é". The first call of `feed` returns "",
+    and the second call returns "é".
     """
 
     def __init__(self, decode: Decode, seed_token_ids: Sequence[int] = ()) -> None:
@@ -106,7 +107,7 @@ class Detokenizer:
     def _return_decodable(self, before: str) -> str:
         """Return the decoded text up to its last complete character.
 
-        This method is called if the text of too many tokens was not returned yet.
+        This method is called if too many tokens wait for the rest of a character.
 
         The returned text ends after the last token that completes a character. If none of the last
         four tokens completes a character, their bytes are invalid. In that case, return the text of
@@ -128,8 +129,8 @@ class Detokenizer:
     def _advance(self, end: int) -> None:
         """Mark the tokens before `end` as returned. Remove tokens that were marked earlier.
 
-        Example: the window is [5, 6, 7, 8], and its first 2 tokens are returned. After
-        `_advance(3)`, the window is [7, 8], and its first token is returned.
+        Example: the window is [5, 6, 7, 8], and its first 2 tokens have been returned. After
+        `_advance(3)`, the window is [7, 8], and its first token has been returned.
         """
         del self._window[: self._start]
         self._start = end - self._start

@@ -8,8 +8,8 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Most texts have at most this number of characters for each token. The pieces of a text are counted
-# only if the text has more characters than this for each token of the limit.
+# Most texts have at most this number of characters for each token. The tokens of a text are counted
+# in advance only if the text has more characters than the token limit times this number.
 _USUAL_TOKEN_CHARS = 8
 _PIECE_CHARS = 32_768
 # The pieces of a text can have more tokens than the whole text. A text is therefore rejected only
@@ -55,11 +55,11 @@ class PromptEncoder:
         Args:
             text: the text.
             add_special_tokens: whether the tokenizer adds its own special tokens.
-            is_truncated: whether the caller removes surplus tokens. If True, the text may be too
-                long.
+            is_truncated: whether the caller removes surplus tokens. If True, the length of the text
+                is not limited.
 
         Raises:
-            RequestError: the text is long, and its beginning alone has too many tokens.
+            RequestError: if the beginning of the text already has too many tokens.
         """
         limit = self._max_tokens
         if limit is not None and not is_truncated:

@@ -85,7 +85,7 @@ class StopStrings:
         return min(matches, key=end_and_start, default=None)
 
     def _held_length(self, text: str) -> int:
-        """Return the number of characters at the end of `text` that a stop string begins with.
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string.
 
         Example: for the stop string "END", the text "the E" gives 1 and the text "the" gives 0.
         """

@@ -225,7 +225,7 @@ def _write_config(
 
 
 def main(arguments: list[str]) -> int:
-    """Convert the checkpoint that the command line names, and return the exit code."""
+    """Convert the checkpoint in the command-line arguments, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="nereid convert", description=(__doc__ or "").split("\n")[0]
     )

@@ -95,7 +95,7 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory(folder: Path) -> list[Finding]:
-    """Return findings about the size of the weights in memory, one for each setting."""
+    """Return one finding for each setting: the size of the weights in memory."""
     free = available_memory()
     return [
         {

@@ -124,7 +124,8 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
             model for these sequences.
         compiled: the compiled forward pass that the path uses; None if it uses none.
         sizes: the sizes of the path.
-        activation_bytes: the memory of the largest step, which the graphs must leave free.
+        activation_bytes: the memory that the largest step needs. The graphs must leave this memory
+            free.
         progress: called with one line about the result.
 
     Raises:
@@ -152,7 +153,7 @@ def use_decode_graphs(  # noqa: PLR0913 - the results of the earlier stages of l
         use_piecewise_graphs(path, checkpoint, chosen, compiled, sizes, capture, progress)
 
 
-def use_piecewise_graphs(  # noqa: PLR0913 - as above
+def use_piecewise_graphs(  # noqa: PLR0913 - the results of the earlier stages of loading
     path: PackedPath,
     checkpoint: Checkpoint,
     chosen: ChosenPath,

@@ -85,7 +85,7 @@ def _prompt_plan(token_id: int, num_tokens: int, num_blocks: int) -> StepPlan:
 
 
 def _reset_peak() -> int | None:
-    """Reset the peak of this process's memory, and return its current memory in bytes.
+    """Reset the recorded peak memory of this process, and return the current memory in bytes.
 
     Return None if the operating system cannot reset the peak.
     """

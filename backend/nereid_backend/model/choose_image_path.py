@@ -64,7 +64,7 @@ class ImageSupport:
         reason: a sentence that says why images are refused; empty if images are accepted.
         video_reason: a sentence that says why videos are refused; empty if videos are accepted.
         config: the config of the model.
-        add: adds the support for images to the forward path of texts, and returns the new path.
+        add: adds the support for images to the forward path for texts, and returns the new path.
         needs_images: whether the model computes only prompts with images.
         difference: the largest difference between the logits of the path and the logits of
             transformers' generate, relative to the standard deviation of the logits.
@@ -96,7 +96,7 @@ def choose_image_path(
     Args:
         checkpoint: a loaded model.
         folder: the folder of the checkpoint, with the processor.
-        spec: the forward path of texts.
+        spec: the forward path for texts.
         block_size: the number of tokens in one block.
         progress: called with one line about the choice.
 
@@ -180,9 +180,9 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
 ) -> Iterator[tuple[str, Callable[[ForwardPath], ForwardPath]]]:
-    """Yield each possible way to compute images as a pair (name, function).
+    """Yield each candidate as a pair (name, function).
 
-    The function takes the forward path for text. It returns a forward path that also computes
+    The function takes the forward path for texts, and returns a forward path that also computes
     images.
     """
 

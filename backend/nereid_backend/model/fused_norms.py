@@ -28,7 +28,7 @@ class FusedRmsNorm(nn.Module):
         """Use the weight of another module.
 
         Args:
-            weight: [dim], the factors of the normalised numbers.
+            weight: [dim], the factors by which the normalised numbers are multiplied.
             eps: the number that is added to the mean of the squares.
         """
         super().__init__()

@@ -42,7 +42,7 @@ class NoTextPath:
         """Create a path without state. `sizes` is ignored."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """Raise an EngineError, because the engine must refuse prompts without images."""
+        """Raise an EngineError, because the engine should have refused a prompt without images."""
         raise EngineError("A prompt without images has reached a model that needs images.")
 
     def clear(self, sequence: Sequence) -> None:

@@ -55,7 +55,7 @@ def choose_layer_groups(
 
 
 def describe_windows(layers: Sequence[LayerSpec], groups: LayerGroups, reason: str) -> str:
-    """Return a sentence about the attention windows of the layers; "" if there are none.
+    """Return a sentence about the attention windows of the layers; "" if no layer has a window.
 
     `groups` and `reason` are the results of `choose_layer_groups`.
     """
@@ -101,9 +101,9 @@ def divide_layers(
 ) -> LayerGroups:
     """Divide the layers into groups, such that the longest request needs little memory.
 
-    Example: 10 layers with full attention and 52 layers with a window of 1024 tokens, for requests
-    of 131072 tokens, give 10 places in a block. There are one group with full attention and 6
-    groups with a window. Other divisions would save less than 5 %.
+    Example: 10 layers have full attention, 52 layers have a window of 1024 tokens, and the longest
+    request has 131072 tokens. A block then has 10 places. One group has full attention, and 6
+    groups have a window. Other divisions would save less than 5 %.
 
     Args:
         layers: the attention layers, whose keys and values have the same sizes.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-# The length limit for models without position embeddings, whose config has no limit.
+# The length limit for models without position embeddings. The configs of such models have no limit.
 _NO_MODEL_LIMIT = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 

@@ -71,7 +71,7 @@ class BlockShape:
         return self.bytes_per_token * self.block_size
 
     def num_sequence_blocks(self, num_tokens: int) -> int:
-        """Return the largest number of blocks that a sequence has at the same time."""
+        """Return how many blocks a sequence of `num_tokens` tokens needs at the same time."""
         return max_sequence_blocks(self.windows, num_tokens, self.max_step_tokens, self.block_size)
 
     def longest_sequence(self, num_blocks: int, max_tokens: int) -> int:
@@ -102,8 +102,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory of the KV cache into blocks, and derive the limits of requests.
 
-    Example: 10 MiB for a model that needs 32 KiB for each token are enough for 320 tokens, which
-    are 20 blocks of 16 tokens. One block is used for padding, so num_blocks is 19. If the model's
+    Example: num_bytes is 10 MiB, and each token needs 32 KiB. The memory is enough for 320 tokens,
+    or 20 blocks of 16 tokens. One block is used for padding, so num_blocks is 19. If the model's
     own limit is larger, max_model_len is 19 * 16 = 304.
 
     Args:
@@ -153,8 +153,8 @@ def _limit_by_states(
     """Return the number of states that fit into the memory, but at most `max_num_seqs`.
 
     The states may use half of the memory, because blocks need the other half. If the model stores
-    nothing in blocks, the states may use all memory. Example: 10 MiB are enough for the states of 5
-    sequences of a model with blocks, if a state needs 1 MiB.
+    nothing in blocks, the states may use all memory. Example: the memory is 10 MiB, a state needs
+    1 MiB, and the model also needs blocks. The result is 5.
 
     Raises:
         ConfigError: if the memory is too small for one state.
@@ -286,8 +286,8 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     embedding model and of the reranker have their own limits, and may be started before or after
     this process.
 
-    Example: the share 0.9 of 80 GiB is 72 GiB. If the weights take 16 GiB, the context 0.5 GiB and
-    a step 2 GiB, then 53.5 GiB remain for the KV cache.
+    Example: the share 0.9 of 80 GiB is 72 GiB. The weights take 16 GiB, the CUDA context takes
+    0.5 GiB, and a step takes 2 GiB. The KV cache gets the remaining 53.5 GiB.
 
     Args:
         config: the settings.

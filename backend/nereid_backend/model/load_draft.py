@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the draft model of speculative decoding."""
+"""Loads the draft model for speculative decoding."""
 
 import json
 from contextlib import suppress

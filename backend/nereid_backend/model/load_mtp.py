@@ -95,7 +95,7 @@ def open_mtp(
 
     Raises:
         ConfigError: if the checkpoint has no MTP layers that transformers can load, or if the
-            forward path of the model does not give its hidden states.
+            forward path does not provide the hidden states of the large model.
     """
     if config.speculative_method != "mtp" or config.max_draft_tokens == 0:
         return None

@@ -25,7 +25,7 @@ from nereid_backend.model.weight_memory import check_weight_memory
 from nereid_backend.paths.model_call import ModelCall
 
 # The largest accepted difference of a logit, relative to the standard deviation of the logits. A
-# different order of summation causes 1e-6 in float32 and 0.05 in bfloat16.
+# different order of summation causes differences of 1e-6 in float32 and of 0.05 in bfloat16.
 _LAYOUT_TOLERANCE = 0.3
 
 

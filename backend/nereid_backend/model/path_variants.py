@@ -226,8 +226,8 @@ def _row_path(
 ) -> Callable[..., RowsPath]:
     """Return a function that builds the forward path `rows`.
 
-    The first argument of this function is the sizes. The keyword arguments are settings of
-    `RowsPath`. The function calls `make_keys` to create the storage of the keys and values.
+    The returned function takes the sizes as its first argument, and settings of `RowsPath` as
+    keyword arguments. It calls `make_keys` to create the storage of the keys and values.
     """
 
     def build(sizes: Sizes, **settings: bool) -> RowsPath:

@@ -45,9 +45,10 @@ _BEYOND_LIMIT = 6
 # assign other experts to many tokens; the difference in bfloat16 is then 0.13.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 # The accepted difference is larger if the KV cache stores 8-bit numbers. In the tests, 8-bit
-# integers caused differences of 0.01 to 0.08, and 8-bit floating point numbers 0.07 to 0.2. If
-# rounding changed the experts of many tokens, the difference was 0.3. Wrong masks and positions are
-# still detected, because the same forward path must first pass the check without 8-bit numbers.
+# integers caused differences of 0.01 to 0.08, and 8-bit floating point numbers caused differences
+# of 0.07 to 0.2. If rounding changed the experts of many tokens, the difference was 0.3. Wrong
+# masks and positions are still detected, because the same forward path must first pass the check
+# without 8-bit numbers.
 _ROUNDED_TOLERANCE = 0.5
 
 
@@ -277,7 +278,7 @@ def _random_sequences(
 
 
 def _limits_in_config(checkpoint: Checkpoint) -> set[int]:
-    """Return the values of a config whose names indicate the size of a window, chunk or block.
+    """Return the config values whose names indicate the size of a window, chunk or block.
 
     Example: a config with sliding_window 64 and hidden_size 512 gives {64}.
     """

@@ -26,7 +26,7 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     The result is True if weight_dtype is int8 or int4 and the unrounded weights do not fit into the
     free memory. If neither the unrounded nor the rounded weights fit, an error is raised.
 
-    Example of a message: "model: the weights need 128.0 GiB with dtype=bfloat16, but only 20.1 GiB
+    Example of a message: "model: the weights need 128.0 GiB as 16-bit numbers, but only 20.1 GiB
     are free. Use a quantised checkpoint of the model, or a smaller model."
 
     Raises:

@@ -12,7 +12,7 @@ step_batch.py         converts a step plan into tensors
 block_table_rows.py   the block tables of running sequences as arrays
 model_call.py         functions that several paths use
 position_embeddings.py
-                      modules that compute the positions of the tokens themselves
+                      sets the positions in modules that derive positions from the cache
 stored_prefixes.py    converts blocks and snapshots to bytes and back
 compiled_forward/     compiles the forward pass of a model into a library, and loads the library
 cuda_graphs/          replays steps as CUDA graphs

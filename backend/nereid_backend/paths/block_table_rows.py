@@ -72,7 +72,7 @@ class BlockTableRows:
 
         Args:
             positions: [num_tokens] int64, the position of each token in its sequence.
-            rows: [num_tokens] int64, the row of the sequence of each token.
+            rows: [num_tokens] int64, the row of each token's sequence.
             group: the index of the group of layers.
         """
         blocks = self._arrays[group][rows, positions // self._block_size]
@@ -80,10 +80,11 @@ class BlockTableRows:
         return slots
 
     def blocks(self, rows: Integers, num_tokens: int, group: int = 0) -> Integers:
-        """Return the blocks of the first `num_tokens` tokens of each block table.
+        """Return the blocks that contain the first `num_tokens` tokens of each sequence.
 
-        `group` is the index of the group of layers. Example: with 16 tokens in a block,
-        num_tokens=35 gives the first 3 blocks of each table.
+        `rows` are the rows of the sequences, and `group` is the index of the group of layers.
+        Example: a block has 16 tokens, and num_tokens is 35. The result is the first 3 blocks of
+        each sequence.
         """
         return self._arrays[group][rows, : -(-int(num_tokens) // self._block_size)]
 

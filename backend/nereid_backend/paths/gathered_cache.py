@@ -2,8 +2,8 @@
 """A cache for transformers that stores keys and values in the blocks of the KV cache.
 
 The model's own attention code gets a copy of all keys and values of the batch. Shorter sequences
-are padded on the left. Example of a step with three sequences, whose new tokens are to the right of
-the bar:
+are padded on the left. Example of a step with three sequences (the new tokens are to the right of
+the bar):
 
     a   . . . 0 1 2 3 | 4
     b   0 1 2 3 4 5 6 | 7      the attention mask excludes the padding
@@ -42,8 +42,8 @@ class CacheLayout:
         indexers: for each layer of the cache, the index in `layers` of its sparse indexer's keys;
             None if the layer has no indexer. The first half of an indexer's key is stored as a key,
             and the second half is stored as a value.
-        num_positions: for each layer of the cache, the number of positions of one token that the
-            model stores for the sparse indexers; 0 if the model stores no positions in the layer.
+        num_positions: for each layer of the cache, the number of positions that the model stores
+            for one token. Sparse indexers read these positions. 0 if the layer stores no positions.
         has_states: whether any layer of the cache stores states of convolutions or recurrences.
     """
 
@@ -140,7 +140,7 @@ class LayerParts:
             keys and values.
         indexer: the index of the sparse indexer's keys in the KV cache; None if there is no
             indexer.
-        num_positions: the number of positions of one token that the model stores in this layer.
+        num_positions: the number of positions that the model stores in this layer for one token.
     """
 
     keys: int | None
@@ -239,7 +239,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     engine_names = frozenset({"num_past_tokens", "_cache", "_step", "_parts"})
 
     def __init__(self, cache: KVCache, parts: LayerParts) -> None:
-        """Create a layer whose tensors `parts` are stored in the blocks of `cache`."""
+        """Create a layer that stores tensors in the blocks of `cache`. `parts` lists the tensors."""
         super().__init__()
         self._cache = cache
         self._parts = parts

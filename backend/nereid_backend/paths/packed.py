@@ -38,7 +38,7 @@ def has_images(plan: StepPlan) -> bool:
 
 
 class PackedPath:
-    """A forward path for models that store only keys and values of attention for a sequence.
+    """A forward path for models whose only state is the keys and values of attention.
 
     The object owns the KV cache and the block tables.
 
@@ -74,7 +74,7 @@ class PackedPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # Whether the model can compute the logits of selected tokens only.
+        # Whether the model can compute logits only for selected tokens.
         self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
         self._positions = PositionEmbeddings(self._model)
         self._compiled: CompiledForward | None = None

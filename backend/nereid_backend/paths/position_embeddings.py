@@ -20,7 +20,7 @@ _LENGTH, _POSITIONS = "past_key_values_length", "position_ids"
 
 
 class PositionEmbeddings:
-    """Finds the modules that derive positions from the length of the cache, and sets positions."""
+    """Sets the positions in modules that would derive positions from the length of the cache."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Find the modules in `model` that derive positions from the length of the cache."""
@@ -35,7 +35,7 @@ class PositionEmbeddings:
 
     @contextmanager
     def serving(self, position_ids: Tensor) -> Iterator[None]:
-        """Return a context in which the modules use these positions, [batch, num_tokens] int64."""
+        """Return a context in which the modules use `position_ids`, [batch, num_tokens] int64."""
         with ExitStack() as hooks:
             for module, num_before in self._modules:
                 before = partial(_replace_positions, position_ids, num_before)

@@ -112,8 +112,8 @@ class RowsPath:
     def _forward(self, plan: StepPlan) -> Tensor:
         """Compute the chunks of a step, and return the logits; see `ForwardPath.forward`.
 
-        All decodes are computed in one pass, and each prefill in a pass of its own. A decode is a
-        chunk of one token that continues the state of its sequence.
+        All decodes are computed in one pass. Each prefill is computed in a pass of its own. A
+        decode is a chunk of one token that continues the state of its sequence.
         """
         # The indices of the chunks in the plan.
         decodes: list[int] = []
@@ -162,7 +162,7 @@ class RowsPath:
     def _load_snapshots(self, plan: StepPlan, snapshots: SnapshotPlan) -> None:
         """Load snapshots as the states of new sequences. Delete snapshots that are not needed.
 
-        `snapshots` names the snapshots to load and the snapshots to delete.
+        `snapshots` lists the snapshots to load and the snapshots to delete.
         """
         for index, snapshot_id in snapshots.loads:
             chunk = plan.chunks[index]
@@ -209,8 +209,8 @@ class RowsPath:
     def _prefill(self, chunk: Chunk) -> Tensor | None:
         """Compute a chunk in a forward pass that contains no other chunk.
 
-        Example: the model cannot compute a prompt in chunks exactly, and a prompt of 20 tokens is
-        divided into the tokens 0 to 15 and 16 to 19. The first chunk returns None. The second chunk
+        Example: the model must compute a prompt in one pass. A prompt of 20 tokens is divided into
+        the chunks 0 to 15 and 16 to 19. For the first chunk, the result is None. The second chunk
         is extended to the tokens 0 to 19, so that one pass computes the whole prompt.
 
         Returns:
@@ -265,8 +265,8 @@ class RowsPath:
         self._lengths.pop(row, None)
         cache = self._merge([state] if state and chunk.start > 0 else [])
         ids, positions = token_inputs([chunk], self._device)
-        # The model always returns the logits of at least one token. They are dropped below if the
-        # chunk needs no logits.
+        # The model always returns the logits of at least one token. These logits are dropped below
+        # if the chunk needs no logits.
         num_logits = max(1, chunk.num_logits)
         logits = self._run([chunk], ids, positions, cache, num_logits=num_logits)
         self._batch_cache = _BatchCache((row,), cache)
@@ -303,7 +303,7 @@ class RowsPath:
             )
 
     def _merge(self, states: list[State]) -> Any:  # noqa: ANN401 - an untyped cache
-        """Return a cache that contains `states`, one for each row. The list may be empty."""
+        """Return a cache with the given states, one for each row. `states` may be empty."""
         cache = self._keys.make_cache()
         if states:
             merge_states(cache, states)

@@ -108,7 +108,7 @@ def _copy_value(value: Any) -> Any:  # noqa: ANN401 - any attribute of a layer
     return copy.copy(value)
 
 
-def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - as above
+def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - an untyped cache
     """Merge the states of several rows into one cache, for a batch of these rows.
 
     Args:

@@ -73,7 +73,7 @@ def build_library(
 ) -> None:
     """Compile a model and store the library in `folder`.
 
-    The other arguments are those of `compile_forward`.
+    `compile_forward` describes the other arguments.
 
     Raises:
         TraceError: if torch cannot trace the model's code.

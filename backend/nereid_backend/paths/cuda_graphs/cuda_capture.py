@@ -61,7 +61,7 @@ class GraphCapture:
     def __call__(self, work: Callable[[], None]) -> Replay:
         """Capture one call of `work` as a graph, and return a function that replays the graph.
 
-        `pieces` describes the requirements for `work`, and the exceptions.
+        `pieces` describes the requirements for `work`, and the exceptions that can be raised.
         """
         return self.pieces(lambda _: work())
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of decode steps. One replay of a graph replaces the launches of all its kernels.
 
-If every sequence adds one token, a step runs the same kernels as the previous step, on different
-numbers. Such a step is therefore captured once. The inputs of the step are in tensors that keep
-their addresses. Each later step copies its inputs into these tensors, replays the graph, and copies
-the logits out.
+If every sequence adds one token, a step runs the same kernels as the previous step, with different
+inputs. Such a step is therefore captured once. The inputs of the step are in tensors whose
+addresses do not change. Each later step copies its inputs into these tensors, replays the graph,
+and copies the logits out.
 
 A graph for n rows can replay every step of at most n rows, for sequences of any length. A step uses
 the graph with the next larger number of rows. The surplus rows are padding, and the results of
@@ -45,7 +45,7 @@ _MAX_ROWS = 512
 _TOLERANCE = 0.03
 # `_difference` compares slices of logits. Each slice has this number of rows.
 _COMPARED_ROWS = 16
-# The number of int64 values in 64 bytes, the alignment of tensors that kernels read.
+# The number of int64 values in 64 bytes. Tensors that kernels read are aligned to 64 bytes.
 _ALIGNED_VALUES = 64 // 8
 
 
@@ -180,7 +180,7 @@ class DecodeGraphs:
         # are not compiled yet. The run and the replay store the same keys and values in the KV
         # cache.
         expected = self._run(step.batch())
-        # All graphs write their logits into the same tensor, which has the rows of the largest
+        # All graphs write their logits into the same tensor. It has as many rows as the largest
         # graph.
         if self._logits is None:
             self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
@@ -197,7 +197,7 @@ class DecodeGraphs:
 
 
 class StaticStep:
-    """The inputs of a decode step, in tensors that keep their addresses."""
+    """The inputs of a decode step, in tensors whose addresses do not change."""
 
     def __init__(self, rows: int, sizes: Sizes, device: torch.device) -> None:
         """Create the inputs of a step that contains only padding.

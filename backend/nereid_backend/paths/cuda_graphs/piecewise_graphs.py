@@ -237,7 +237,7 @@ class PiecewiseGraphs:
 
 
 class StaticTokens:
-    """The inputs of a step with prefills, in tensors that keep their addresses.
+    """The inputs of a step with prefills, in tensors whose addresses do not change.
 
     Attributes:
         num_logits: the largest number of tokens whose logits a step can need.
@@ -277,7 +277,7 @@ class StaticTokens:
         return StepBatch(tokens[None], positions[None], attention, self._index, self.num_logits)
 
     def attention(self) -> AttentionBatch:
-        """Return attention metadata that has the slots of all tokens, but no sequences.
+        """Return attention metadata that contains the slots of all tokens, but no sequences.
 
         Keys and values are therefore stored, but no attention is computed.
         """

@@ -308,7 +308,7 @@ def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bo
     """Return whether each sequence of the step gets exactly one new token, which was sampled.
 
     This is the case if no chunk has draft tokens, no sequence has a grammar, no request asks for
-    the most likely tokens, and no position has an error.
+    log-probabilities, and no position has an error.
     """
     positions = sampling.positions
     return (

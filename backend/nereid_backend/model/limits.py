@@ -154,7 +154,7 @@ def _limit_by_states(
 
     The states may use half of the memory, because blocks need the other half. If the model stores
     nothing in blocks, the states may use all memory. Example: the memory is 10 MiB, a state needs
-    1 MiB, and the model also needs blocks. The result is 5.
+    1 MiB, and the model also needs blocks. The result is at most 5.
 
     Raises:
         ConfigError: if the memory is too small for one state.

@@ -239,7 +239,7 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
     engine_names = frozenset({"num_past_tokens", "_cache", "_step", "_parts"})
 
     def __init__(self, cache: KVCache, parts: LayerParts) -> None:
-        """Create a layer that stores tensors in the blocks of `cache`. `parts` lists the tensors."""
+        """Create a layer that stores the tensors `parts` in the blocks of `cache`."""
         super().__init__()
         self._cache = cache
         self._parts = parts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path of an MTP layer, which generates draft tokens. MTP means multi-token prediction.
+"""The forward path of an MTP (multi-token prediction) layer. The layer generates draft tokens.
 
 An MTP layer belongs to the checkpoint of the large model. Its inputs are a token, and the hidden
 state of the large model at the previous token. Example for the tokens a b c (the large model has
@@ -44,7 +44,7 @@ class HiddenStates:
     """
 
     def __init__(self, path: ForwardPath, decoder: torch.nn.Module) -> None:
-        """Wrap the forward path `path` of the large model, whose decoder is `decoder`."""
+        """Wrap `path`, the forward path of the large model, and observe `decoder`, its decoder."""
         self._path = path
         # The outputs of the decoder during the running step.
         self._outputs: list[Tensor] = []

@@ -12,7 +12,7 @@ _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The length limit of a sequence in tokens, and a clause that names its source."""
+    """The length limit of a sequence in tokens, and a clause that names the source of the limit."""
 
     num_tokens: int
     reason: str

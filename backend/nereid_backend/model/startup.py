@@ -282,7 +282,7 @@ def _compile_forward(
 
 
 def _warn_about_experiments(config: EngineConfig, device: torch.device, progress: Progress) -> None:
-    """Log a warning if the settings select an 8-bit KV cache on a GPU, which is experimental."""
+    """Log a warning if the settings select an 8-bit KV cache on a GPU. This is experimental."""
     if config.kv_cache_dtype != "auto" and device.type != "cpu":
         progress(
             f"kv_cache_dtype {config.kv_cache_dtype} is experimental on GPUs. It uses only kernels "

@@ -2,7 +2,7 @@
 """The forward paths packed, rows, padded and single. A model uses one of these paths.
 
 packed.py             `packed`: all tokens of a step as one row; attention reads blocks of the cache
-recurrent.py          `rows`: models that keep a state for each sequence
+recurrent.py          `rows`: models with a recurrent state for each sequence
 recurrent_cache.py    the states of these models, and the cache that the models get
 row_keys.py           the keys and values of the path `rows`
 gathered_cache.py     a cache of transformers that reads keys and values from blocks

@@ -229,7 +229,7 @@ class GatheredStep:
 
 
 class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A layer of a transformers cache that stores keys and values in blocks of the KV cache.
+    """A cache layer for transformers. It stores keys and values in blocks of the KV cache.
 
     `begin` must be called before each forward pass.
     """

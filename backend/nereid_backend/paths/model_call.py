@@ -108,7 +108,7 @@ class ModelCall:
 
 
 class BlockCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' is untyped
-    """A layer of a transformers cache whose keys and values are stored in the engine's blocks.
+    """A cache layer for transformers. Its keys and values are stored in the engine's blocks.
 
     Attributes:
         engine_names: the names of the attributes that do not belong to the state of a sequence.

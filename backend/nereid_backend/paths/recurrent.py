@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward path `rows`, for models that keep a recurrent state for each sequence.
+"""The forward path `rows`, for models that have a recurrent state for each sequence.
 
 Convolutions and recurrences mix the neighbouring tokens of a row, so a row must contain tokens of
 one sequence only. All decodes of a step form one batch with one row for each sequence. Every other
@@ -55,7 +55,7 @@ class _BatchCache(NamedTuple):
 
 
 class RowsPath:
-    """A forward path for models that keep a state for each sequence.
+    """A forward path for models that have a recurrent state for each sequence.
 
     The object owns the states and the KV cache.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches for models that keep a recurrent state for each sequence.
+"""Caches for models that have a recurrent state for each sequence.
 
-The cache of a batch contains the states of all rows, in tensors whose first dimension is the number
-of rows. It can be split into the states of the rows, and states can be merged into a cache for
-other rows. Keys and values are not in the cache, because they are in blocks.
+The cache of a batch contains the states of all rows. The first dimension of its tensors is the
+number of rows. Such a cache can be split into the states of the rows, and states can be merged into
+a cache for other rows. Keys and values are not in the cache, because they are in blocks.
 """
 
 import copy

@@ -39,7 +39,7 @@ _WRITTEN_FILES = ("config.json", INDEX)
 
 
 def convert(source: str, target: str, dtype: Target) -> None:
-    """Write a copy of a checkpoint whose weights have another data type.
+    """Write a copy of a checkpoint. The weights of the copy have another data type.
 
     Args:
         source: the folder of a checkpoint, or a GGUF file.

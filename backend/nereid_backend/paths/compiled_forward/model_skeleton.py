@@ -4,8 +4,8 @@
 The other process compiles the model's code. The compiler needs the shapes of the weights, but not
 their values. In the received model, a large tensor therefore has the right shape and uninitialised
 values. The operating system provides the memory of a tensor only when a program writes to this
-memory, so the received model needs almost no memory. Small tensors keep their values, because the
-compiler may write these values into the library.
+memory, so the received model needs almost no memory. The values of small tensors are sent, because
+the compiler may write these values into the library.
 """
 
 import io

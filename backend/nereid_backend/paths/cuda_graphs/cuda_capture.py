@@ -136,7 +136,7 @@ class GraphCapture:
 def _cached_bytes(device: torch.device) -> int:
     """Return the size of the unused memory in the cache of torch's allocator, in bytes.
 
-    After the first large step, the allocator keeps the memory of the step, so later steps need no
+    After the first large step, the allocator caches the memory of the step, so later steps need no
     further free memory. The memory of captured graphs does not count, because steps cannot use it.
     """
     return sum(

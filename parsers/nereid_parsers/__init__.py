@@ -1,4 +1,4 @@
-"""Chat formats as data: parse, stream and constrain the text that language models write."""
+"""Parses and constrains the text that language models generate in a declared chat format."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ __all__ = [
     "parse",
 ]
 
-# Only the code for these names needs jinja2. The names are imported when a program uses them, so
-# that the parsers also work without jinja2.
+# Only the code of these names needs jinja2. The names are imported when a program uses them, so
+# that the parsers work without jinja2.
 _LAZY_NAMES = {"analyze_template", "TemplateAnalysis"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401  # Python defines this signature
-    """Import a name of `_LAZY_NAMES` when a program uses the name for the first time."""
+    """Import a name in `_LAZY_NAMES` when a program uses this name for the first time."""
     if name in _LAZY_NAMES:
         from nereid_parsers import template
 

@@ -31,11 +31,13 @@ _EXIT_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, or 2 after an error.
+    """Run the command that the arguments select, and return its exit status.
+
+    The exit status is 2 if an error has occurred.
 
     Args:
-        arguments: The arguments, without the name of the program. None means the arguments of this
-            process.
+        arguments: The command-line arguments, without the program's name. If None, `sys.argv` is
+            used.
     """
     options = _create_argument_parser().parse_args(arguments)
     try:
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _create_argument_parser() -> argparse.ArgumentParser:
-    """Return the argument parser of the command line."""
+    """Create the parser of the command-line arguments."""
     arguments = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
     commands = arguments.add_subparsers(required=True, metavar="COMMAND")
 
@@ -111,7 +113,7 @@ def _run_parse(options: argparse.Namespace) -> int:
     tools = _read_json(options.tools) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
     text = _read(options.file)
-    classified: list[tuple[str, str]] = []  # pairs of a classification and a piece of the text
+    classified: list[tuple[str, str]] = []  # pairs such as ("content", "Hello")
     numbers = itertools.count()
     parser = StreamParser(
         _format_by_name(options.format),
@@ -143,12 +145,12 @@ def _format_by_name(name: str) -> Format:
 
 
 def _read(path: str) -> str:
-    """Return the text of a file, or of stdin if `path` is `-`."""
+    """Return the text of the file at `path`. If `path` is `-`, return the text from stdin."""
     return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
 
 
-def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may hold any type
-    """Return the value in a JSON file. Raise ValueError if the file is not valid JSON."""
+def _read_json(path: str) -> Any:  # noqa: ANN401  # JSON may contain any type
+    """Read a JSON file and return its value. Raise ValueError if the file is not valid JSON."""
     try:
         return json.loads(_read(path))
     except ValueError as error:
@@ -185,7 +187,7 @@ def _print_events(paint: Paint, events: list[Event]) -> None:
 
 
 def _print_message(paint: Paint, message: Message) -> None:
-    """Print the parts of a message, each on its own line."""
+    """Print the reasoning, the content and the tool calls of a message on separate lines."""
     if message.reasoning is not None:
         _print(paint("reasoning", f"reasoning  {message.reasoning!r}"))
     if message.content is not None:

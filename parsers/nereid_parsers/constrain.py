@@ -1,15 +1,15 @@
-"""Builds the structural tag (xgrammar 0.2.8) that constrains the decoding of one response.
+"""Builds the structural tag with which xgrammar 0.2.8 constrains the decoding of one response.
 
 The structural tag has the form `{"type": "structural_tag", "format": ...}` and describes the whole
-output after the prompt. The reasoning is free text up to its closing marker. Content, tool calls or
-JSON follow the reasoning, as the format declares them. Three details are important:
+output after the prompt. The reasoning is free text up to its closing marker. Content or tool calls
+follow the reasoning, and must have the form that the format declares. Three details are important:
 
 - White space inside JSON is limited to one character. Without this limit, the model could generate
   white space forever.
-- The structural tag contains no end-of-turn tokens. The engine must have the ids of these tokens
-  among its stop token ids.
-- xgrammar accepts some schema keywords without enforcing them. Such keywords raise an error if the
-  request is strict.
+- The structural tag contains no end-of-turn tokens. The engine must therefore stop when the model
+  generates such a token.
+- xgrammar accepts some schema keywords without enforcing them. If a strict request uses such a
+  keyword, `structural_tag` raises an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ from nereid_parsers.tool_declarations import (
     ToolSection,
 )
 
-# Matches a character that cannot start an array of tool calls.
+# Matches one character that is neither `[` nor white space. An array of tool calls cannot start
+# with such a character.
 _NO_BRACKET: Node = {"type": "regex", "pattern": r"[^\[\s]"}
 
 
@@ -72,7 +73,7 @@ def structural_tag(
         reasoning: The state of the reasoning at the start of the constrained text.
 
     Raises:
-        ConstraintError: No structural tag of this format expresses the request.
+        ConstraintError: The request cannot be expressed as a structural tag of this format.
     """
     if request.is_unconstrained:
         return None
@@ -89,10 +90,10 @@ def structural_tag(
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the markers of the reasoning, and whether it is open or may still be opened.
+    """Return the markers of the reasoning, and the state of the reasoning after the prompt.
 
-    A server needs the markers to find, or to enforce, the end of the reasoning. Return None if the
-    format has no reasoning, or no marker that closes the reasoning.
+    A server uses the markers to find or to enforce the end of the reasoning. Return None if the
+    format has no reasoning, or if no marker closes the reasoning.
 
     Args:
         fmt: The format of the output.
@@ -108,10 +109,12 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
 
 
 def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
-    """Return the texts that open and close the reasoning, or None if one of the texts is missing.
+    """Return the opening marker and the closing marker of the reasoning.
 
-    Examples: `("<think>", "</think>")`, and `("<|channel|>analysis<|message|>", "<|end|>")` for the
-    layout `Messages`.
+    Return None if the format has no reasoning, or if no marker closes the reasoning.
+
+    Examples: `("<think>", "</think>")` for the layout `Sections`, and
+    `("<|channel|>analysis<|message|>", "<|end|>")` for the layout `Messages`.
     """
     if isinstance(layout, Sections):
         part = layout.reasoning
@@ -128,9 +131,9 @@ def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
 def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
     """Return the structural-tag nodes that match the reasoning and its markers.
 
-    Example of matching text: `<think>Let me see.</think>`. If the reasoning is already open, the
-    opening marker is omitted. If the model may open the reasoning, the whole reasoning is optional.
-    The list is empty if the reasoning has ended or is excluded.
+    Example of matching text: `<think>Let me see.</think>`. If the prompt has opened the reasoning,
+    the nodes match only the text after the opening marker. If the model may open the reasoning, the
+    whole reasoning is optional. The list is empty if the reasoning has ended or is excluded.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
@@ -168,7 +171,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
         tool_choice "auto", response_format limits the text   tool calls, or the requested content
 
     Raises:
-        ConstraintError: The request has tools, but the format has no tool calls.
+        ConstraintError: The request has tools, but the format declares no tool calls.
     """
     content = _content_node(layout, request)
     if not request.tools:
@@ -184,16 +187,16 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     calls = section_node(layout.tools, request.tools, is_single=request.is_single)
     if content is not None and not request.must_call:
         return one_of(calls, content)
-    # Templates and models write different white space around tool calls, so any white space is
-    # allowed there.
+    # Different templates and models write different white space before and after tool calls, so
+    # white space is optional at both places.
     empty_content = _empty_content_nodes(layout.content)
     return sequence(*empty_content, WHITESPACE, without_outer_whitespace(calls), WHITESPACE)
 
 
 def _content_node(layout: Sections, request: Request) -> Node | None:
-    """Return the structural-tag node for the requested content and its markers.
+    """Return the structural-tag node for the content and the markers around the content.
 
-    Return None if the content is free text.
+    Return None if the request allows any text as content.
     """
     if request.answer is None or layout.content is None:
         return request.answer
@@ -204,7 +207,7 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
     """Return the structural-tag nodes for empty content, for example `<response></response>`.
 
     Some templates write the markers of empty content before tool calls. The opening marker is
-    optional, because the prompt may contain this marker.
+    optional, because the prompt may already contain this marker.
     """
     if wrapper is None or not wrapper.open.strip():
         return []

@@ -13,9 +13,10 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The types of structural-tag nodes in xgrammar 0.2.8. Nodes of the first group contain no other
-# node. The two dicts map the types of all other nodes to the key of their inner node, or to the key
-# of their list of inner nodes.
+# The types of structural-tag nodes in xgrammar 0.2.8. A node whose type is in `_LEAF_TYPES`
+# contains no other nodes. `_KEY_OF_SINGLE_NODE` contains the types of nodes with exactly one inner
+# node, and the key of this inner node. `_KEY_OF_NODE_LIST` contains the types of nodes with several
+# inner nodes, and the key of the list of inner nodes.
 _LEAF_TYPES = frozenset({
     "const_string", "json_schema", "any_text", "token", "exclude_token", "any_tokens", "grammar",
     "regex", "qwen_xml_parameter", "dispatch", "token_dispatch",
@@ -45,7 +46,7 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
             "choice"          the key `choice` contains a list of strings
 
     Raises:
-        ConstraintError: The object has none of these forms. The message names the field.
+        ConstraintError: `response_format` is not valid. The message names the invalid field.
     """
     if response_format is None:
         return None
@@ -77,10 +78,11 @@ def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa
     Args:
         schema: The JSON schema.
         is_strict: Whether the request demands that the whole schema is enforced.
-        field: The field of the request that contains the schema. Messages start with this text.
+        field: The name of the request's field that contains the schema. Error messages start with
+            this name.
 
     Raises:
-        ConstraintError: `is_strict` is true and the schema has such keywords.
+        ConstraintError: `is_strict` is true, and decoding does not enforce a keyword of `schema`.
     """
     keywords = unenforced(schema)
     if not keywords:
@@ -116,7 +118,7 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:
-    """Return the text under `key`. Raise ConstraintError if the text is missing or empty."""
+    """Return the string under `key`. Raise ConstraintError if this string is missing or empty."""
     value = response_format.get(key)
     if not isinstance(value, str) or not value:
         raise ConstraintError(
@@ -160,7 +162,7 @@ def _check_node(node: object, path: str) -> None:
 
     Args:
         node: The structural-tag node.
-        path: The place of the node in the request, for the error message, for example
+        path: The path of the node in the request, which the error message contains. Example:
             `response_format.format.elements[0]`.
     """
     kind = node.get("type") if isinstance(node, Mapping) else None
@@ -184,11 +186,11 @@ def _check_node(node: object, path: str) -> None:
 def _inner_nodes(
     node: Mapping[str, Any], node_type: str, path: str
 ) -> Iterator[tuple[object, str]]:
-    """Yield each node that `node` contains, together with its path in the request.
+    """Yield each node that `node` directly contains, and the path of this inner node.
 
-    Examples: for a node of the type `sequence` at the path `$`, the first path is `$.elements[0]`.
-    For the type `optional`, which contains one node, the only path is `$.content`. A node of any
-    other type, for example `const_string`, contains no nodes.
+    Examples for a node at the path `$`: if the type is `sequence`, the path of the first inner node
+    is `$.elements[0]`. If the type is `optional`, the path of the only inner node is `$.content`.
+    If the type is `const_string`, there are no inner nodes.
 
     Args:
         node: The structural-tag node.
@@ -196,7 +198,8 @@ def _inner_nodes(
         path: The path of `node` in the request.
 
     Raises:
-        ConstraintError: The value that must be a list of nodes is not a list, or is empty.
+        ConstraintError: `node` must contain a list of nodes, but the value is not a list, or is an
+            empty list.
     """
     if node_type in _KEY_OF_SINGLE_NODE:
         key = _KEY_OF_SINGLE_NODE[node_type]
@@ -209,7 +212,7 @@ def _inner_nodes(
 
 
 def _required_list(value: object, path: str) -> list[Any]:
-    """Return `value`. Raise ConstraintError if it is not a list with at least one member."""
+    """Return `value`. Raise ConstraintError if `value` is not a list with at least one member."""
     if not isinstance(value, list) or not value:
         raise ConstraintError(
             f"{path}: the value must be a list of at least one object, but is {shorten(value)}"

@@ -37,8 +37,9 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 # the regex for single-quoted strings cannot enforce the keyword.
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
-# If all arguments of a tool are optional, the node that enforces their order grows with the square
-# of their number. The order is therefore not enforced if there are more arguments than this limit.
+# If all arguments of a tool are optional, the size of the node that enforces their order grows with
+# the square of the number of arguments. If there are more arguments than this number, the node
+# does not enforce their order.
 _MAX_ORDERED_MEMBERS = 6
 
 
@@ -51,7 +52,7 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
     `const("<parameter=city>")`.
 
     Raises:
-        ConstraintError: `values` contains no values for a field of the pattern.
+        ConstraintError: A field of the pattern is not a key of `values`.
     """
     nodes: list[Node] = []
     for part in split_pattern(text):
@@ -73,7 +74,8 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
 def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
     """Return the node for all tagged arguments of a tool call.
 
-    The arguments are in the order of the schema, but required arguments precede optional arguments.
+    Required arguments precede optional arguments. Otherwise, the arguments are in the order of the
+    schema.
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
@@ -91,10 +93,10 @@ def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) ->
 
 
 def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the node for a tagged value that may be a string. A string may be any text.
+    """Return the node for a tagged value that may be a string.
 
-    Example of matching text: `<parameter=city>Paris</parameter>`. If the schema lists the allowed
-    strings, the node matches only these strings.
+    If the schema lists the allowed strings, the node matches only these strings. Otherwise the
+    value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
     """
     values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)
@@ -120,15 +122,16 @@ def _unquoted_variants(part: TaggedArguments) -> list[TaggedArguments]:
 
     Some formats quote a string with CDATA only if the string contains special characters. The text
     before an unquoted value (`<p>`) is then a prefix of the text before a quoted value
-    (`<p><![CDATA[`). Example: for `<p><![CDATA[a<b]]></p>`, the variant of `<p>ab</p>` is returned.
+    (`<p><![CDATA[`). Example: if `part` declares `<p><![CDATA[..]]></p>`, the variant `<p>..</p>`
+    is returned.
     """
     return [variant for variant in part.also if _is_unquoted_variant_of(variant, part)]
 
 
 def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
-    """Return whether `quoted.open` starts with `variant.open` and continues with more text.
+    """Return whether `quoted.open` starts with `variant.open`, and is longer than `variant.open`.
 
-    Example: `<v>"` starts with `<v>` and continues with a quote.
+    Example: the result is True for the opening texts `<v>` of `variant` and `<v>"` of `quoted`.
     """
     return variant.open != quoted.open and quoted.open.startswith(variant.open)
 
@@ -165,7 +168,7 @@ def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]
     """Return the Python words, such as `None`, that a model may write instead of JSON words.
 
     Example: the types {"boolean"} give ["True", "False"]. The result is [] if the schema lists the
-    allowed values, because these values are JSON.
+    allowed values, because the model must write these values as JSON.
     """
     if "enum" in schema or "const" in schema:
         return []
@@ -177,9 +180,11 @@ def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]
 def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
     """Return the variants in which the model may write a number, a boolean or null.
 
-    Such a value contains no special characters, so the value is never quoted: of the openings `<p>`
-    and `<p><![CDATA[`, only `<p>` is returned. A variant that also names the type is left out if
-    another variant does not name the type, so that the grammar stays small.
+    Such a value contains no special characters, so the value is never quoted. Example: of two
+    variants that open with `<p>` and with `<p><![CDATA[`, only the first variant is returned.
+
+    If some variants do not declare the type of the value, all other variants are omitted, so that
+    the grammar stays small.
     """
     untyped = tuple(variant for variant in variants if "{type}" not in variant.open)
     candidates = untyped or variants
@@ -191,11 +196,11 @@ def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArgum
 
 
 def _text_until(opening: Node, close: str) -> Node:
-    r"""Return the node that matches the constant `opening`, then free text, and then `close`.
+    r"""Return the node that matches the constant `opening`, free text and `close`, in this order.
 
-    The free text ends before the visible part of `close`, because the parser ends the value there.
-    Example: with the closing text `"\n</p>\n"`, the free text ends at `</p>`, and `"\n"` follows
-    the marker.
+    White space at the start of `close` is not required, because the parser searches for `close`
+    without this white space. Example: if `close` is `"\n</p>\n"`, the free text ends at `</p>`, and
+    `"\n"` must follow `</p>`.
     """
     marker = close.strip()
     text = {"type": "tag", "begin": opening["value"], "content": any_text(), "end": marker}
@@ -235,8 +240,8 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     """Return the node for a Python literal.
 
     Examples of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
-    string, and JSON for all other values. Inside a list or a dict, constrained output contains the
-    JSON words true, false and null. The parser accepts these words too.
+    string, and JSON for all other values. Inside a list or a dict, the node matches the JSON words
+    true, false and null, because the parser accepts these words too.
     """
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):
@@ -314,7 +319,7 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
         return const("")
     if len(members) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(members, separator))
-    # Each member can be the first one, so there is one option for each first member.
+    # Any member can be the first member of the list, so there is one option for each member.
     options = [
         sequence(first, *_optional_followers(members[number:], separator))
         for number, first in enumerate(members, start=1)
@@ -323,5 +328,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return a node for each member. The node matches the separator and the member, or nothing."""
+    """Return one optional node for each member. The node matches the separator and the member."""
     return [optional(sequence(const(separator), member)) for member in members]

@@ -71,7 +71,7 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
         content = _list_or_object(section, call.body, tools, is_single=is_single)
         has_own_markers = bool(call.open.strip() and call.close.strip())
         if has_own_markers:
-            # Some models write one list for each tool call, and put each list between the markers.
+            # Some models write one list for each tool call, and write the markers around each list.
             content = repeated([content], separator, is_single=is_single)
     else:
         calls = [call_node(call, tool) for tool in tools]
@@ -84,7 +84,8 @@ def _list_or_object(
 ) -> Node:
     """Return the node for a JSON array of tool calls, or for a list of Python calls.
 
-    If the second variant in the section is a JSON object, the node also matches one such object.
+    If the second variant of `section` is a JSON object, the node also matches a single JSON object
+    instead of the list.
     """
     list_variant, *other_variants = section.calls
     calls = list_node(list_variant, body, tools, is_single=is_single)
@@ -95,7 +96,9 @@ def _list_or_object(
 
 
 def trigger_of(section: ToolSection) -> str:
-    """Return the text that starts a tool call. All other text is content.
+    """Return the text at which a tool call, or the section of all tool calls, starts.
+
+    In free text, everything before this text is content.
 
     Examples:
         `"<tool_calls>"` if this marker opens the section of all tool calls.
@@ -112,7 +115,7 @@ def trigger_of(section: ToolSection) -> str:
     if call.trigger:
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
-        # With the placeholder, this text is `{"name": "{name}", "arguments": `.
+        # `before_arguments` is `{"name": "{name}", "arguments": `.
         before_arguments, _ = _object_around_arguments(call.body.keys, _NAME_PLACEHOLDER)
         before_name, _, _ = before_arguments.partition(_NAME_PLACEHOLDER)
         return before_name
@@ -126,7 +129,7 @@ def trigger_of(section: ToolSection) -> str:
 def call_node(call: Call, tool: ToolSchema) -> Node:
     """Return the node for one call of `tool`, including the markers and the header of the call.
 
-    The body must not be a list, see `list_node`. Example of matching text:
+    If the body of `call` is a list, use `list_node` instead. Example of matching text:
     `<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
     """
     head = _head_node(call.head, tool.name)
@@ -162,7 +165,7 @@ def _list_body_node(body: ListBody, tools: tuple[ToolSchema, ...], *, is_single:
 def _body_node(body: Body, tool: ToolSchema) -> Node:
     """Return the node for the body of one tool call.
 
-    The body must not be a list of tool calls, see `_list_body_node`.
+    If the body is a list of tool calls, use `_list_body_node` instead.
 
     Example of matching text: `{"name": "f", "arguments": {}}`.
     """
@@ -209,15 +212,15 @@ def _head_node(head: str, name: str) -> Node:
 def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     """Return the node for a tool call that is a JSON object with the name and the arguments.
 
-    Examples of matching texts: `{"name": "f", "arguments": {"a": 1}}`. The same object with an id
-    at its start or end, if `keys` declares an id. `{"f": {"a": 1}}` for `NameIsKey`.
+    Example of matching text: `{"name": "f", "arguments": {"a": 1}}`. If `keys` declares an id, the
+    object may also contain an id. If `keys` is `NameIsKey`, the text is `{"f": {"a": 1}}`.
     """
     arguments = json_schema(tool.parameters)
     if isinstance(keys, NameIsKey):
         name = json.dumps(tool.name, ensure_ascii=False)
         return sequence(const("{" + name + ": "), arguments, const("}"))
     before, after = _object_around_arguments(keys, tool.name)
-    has_required_id = "id" in keys.order  # `before` or `after` then contains the id.
+    has_required_id = "id" in keys.order  # If true, `before` or `after` contains the id.
     is_id_in_inner_object = keys.id is not None and "." in keys.id
     if keys.id is None or has_required_id or is_id_in_inner_object:
         return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
@@ -243,15 +246,14 @@ def _fill_in_id(text: str) -> list[Node]:
 
 
 def _with_whitespace(node: Node, whitespace: Node) -> Node:
-    """Insert `whitespace` into `node` where models usually write white space in a JSON object.
+    """Insert `whitespace` into the constants of `node`: inside braces, after commas and colons.
 
-    These places are inside the braces, after a comma and after a colon. Example:
-    `const('{"name":')` gives the sequence `{`, whitespace, `"name"`, `:`, whitespace. The constant
-    white space of `node` is replaced. Nodes other than constants, such as the schema of the
-    arguments, define their own white space and are not changed.
+    Example: `const('{"name":')` gives the sequence `{`, whitespace, `"name"`, `:`, whitespace. The
+    white space that a constant already contains is removed. Nodes other than constants, such as the
+    schema of the arguments, define their own white space and are not changed.
 
     Args:
-        node: The node for a JSON object, or for a part of it.
+        node: The node for a JSON object, or for a part of a JSON object.
         whitespace: The node that matches the white space.
     """
     if node["type"] == "optional":

@@ -22,11 +22,11 @@ from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route whose header constrained output contains for messages of the given stage.
+    """Return the route that messages of the given stage have in constrained output.
 
-    This is the first route of the stage whose header is an exact text, without fields. If all
-    headers of the stage contain fields, return the first route of the stage. If no route has the
-    stage, return None.
+    This is the first route of the stage with a header that contains no fields. If all headers of
+    the stage contain fields, return the first route of the stage. If no route has the stage, return
+    None.
     """
     routes = [route for route in layout.routes if route.stage is stage]
     for route in routes:
@@ -64,8 +64,9 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
     """Return the structural-tag nodes for the reasoning message and the start of the next message.
 
     Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If the
-    reasoning is already open, the header is omitted. If the structural tag excludes the reasoning,
-    only the start of the next message remains. Otherwise the whole message is optional.
+    reasoning is already open, the nodes do not match the header. If the structural tag excludes the
+    reasoning, the only node matches the start of the next message. Otherwise the whole reasoning
+    message is optional.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
@@ -76,7 +77,7 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
     if route is None or not layout.ends:
         if state is ReasoningState.OPEN:
             raise unclosed_reasoning_error(fmt)
-        return []  # The structural tag then starts with the answer.
+        return []  # The structural tag starts with the answer.
     end = layout.ends[0]
     # The marker `layout.ends[0]` ends the reasoning. Any other end marker would end the whole
     # output before the answer, so the reasoning must not contain such a marker.
@@ -114,8 +115,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the structural-tag node for one or more messages that are tool calls.
 
     Each message consists of a header, which contains the function's name, and the arguments.
-    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`. The text that starts
-    the first message, `<|start|>`, is not a part of the node.
+    Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`. The node does not match
+    the marker that starts the first message, such as `<|start|>`.
 
     Args:
         fmt: The format of the output.
@@ -143,7 +144,7 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     allows_second_call = not request.is_single and not layout.call_end
     if not allows_second_call:
         return one_of(*calls)
-    # Of all end markers, only the first one ends a message without ending the turn.
+    # Only the first end marker ends a message without ending the model's turn.
     message_end = layout.ends[0] if layout.ends else ""
     return repeated(calls, const(message_end + layout.start), is_single=False)
 
@@ -151,8 +152,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
     """Return the structural-tag node for the header of a message that calls the function `name`.
 
-    The model may write the header of the first route, and the header of each other route that
-    declares the exact text in `Route.written`.
+    The node matches the header of the first route. The node also matches the header of any other
+    route that declares `Route.written`. Example: ` to=functions.f<|message|>`.
     """
     allowed_routes = [routes[0], *(route for route in routes[1:] if route.written)]
     return one_of(*(const(header_text(layout, route, name)) for route in allowed_routes))

@@ -7,7 +7,8 @@ from typing import Any
 
 Node = dict[str, Any]
 
-# Matches at most two characters. Without this limit, the model could generate white space forever.
+# Matches at most two white-space characters. Without this limit, the model could generate white
+# space forever.
 WHITESPACE: Node = {"type": "regex", "pattern": r"[ \n]{0,2}"}
 
 
@@ -27,11 +28,11 @@ def const(text: str) -> Node:
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return a structural-tag node. The node matches any text that contains none of `excludes`.
+    """Return the structural-tag node for any text that contains none of the strings `excludes`.
 
-    In a sequence, the text ends where the next node starts. White space around the strings is
-    removed, and strings of only white space are ignored. Example: `any_text((" <a> ",))` gives
-    `{"type": "any_text", "excludes": ["<a>"]}`.
+    In a sequence, the text ends where the next node starts. White space at both ends of a string in
+    `excludes` is removed, and strings that contain only white space are ignored. Example:
+    `any_text((" <a> ",))` gives `{"type": "any_text", "excludes": ["<a>"]}`.
     """
     strings = list(dict.fromkeys(text.strip() for text in excludes if text.strip()))
     return {"type": "any_text", "excludes": strings} if strings else {"type": "any_text"}
@@ -40,7 +41,7 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
 def json_schema(schema: object, excludes: str = "") -> Node:
     """Return the structural-tag node that matches the JSON text of any value that a schema allows.
 
-    At most one character of white space may follow another token of the JSON text. Without this
+    The JSON text may contain at most one white-space character between two tokens. Without this
     limit, the model could generate white space forever.
 
     Args:
@@ -107,12 +108,13 @@ def optional(part: Node) -> Node:
 def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
     """Return the structural-tag node that matches one or more items, separated by `separator`.
 
-    Each item matches one of `items`. If `is_single` is true, the node matches exactly one item.
-    Example: the items a and b with the separator `,` match `a`, `b,a` and `a,a,b`.
+    Each item in the text must match one of the nodes `items`. If `is_single` is true, the node
+    matches exactly one item. Example: the items a and b with the separator `,` match `a`, `b,a` and
+    `a,a,b`.
 
     The usual node for a list, `item (separator item)*`, contains each item twice. If there are many
-    items, and the separator is constant or blank, the result is a node that contains each item only
-    once, so that the grammar stays small.
+    items, and the separator is a constant or `WHITESPACE`, the result is a smaller node that
+    contains each item once.
     """
     item = one_of(*items)
     if is_single:
@@ -128,9 +130,9 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return the node that matches one or more items. The text `separator` separates the items.
+    """Return the node that matches one or more items, with the text `separator` between two items.
 
-    The node is smaller than the usual node of `repeated`, because it contains each item only once.
+    This node contains each item once, so it is smaller than the usual node that `repeated` returns.
     """
     return {
         "type": "tags_with_separator",
@@ -160,7 +162,7 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Remove white space from the constants at the start and at the end of `node`.
+    r"""Remove constant white space from the start and from the end of `node`.
 
     Example: `const("\n<a>\n")` gives `const("<a>")`.
     """

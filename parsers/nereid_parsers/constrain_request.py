@@ -22,7 +22,10 @@ class ToolSchema:
 
     @classmethod
     def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
-        """Convert one tool of the request. Raise ConstraintError if the tool has no name."""
+        """Create a ToolSchema from one tool of the request.
+
+        Raise ConstraintError if the tool has no name.
+        """
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
@@ -49,7 +52,7 @@ class ToolSchema:
 
     @property
     def required_keys(self) -> list[str]:
-        """The names of the required arguments, in the schema's order."""
+        """The names of the required arguments, in the order of the schema."""
         required = self.parameters.get("required")
         if not isinstance(required, list):
             return []
@@ -57,12 +60,12 @@ class ToolSchema:
 
     @property
     def optional_keys(self) -> list[str]:
-        """The names of the optional arguments, in the schema's order."""
+        """The names of the optional arguments, in the order of the schema."""
         required = self.required_keys
         return [key for key in self._keys() if key not in required]
 
     def _keys(self) -> list[str]:
-        """Return the names of all arguments, in the schema's order."""
+        """Return the names of all arguments, in the order of the schema."""
         properties = self.parameters.get("properties")
         return list(properties) if isinstance(properties, Mapping) else []
 
@@ -92,7 +95,7 @@ class Request:
         *,
         parallel_tool_calls: bool,
     ) -> Request:
-        """Convert the fields of an OpenAI request.
+        """Create the constraints from the fields of an OpenAI request.
 
         Raises:
             ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
@@ -127,7 +130,8 @@ class _ToolChoice:
     Attributes:
         mode: "auto", "required" or "none".
         names: The names of the functions that the model may call, or None for all functions.
-        is_one_function: Whether the request names one function, which the model must call once.
+        is_one_function: Whether the request names one function that the model must call exactly
+            once.
     """
 
     mode: str
@@ -151,10 +155,11 @@ class _ToolChoice:
 
 
 def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) -> _ToolChoice:
-    """Convert the OpenAI field `tool_choice`.
+    """Parse the OpenAI field `tool_choice`.
 
     Examples: `{"type": "function", "function": {"name": "f"}}` gives the mode "required" and the
-    names {"f"}. A missing value gives the mode "auto" if the request has tools, or else "none".
+    names {"f"}. If the value is missing, the mode is "auto" for a request with tools, and "none"
+    for a request without tools.
 
     Raises:
         ConstraintError: The value is not a `tool_choice` of the OpenAI API.
@@ -180,13 +185,13 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) 
 
 
 def _parse_allowed_tools(value: object) -> _ToolChoice:
-    """Convert the object `allowed_tools` of a `tool_choice`.
+    """Parse the object `allowed_tools` in the OpenAI field `tool_choice`.
 
     Example: `{"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}` gives
     the mode "auto" and the names {"f"}.
 
     Raises:
-        ConstraintError: The value has a wrong form.
+        ConstraintError: `value` is not a valid `allowed_tools` object.
     """
     allowed = _object(value, "tool_choice.allowed_tools")
     mode = allowed.get("mode", "auto")

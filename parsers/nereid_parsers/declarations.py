@@ -51,9 +51,9 @@ class Opener(Enum):
     EITHER  Like MODEL, but some templates of the family write the opening marker into the prompt.
             If the prompt is not known, the parser stores all text until a marker shows whether the
             text is reasoning. Text without a marker is content.
-    PROMPT  The prompt contains the opening marker if the model is to reason. The output starts in
-            the content if the prompt ends without a marker. The output starts in the reasoning if
-            the prompt is not known.
+    PROMPT  The prompt contains the opening marker if the model should reason. If the prompt ends
+            without a marker, the output starts in the content. If the prompt is not known, the
+            output starts in the reasoning.
     FORCED  The output starts in the reasoning, unless the prompt ends with the closing marker.
     """
 
@@ -159,8 +159,9 @@ class Route:
     Attributes:
         stage: The stage of the message's body.
         header: The pattern of the whole header.
-        written: The header that constrained output contains. It must be declared if `header`
-            contains fields other than `{name}`, because the texts of such fields are not known.
+        written: The header that constrained output contains. This header must be declared if
+            `header` contains fields other than `{name}`, because the texts of such fields are not
+            known.
         has_calls: Whether the body of a content message may contain tool calls.
     """
 
@@ -191,8 +192,8 @@ class Messages:
     Attributes:
         start: The marker before each header.
         header_end: The text between header and body.
-        routes: The stages of the headers. The parser uses the first route that matches. Constrained
-            output contains the header of the first route of a stage.
+        routes: The routes that assign a stage to each header. The parser uses the first route that
+            matches. Constrained output contains the header that `first_route` selects.
         ends: The markers that close a body. The start of the next message closes a body too.
         call_end: The member of `ends` that closes only tool calls, or "".
         body: The form of the arguments in a message that is a tool call.

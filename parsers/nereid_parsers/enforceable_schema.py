@@ -21,12 +21,12 @@ _ANNOTATIONS = frozenset(
         *("$comment", "$schema", "$id", "$defs", "definitions"),
     }
 )
-"""Keywords that do not restrict the values. The first of two values of such a keyword is kept."""
+"""Keywords that do not restrict the values. If two schemas are merged, the first value is kept."""
 _STRICTER = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
 }
-"""Maps a bound to the function that selects the stricter one of two values."""
+"""Maps the keyword of a bound to the function that returns the stricter one of two bounds."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # If a schema has one of these keywords, xgrammar ignores all other keywords of the schema.
 _ALTERNATIVES = frozenset({"anyOf", "oneOf", "not", "if", "const", "enum"})
@@ -46,8 +46,8 @@ class _Resolved(NamedTuple):
 
     Attributes:
         schema: The schema.
-        inlined: The references that were replaced. A schema that contains one of these references
-            again is recursive.
+        inlined: The references that were replaced. If the schema contains one of these references
+            again, the schema is recursive.
     """
 
     schema: Schema
@@ -89,7 +89,7 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
         root: The outermost schema, to which references refer.
-        inlined: The references that were replaced by their definitions around `schema`.
+        inlined: The references that were replaced by a definition which contains `schema`.
         depth: The number of values that enclose `schema`.
     """
     if depth > _MAX_DEPTH:
@@ -141,7 +141,7 @@ def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
     Raises:
         _CannotMergeError: The part is recursive, or refers to another document.
     """
-    if part is True:  # This schema accepts every value, as the schema {} does.
+    if part is True:  # The schemas `true` and `{}` accept every value.
         return _Resolved({}, inlined)
     if not isinstance(part, Mapping):
         raise _CannotMergeError
@@ -173,9 +173,10 @@ def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _R
 
 
 def _target(reference: str, root: object) -> object:
-    """Return the definition to which a reference points. Example: "#/$defs/Address".
+    """Return the definition to which a reference points, for example "#/$defs/Address".
 
-    Names with escape sequences (`~0`, `~1`) are not decoded, so such a definition is not found.
+    Escape sequences in names (`~0`, `~1`) are not decoded, so a definition whose name contains such
+    a sequence is not found.
 
     Raises:
         _CannotMergeError: The document has no such definition, or the reference points to another
@@ -230,7 +231,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Combine two values of one keyword into a single value with the effect of both.
+    """Return the value of `keyword` that has the effect of both values, `first` and `second`.
 
     Example: for the keyword `maxLength` and the values 5 and 9, the result is 5.
 
@@ -276,7 +277,7 @@ def _common_types(first: object, second: object) -> str | list[str]:
 
 
 def _with_integer(types: set[Any]) -> set[Any]:
-    """Add "integer" to a copy of `types` if `types` contains "number", which allows integers."""
+    """Return `types`, with "integer" added if `types` contains "number", which allows integers."""
     return types | {"integer"} if "number" in types else types
 
 
@@ -313,7 +314,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema without the values of `enum` that contradict its `type`.
+    """Return a copy of a schema. The copy lacks the values of `enum` that do not have the `type`.
 
     Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
     """
@@ -391,7 +392,7 @@ def _has_type(value: object, name: str) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a JSON value is a number. In Python, `bool` is a subclass of `int`."""
+    """Return whether a JSON value is a number. A boolean is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

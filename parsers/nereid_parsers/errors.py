@@ -1,7 +1,7 @@
 """The exceptions of this package.
 
-Text that a model writes never raises an exception. The exceptions report mistakes in declarations,
-templates and requests.
+The exceptions report mistakes in declarations, templates and requests. Parsing the text of a model
+never raises an exception.
 
     NereidParsersError
     ├── FormatError
@@ -36,5 +36,5 @@ class TemplateError(NereidParsersError, ValueError):
 
 
 def shorten(value: object) -> str:
-    """Return the `repr` of a value, cut to 80 characters, for an error message."""
+    """Return the first 80 characters of the `repr` of a value, for use in an error message."""
     return f"{value!r:.80}"

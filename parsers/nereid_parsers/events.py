@@ -62,7 +62,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ArgumentsDelta | ToolCal
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of a complete message. `arguments` is the JSON text that the model wrote."""
+    """One tool call of a complete message. `arguments` contains JSON text."""
 
     name: str
     arguments: str
@@ -71,7 +71,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A parsed message. `reasoning` and `content` are None if the model wrote no such text."""
+    """A parsed message.
+
+    `reasoning` is None if the model wrote no reasoning. `content` is None if the model wrote no
+    content.
+    """
 
     reasoning: str | None = None
     content: str | None = None
@@ -79,7 +83,7 @@ class Message:
 
 
 def fold(events: Iterable[Event]) -> Message:
-    """Return the message that a client assembles from `events` by appending the deltas.
+    """Combine the events of a message into one `Message`.
 
     Example: `fold([ContentDelta("Hel"), ContentDelta("lo")])` returns `Message(content="Hello")`.
     """

@@ -10,7 +10,7 @@ Example of a declaration:
         ),
     )
 
-This module also exports all classes from which a declaration is built.
+This module also exports all classes that a declaration may use.
 """
 
 from __future__ import annotations
@@ -135,15 +135,15 @@ class Format(FormatData):
         Args:
             tools: The OpenAI tools list.
             tool_choice: The OpenAI field `tool_choice`.
-            response_format: The OpenAI field `response_format`. Four more types are supported:
-                structural_tag, regex, grammar and choice. See `constrain_answer.answer_node`.
+            response_format: The OpenAI field `response_format`. The types structural_tag, regex,
+                grammar and choice are supported too, see `constrain_answer.answer_node`.
             parallel_tool_calls: Whether the model may make more than one tool call.
             prompt: The rendered prompt, or None if the prompt is not known.
             skip_reasoning: Whether the structural tag describes only the text after the reasoning.
 
         Raises:
-            ConstraintError: The request is invalid, or no structural tag of this format expresses
-                the request.
+            ConstraintError: The request is invalid, or cannot be expressed as a structural tag of
+                this format.
         """
         request = Request.of(
             tools, tool_choice, response_format, parallel_tool_calls=parallel_tool_calls
@@ -154,6 +154,6 @@ class Format(FormatData):
     def reasoning_gate(self, prompt: str | None = None) -> ReasoningGate | None:
         """Return the markers of the reasoning, and the state of the reasoning after `prompt`.
 
-        Return None if the format has no reasoning, or no marker that closes the reasoning.
+        Return None if the format has no reasoning, or if no marker closes the reasoning.
         """
         return gate_of(self, output_start(self, prompt))

@@ -9,7 +9,7 @@ The fields are:
     {string}    "true" if the value is a string, otherwise "false"
     {type}      the JSON type of the value
     {word}      any single word
-    {rest}      any text up to the literal that follows
+    {rest}      any text before the next literal of the pattern
 
 A field ends where the next literal begins. Literal braces are written `{{` and `}}`.
 """
@@ -28,7 +28,7 @@ _FIELD_OR_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 @dataclass(frozen=True, slots=True)
 class PatternField:
-    """A field of a pattern."""
+    """A field of a pattern. `PatternField("name")` represents `{name}`."""
 
     field: str
 
@@ -105,7 +105,7 @@ def check_pattern(place: str, text: str, *required: str) -> None:
     """Raise FormatError if `text` does not contain each required field exactly once.
 
     Args:
-        place: The name of the declaration's field, for the error message.
+        place: The name of the attribute that declares the pattern, for example "Route.header".
         text: The pattern.
         required: The names of the fields that the pattern must contain.
     """
@@ -120,7 +120,7 @@ def check_markers(part: str, **markers: str) -> None:
 
     Args:
         part: The name of the class that declares the markers, for the error message.
-        markers: The markers, by the names of their attributes.
+        markers: The markers. The keys are the names of the attributes that declare them.
     """
     for name, marker in markers.items():
         if not marker.strip():

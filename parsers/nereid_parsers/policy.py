@@ -12,7 +12,8 @@ class TextRule(Enum):
     FREE         Content may precede, separate and follow tool calls. The parser returns all
                  content.
     CALLS_FIRST  Tool calls must start directly after the reasoning, or at the start of the output.
-                 Only white space may separate tool calls. All text after any other text is content.
+                 Only white space may separate tool calls. After any other text, the whole rest of
+                 the message is content.
     """
 
     FREE = "free"
@@ -20,7 +21,7 @@ class TextRule(Enum):
 
 
 class StrayClose(Enum):
-    """The treatment of a closing marker of the reasoning if its opening marker is missing.
+    """The treatment of the closing marker of the reasoning if the opening marker is missing.
 
     The rule applies only if the prompt is not known.
 

@@ -13,8 +13,8 @@ class StartPoint:
 
     Attributes:
         stage: The stage, or None if the output starts inside the header of a message.
-        prefill: The part of the message that the prompt already contains, or "". The parser reads
-            this part before the output, and returns no events for this part.
+        prefill: The beginning of the message that the prompt already contains, or "". The parser
+            reads the prefill before the output, and returns no events for the prefill.
         is_prompt_known: Whether a prompt was given.
     """
 
@@ -26,7 +26,7 @@ class StartPoint:
 def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     r"""Return the state in which the output after `prompt` starts.
 
-    An empty prompt is treated as no prompt.
+    An empty prompt is treated like None.
 
     Example: for a format with the reasoning marker `<think>` and no `turn`, the prompt
     `"<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. After
@@ -54,8 +54,8 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 
     The prompt may already contain the beginning of the answer, the "prefill". Examples: the prompt
     `"..<think>"` gives the prefill `<think>`. The prompt `"..assistant"` gives the stage CONTENT,
-    or REASONING if the model always starts with reasoning that has no opening marker (FORCED).
-    Without a prompt, the stage is REASONING unless the model writes the opening marker itself.
+    or REASONING for the opener FORCED. Without a prompt, the stage is REASONING for the openers
+    PROMPT and FORCED, and CONTENT otherwise.
     """
     reasoning = layout.reasoning
     if not prompt:

@@ -1,4 +1,4 @@
-"""Declares the markers, the names, the ids and the arguments of tool calls.
+"""The dataclasses that declare how a model writes tool calls.
 
 The conventions for markers, patterns and alternatives are described in declarations.py.
 """
@@ -28,8 +28,8 @@ class Keys:
         name: The path of the function's name.
         arguments: The path of the arguments.
         id: The path of the tool call's id, or None if the object has no id.
-        also: Other paths of the arguments.
-        extra: Keys that the object may also have, and that the parser ignores.
+        also: Alternative paths of the arguments.
+        extra: Other keys that the object may have. The parser ignores these keys.
         order: The order of "name", "arguments" and "id" in constrained output.
     """
 
@@ -65,7 +65,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class NameIsKey:
-    """A JSON object with one member: the key is the name, and the value contains the arguments."""
+    """A JSON object with one member: the key is the function's name, the value is the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,13 @@ class TaggedArguments:
     type.
 
     Attributes:
-        open: The pattern before the value, with the field `{key}`: `"<parameter={key}>\n"`. The
-            parser removes the white space at the end of this pattern once from the value.
-        close: The text after the value: `"\n</parameter>\n"`. The parser also removes the white
-            space before this marker once from the value.
-        also: Other variants of a tagged value, which may appear in the same tool call. The field
-            `also` of these variants must be empty.
+        open: The pattern before the value, with the field `{key}`: `"<parameter={key}>\n"`. If the
+            pattern ends with white space, the parser removes this white space once from the start
+            of the value.
+        close: The text after the value: `"\n</parameter>\n"`. If this text starts with white space,
+            the parser removes this white space once from the end of the value.
+        also: Other variants of a tagged value. One tool call may contain several variants. The
+            attribute `also` of these variants must be empty.
     """
 
     open: str
@@ -152,8 +153,7 @@ class PythonCalls:
     Attributes:
         open, close: The brackets around all tool calls: `"["` and `"]"`. Both may be empty.
         separator: The text between two tool calls: `", "` or `"\n"`.
-        suffix: Text that may follow a function's name and that is not a part of the name:
-            `".call"`.
+        suffix: Optional text after a function's name, which is not a part of the name: `".call"`.
     """
 
     open: str = "["
@@ -177,7 +177,7 @@ NAMED_BY_HEAD = (JsonArguments, TaggedArguments, BareKeyArguments, NestedTags)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One variant of a tool call, which consists of an opening marker, header, body and end marker.
+    """One variant of a tool call: an opening marker, a header, a body and a closing marker.
 
     Example: in `<call><function=f>{"a": 1}</call>`, the opening marker is `<call>`, the header is
     `<function=f>`, the body is `{"a": 1}`, and the closing marker is `</call>`. A format declares
@@ -186,8 +186,9 @@ class Call:
     The *trigger* of a tool call is the text that shows the parser that a tool call starts. The
     trigger is `open`, or the first literal of `head` if `open` is empty. A tool call without a
     trigger is *unmarked*. The parser recognises an unmarked tool call by the first characters of
-    its body. An unmarked tool call may start at the start of the output or of the tool section.
-    After other content, an unmarked tool call may start only if the request offers the function.
+    its body. An unmarked tool call may be at the start of the output, or at the start of the tool
+    section. At any other place, an unmarked tool call is recognised only if the request offers the
+    function.
 
     Attributes:
         open: The marker before the tool call. May be empty.
@@ -235,13 +236,13 @@ class Call:
 class ToolSection:
     r"""The tool calls of a format, and the markers `open` and `close` around all tool calls.
 
-    Both markers are empty if the tool calls are inside the content.
+    If no markers surround the tool calls, both markers are empty.
 
     Attributes:
         calls: The variants of a tool call. Constrained output contains the first variant.
         open, close: The markers around all tool calls.
-        separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. The members of a JSON
-            array are not separated by this text.
+        separator: The text between two tool calls: `"\n"`, `"; "` or `", "`. This text does not
+            separate the members of a JSON array.
         also_open, also_close: Alternatives to the markers `open` and `close`.
     """
 

@@ -12,7 +12,9 @@ _IGNORED_KEYWORDS = (
     "not", "uniqueItems", "if", "then", "else", "dependentRequired", "dependentSchemas",
     "contains", "minContains", "maxContains", "unevaluatedItems", "propertyNames",
 )  # fmt: skip
-# The value of these keywords is one schema, a list of schemas, or an object that contains schemas.
+# The value of a keyword in `_SCHEMA_KEYWORDS` is a schema. The value of a keyword in
+# `_SCHEMA_LIST_KEYWORDS` is a list of schemas. The value of a keyword in `_SCHEMA_MAP_KEYWORDS` is
+# an object, and the values in this object are schemas.
 _SCHEMA_KEYWORDS = ("additionalProperties", "items", "propertyNames", "additionalItems")
 _SCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
@@ -20,7 +22,7 @@ _MAX_DEPTH = 64
 
 
 def unenforced(schema: object) -> list[str]:
-    """Return a description of each part of `schema` that xgrammar does not enforce.
+    """Return a description of each keyword in `schema` that xgrammar does not enforce.
 
     Measured with xgrammar 0.2.8: `not`, `uniqueItems` and conditional keywords are ignored.
     `multipleOf` is enforced only for integers without bounds. An `allOf` of several schemas accepts
@@ -89,8 +91,8 @@ def _are_disjoint(options: list[Any]) -> bool:
     """Return whether the options exclude each other, so that a value can match only one of them.
 
     Only the declared types and constants are compared. If the result is True, `oneOf` and `anyOf`
-    accept the same values. Examples: a string and an integer are disjoint, and so are the constants
-    "a" and "b". A string and the constant "a" are not.
+    accept the same values. Examples: a string and an integer exclude each other. The constants "a"
+    and "b" exclude each other. A string and the constant "a" do not exclude each other.
     """
     options_of_type: dict[str, list[Mapping[str, Any]]] = {}
     for option in options:

@@ -1,1 +1,1 @@
-"""The declarations of all formats that have names. registry.py finds a declaration by its name."""
+"""The declarations of all named formats. The module registry.py finds a format by its name."""

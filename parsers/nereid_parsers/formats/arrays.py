@@ -1,6 +1,6 @@
 """Formats in which a marker precedes a JSON array of tool calls, or a single JSON object.
 
-The module also declares the reasoning of Apertus, which no other family shares.
+The module also declares the reasoning of Apertus. No other model family has this form of reasoning.
 """
 
 from nereid_parsers.declarations import Reasoning, Source

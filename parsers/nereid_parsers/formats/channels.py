@@ -1,4 +1,4 @@
-"""Formats that consist of messages or of typed blocks. The module gpt_oss.py declares gpt-oss."""
+"""Formats in which the output consists of messages or typed blocks. For gpt-oss, see gpt_oss.py."""
 
 from nereid_parsers.declarations import Messages, Reasoning, Route, Source, Stage, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

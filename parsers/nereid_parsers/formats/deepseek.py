@@ -1,4 +1,4 @@
-"""The formats of DeepSeek. Special tokens enclose tool calls. From V3.2 on, DSML tags are used."""
+"""The formats of DeepSeek. Tool calls are between special tokens or, since V3.2, in DSML tags."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _between_tokens(head: str, close: str) -> ToolSection:
-    """Return the declaration of tool calls that special tokens enclose, as in V3 and V3.1."""
+    """Return the declaration of tool calls between special tokens (DeepSeek V3 and V3.1)."""
     return ToolSection(
         (Call(JsonArguments(), open="<｜tool▁call▁begin｜>", head=head, close=close),),
         open="<｜tool▁calls▁begin｜>",
@@ -37,7 +37,7 @@ def _between_tokens(head: str, close: str) -> ToolSection:
 
 
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
-    """Return the declaration of tool calls in DSML, whose tags contain a special token.
+    """Return the declaration of tool calls in DSML. Each DSML tag contains a special token.
 
     The tag of a value shows whether the value is a string. Example with the token `T`:
     `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.

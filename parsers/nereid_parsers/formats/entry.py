@@ -33,9 +33,10 @@ class ToolEntry:
         part: The declaration of the tool calls, or the layout of all messages.
         source: The document from which the declaration was derived.
         ends: The end-of-turn tokens.
-        reasoning: The reasoning of the same model family. It is used if only the name of the tool
-            calls is given. It is declared only for models that open the reasoning themselves,
-            because their prompt does not show whether they reason.
+        reasoning: The reasoning of the same model family. If `get_format` receives only the name of
+            the tool calls, the format contains this reasoning. The attribute is set only for models
+            that write the opening marker themselves, because the prompt does not show whether such
+            a model will reason.
     """
 
     part: ToolSection | Messages

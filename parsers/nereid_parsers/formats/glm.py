@@ -67,7 +67,7 @@ def _section(gap: str, tag: str = "tool_call") -> ToolSection:
     """Return the declaration of GLM's tool calls, which have no marker around the whole section.
 
     Args:
-        gap: The text after the name and after each tag.
+        gap: The white space after the function's name and after each closing tag.
         tag: The name of the tag around a tool call.
     """
     return ToolSection(
@@ -97,7 +97,7 @@ def _grouped(tag_after_name: str) -> ToolSection:
     """Return the declaration of Hunyuan's tool calls, which a `<tool_calls>` element encloses.
 
     Args:
-        tag_after_name: The name of the tag after the function's name, or "" without such a tag.
+        tag_after_name: The name of the tag after the function's name, or "" if no tag follows.
     """
 
     def call(suffix: str) -> Call:

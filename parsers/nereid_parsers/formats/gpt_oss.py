@@ -27,14 +27,14 @@ _MESSAGES = Messages(
             " to=functions.{name}{rest}",
             written=" to=functions.{name}<|channel|>commentary json",
         ),
-        # A model sometimes addresses the message to itself with `to=assistant`. Another channel
-        # then follows, and this channel determines the stage of the message.
+        # A model sometimes addresses a message to itself with `to=assistant`. The channel after
+        # `to=assistant` then determines the stage of the message.
         Route(Stage.CONTENT, "<|channel|>{word} to=assistant<|channel|>final{rest}"),
         Route(Stage.REASONING, "<|channel|>{word} to=assistant<|channel|>analysis{rest}"),
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),
-        # A message to any other recipient is not for the user.
+        # A message to any other recipient is not for the user, so its text is reasoning.
         Route(Stage.REASONING, "<|channel|>{word} to={word}{rest}"),
         Route(Stage.REASONING, " to={word}{rest}"),
         Route(Stage.CONTENT, "<|channel|>final{rest}", written="<|channel|>final"),

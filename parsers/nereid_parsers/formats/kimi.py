@@ -1,4 +1,4 @@
-"""The formats of Moonshot Kimi. Special tokens enclose tool calls, or typed tags in Kimi K3."""
+"""The formats of Moonshot Kimi. Tool calls are between special tokens, in Kimi K3 between tags."""
 
 from nereid_parsers.declarations import Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
@@ -27,7 +27,7 @@ REASONING = {
 
 
 def _call(head: str) -> Call:
-    """Return the declaration of a tool call that an id such as `functions.f:0` introduces.
+    """Return the declaration of a tool call that starts with an id such as `functions.f:0`.
 
     Args:
         head: The pattern of the id, for example `functions.{name}:{number}`.

@@ -1,4 +1,4 @@
-"""The formats of MiniMax and dots, whose tool calls have the same tags."""
+"""The formats of MiniMax and dots. Both model families write tool calls in `<invoke>` tags."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Shown, Source
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry

@@ -1,7 +1,7 @@
 """Finds formats by name. The names are the parser names of vLLM and SGLang.
 
-In a name, `-`, `.` and `_` are equivalent. Each module of this folder declares one or more model
-families in a dict REASONING, a dict TOOLS or both.
+In a name, `-`, `.` and `_` are equivalent. Each module of this folder declares the formats of some
+model families in a dict REASONING, in a dict TOOLS, or in both dicts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nereid_parsers.formats import (
 from nereid_parsers.formats.entry import ReasoningEntry, ToolEntry
 from nereid_parsers.policy import LENIENT, Policy
 
-# All reasoning entries and all tool entries, by the names of the formats.
+# All reasoning entries and all tool entries. The keys are the names of the formats.
 REASONING: dict[str, ReasoningEntry] = (
     arrays.REASONING | channels.REASONING | cohere.REASONING | deepseek.REASONING
     | gemma.REASONING | glm.REASONING | gpt_oss.REASONING | granite.REASONING | kimi.REASONING
@@ -48,7 +48,7 @@ TOOLS: dict[str, ToolEntry] = (
     | mistral.TOOLS | pythonic.TOOLS | qwen.TOOLS | step.TOOLS
 )  # fmt: skip
 
-# The registered name for each alias.
+# Each key is an alias, and its value is the registered name.
 REASONING_ALIASES = {
     "apertus": "apertus2509",
     "deepseek": "deepseek_r1",
@@ -89,7 +89,7 @@ TOOL_ALIASES = {
 
 
 def normalize(name: str) -> str:
-    """Return `name` as it is written in the tables. Example: `Qwen-2.5` gives `qwen_2_5`."""
+    """Return the normalised form of a name. Example: `Qwen-2.5` gives `qwen_2_5`."""
     return name.strip().lower().replace("-", "_").replace(".", "_")
 
 
@@ -108,8 +108,8 @@ def get_format(
     Args:
         name: A reasoning name, a tool name, or a name that is both. In the last case, the format
             contains the reasoning and the tool calls.
-        reasoning: The name of the reasoning part. If this name is missing, the format has the
-            reasoning that the entry of the tool calls declares, or none.
+        reasoning: The name of the reasoning. If None, the format has the reasoning that the entry
+            of the tool calls declares. If this entry declares no reasoning, the format has none.
         tools: The name of the tool calls.
         policy: The policy of the format.
 
@@ -127,13 +127,14 @@ def get_format(
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
     if reasoning_entry is None and tool_entry is not None:
-        # No reasoning name was given, so the format has the reasoning that the tool entry declares.
+        # No reasoning entry was found, so the format has the reasoning that the tool entry
+        # declares.
         reasoning_entry = tool_entry.reasoning
     return _combine(normalize(label), reasoning_entry, tool_entry, policy)
 
 
 def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> None:
-    """Raise FormatError unless `get_format` was called with one name, or with names of parts."""
+    """Raise FormatError unless `get_format` was called with `name`, or with the other names."""
     has_part_name = reasoning is not None or tools is not None
     if name is None and not has_part_name:
         raise FormatError(
@@ -195,7 +196,7 @@ class ListedName:
     """A registered name with its description, for the tables in the documentation.
 
     Attributes:
-        name: The name.
+        name: The registered name.
         kind: "reasoning" or "tools".
         aliases: The aliases of the name.
         source: The source of the declaration.
@@ -249,7 +250,7 @@ def _combine(
     """Return the format that consists of a reasoning entry, a tool entry, or both.
 
     Raises:
-        FormatError: One entry describes whole messages, and the other entry describes other text.
+        FormatError: One entry describes whole messages, and the other entry is a different one.
     """
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     sources = tuple(dict.fromkeys(entry.source for entry in entries))
@@ -267,11 +268,11 @@ def _layout(
     result is a `Sections` with the reasoning and the tool calls.
 
     Raises:
-        FormatError: One entry describes whole messages, and the other entry describes other text.
+        FormatError: One entry describes whole messages, and the other entry is a different one.
     """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
-    reasoning_name, _, tools_name = label.partition("+")  # The errors need these names.
+    reasoning_name, _, tools_name = label.partition("+")  # Error messages contain these names.
     if isinstance(reasoning_part, Messages):
         if tool_part not in (None, reasoning_part):
             raise _not_combinable(label, reasoning_name)
@@ -285,7 +286,9 @@ def _layout(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for combining two formats, one of which describes whole messages.
+    """Return the error for two formats that cannot be combined.
+
+    They cannot be combined if one of them describes whole messages.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

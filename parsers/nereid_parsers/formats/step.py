@@ -27,7 +27,7 @@ TOOLS = {
                     head='function<｜tool_sep｜><steptml:invoke name="{name}">',
                     close="</steptml:invoke><｜tool_call_end｜>",
                 ),
-                # Models sometimes omit the word "function" and its separator.
+                # Models sometimes omit the word "function" and the separator after it.
                 Call(
                     TaggedArguments('<steptml:parameter name="{key}">', "</steptml:parameter>"),
                     open="<｜tool_call_begin｜>",

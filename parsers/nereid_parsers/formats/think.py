@@ -1,4 +1,4 @@
-"""Formats with reasoning between `<think>` tags. Other modules declare the tool calls, if any."""
+"""Reasoning between `<think>` tags. Other modules declare the tool calls of the same models."""
 
 from nereid_parsers.declarations import Opener, Reasoning, Source, Wrapper
 from nereid_parsers.formats.entry import ReasoningEntry

@@ -1,1 +1,1 @@
-"""The incremental parser that executes a Format. Start reading at parser.py."""
+"""The incremental parser. The module parser.py contains its public interface."""

@@ -31,7 +31,7 @@ class ClosingMarker:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteMarker:
-    """A possible closing marker at the end of the text, which the next text may complete.
+    """The beginning of a closing marker at the end of the text. More text may complete the marker.
 
     Attributes:
         start: The position at which the marker starts. If no character of the marker has arrived,
@@ -74,7 +74,7 @@ def match_closing_marker(
 
 
 class SectionMarkers:
-    """Matches the markers of a tool section that can follow a tool call.
+    """Matches the closing markers of a tool section, and the separator between its tool calls.
 
     Attributes:
         closes: The markers that close the tool section. Empty if the format has no such markers.
@@ -109,7 +109,7 @@ class SectionMarkers:
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:
-        """Match the separator of two tool calls. The unread text must start with the separator.
+        """Match the separator between tool calls. The unread text must start with the separator.
 
         Example: with the separator `, `, the text `,{"name"` gives the position after the comma.
 

@@ -66,7 +66,7 @@ class CallReader:
         self._section_markers = SectionMarkers(context.format.tools)
         self._is_in_section = False
         self._starts = CallStarts(context.format.calls, writer)
-        self._expected = self._starts.in_section()  # The tool call that `read_start` reads next.
+        self._expected = self._starts.in_section()  # The tool call that may start next.
         # The tool call whose body is being read in the states CALL_BODY and BROKEN_CALL.
         self._open_call: OpenCall | None = None
         # The variant of the last tool call, and the closing markers that may still follow the call.
@@ -106,9 +106,9 @@ class CallReader:
         return self._expect(self._starts.at_unmarked_opening(opening, has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Store the tool call that `read_start` reads next, and return the state CALL_START.
+        """Store `expected` for `read_start`, and return the state CALL_START.
 
-        If `expected` is None, no tool call can start, and the result is None.
+        If `expected` is None, no tool call can start here, so return None.
         """
         if expected is None:
             return None
@@ -116,7 +116,7 @@ class CallReader:
         return State.CALL_START
 
     def start_message_call(self, head: Head) -> State:
-        """Prepare to read the arguments of a message that is a tool call. `head` is its header."""
+        """Prepare to read the arguments of a message that is a tool call. `head` is the header."""
         variant = self._format.message_call
         assert variant is not None  # Formats with message headers have a message call.
         self._begin_body(MatchedCall(variant, head, is_confirmed=True))
@@ -168,7 +168,7 @@ class CallReader:
     def _drop_or_treat_as_content(self, num_chars: int, fault: str) -> State:
         """Remove an incomplete tool call at the end of the message, or treat its text as content.
 
-        If the text contains a tag, all unread text is removed. Otherwise the text is content.
+        If the text of the tool call contains a tag, this text is removed. Otherwise it is content.
         Example: at the end of the message, `<tool_call>{"na` is removed, and `{"na` is content.
 
         Args:
@@ -198,7 +198,7 @@ class CallReader:
             `<tool_call>{` at the end of the message is an incomplete tool call and is removed.
 
         Returns:
-            The next state, or None if more text must show whether a tool call starts.
+            The next state, or None if more text is required to decide whether a tool call starts.
         """
         expected = self._expected
         match = expected.match(self._buffer, self._call_writer.tools)
@@ -214,7 +214,7 @@ class CallReader:
         return handle_text(len(expected.opening), _NO_CALL_AFTER_MARKER)
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Create the reader for the body that follows a matched header, and start this reader."""
+        """Create and start the reader of the body that follows a matched header."""
         body = match.variant.create_reader(
             self._call_writer, match.head, is_confirmed=match.is_confirmed
         )
@@ -260,8 +260,8 @@ class CallReader:
     def _end_call(self, variant: CompiledCall) -> State:
         """Prepare to read the closing markers of a tool call whose body has ended.
 
-        Return the next state. The content's markers include those that end a whole message, so a
-        tool call that is a message of its own is followed by the state CONTENT.
+        Return the next state. If the tool call is a whole message, this is CONTENT, because the
+        marker that ends a message is read in the state CONTENT.
         """
         self._text_writer.end_call()
         self._text_writer.start_after_call()
@@ -280,8 +280,8 @@ class CallReader:
         end the tool call.
 
         Returns:
-            The state CALL_END if more closing markers may follow, BETWEEN_CALLS after the last one
-            or without one, or None if more text is required.
+            The next state, or None if more text is required. The next state is CALL_END if more
+            closing markers may follow.
         """
         buffer = self._buffer
         match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
@@ -294,9 +294,9 @@ class CallReader:
         return self._start_next_object() or State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
-        """Return None, so that the parser waits for the rest of the marker at `start`.
+        """Wait for the rest of the incomplete marker at `start`, by returning None.
 
-        If the message has ended, remove the incomplete marker, and return the next state.
+        If the message has ended, remove the incomplete marker instead, and return the next state.
         """
         if not self._buffer.is_final:
             return None
@@ -305,7 +305,7 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _start_next_object(self) -> State | None:
-        """Start another tool call if the unread text is a JSON object between the same markers.
+        """Start another tool call if a second JSON object follows between the same markers.
 
         Example: in `<tool_call>{..}{..}</tool_call>`, no marker separates the two JSON objects.
 
@@ -404,7 +404,7 @@ class CallReader:
     def finish_empty_section(self) -> None:
         """End a message that ends in a tool section before the first tool call.
 
-        If the section contains a tag, its text is removed. Otherwise the text is content.
+        If the text of the section contains a tag, this text is removed. Otherwise it is content.
         """
         if self._text_writer.pending:
             self._drop_or_treat_as_content(0, _EMPTY_SECTION)

@@ -19,7 +19,8 @@ from nereid_parsers.stream.values.wrapped_arguments import WrapperFilter, may_be
 log = logging.getLogger(__name__)
 
 _EMPTY_ARGUMENTS = "{}"
-# Descriptions of repaired or invalid arguments. The end event of the tool call contains them.
+# Descriptions of repaired or invalid arguments. The end event of the tool call contains the
+# description.
 _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
 _BROKEN_ARGUMENTS = "the arguments are not valid JSON"
@@ -84,10 +85,11 @@ class CallWriter:
         self._deviations: list[str] = []
 
     def add_deviation(self, deviation: str) -> None:
-        """Store the description of a deviation from the format. The parser accepts this deviation.
+        """Store the description of an accepted deviation from the format.
 
-        The end event of the open tool call, or of the next tool call, contains the description.
-        Example: `add_deviation("the reasoning before the tool call is not closed")`.
+        The description becomes a part of the end event of the open tool call. If no tool call is
+        open, it becomes a part of the end event of the next tool call. Example:
+        `add_deviation("the reasoning before the tool call is not closed")`.
         """
         if deviation not in self._deviations:
             self._deviations.append(deviation)
@@ -99,8 +101,8 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a tool call, if the policy accepts the function's name.
 
-        If the policy discards calls of unknown functions, such a tool call starts too, but no
-        events are appended for it.
+        If the policy discards a call of an unknown function, the tool call starts too, but no
+        events are appended for this tool call.
 
         Args:
             name: The name of the function.
@@ -164,7 +166,7 @@ class CallWriter:
 
         There are three cases:
 
-        - The function is unknown and the policy discards it. No events are appended.
+        - The function is unknown, and the policy discards the tool call. No events are appended.
         - The arguments are stored. No event has been appended yet, so all events are appended now.
         - The arguments were passed on as they arrived. Only the last events are appended.
 
@@ -200,7 +202,7 @@ class CallWriter:
         self._append_end()
 
     def _append_end(self) -> None:
-        """Append the event for the end of the tool call. It lists all stored deviations."""
+        """Append the event for the end of the tool call. The event lists all stored deviations."""
         description = "; ".join(self._deviations) if self._deviations else None
         self._events.append(ToolCallEnd(self.last_index, description))
         self._deviations = []
@@ -262,9 +264,9 @@ class CallWriter:
     def restart_numbering(self, events: list[Event]) -> list[Event]:
         """Restart the indices of tool calls at 0, because the prompt has ended.
 
-        The prompt may contain the beginning of the message. Tool calls that have ended there are
-        forgotten, so that the next tool call gets the index 0. If a tool call is open, the open
-        tool call gets the index 0 instead.
+        The prompt may contain the beginning of the message. Tool calls that have ended in the
+        prompt are no longer counted, so the next tool call gets the index 0. If a tool call is open
+        at the end of the prompt, this tool call gets the index 0.
 
         Args:
             events: All events of the prompt. The list is not changed.
@@ -306,7 +308,7 @@ def _read_as_literal(text: str) -> str | None:
 
 
 def _escape_control_characters(text: str) -> str | None:
-    r"""Escape the control characters in the strings of JSON text. Return None for other text.
+    r"""Escape the control characters in JSON strings. Return None if `text` is not JSON text.
 
     Example: `{"a": "<line break>"}` gives `{"a": "\n"}`.
     """

@@ -43,8 +43,9 @@ class CompiledCall:
     Attributes:
         call: The declaration.
         is_unmarked: Whether the tool call starts without a marker.
-        omits_marker: Whether the model has omitted the marker before the header. Such a tool call
-            is accepted only if the request offers the function.
+        omits_marker: Whether this variant lacks the marker that the format declares before the
+            header. A tool call of such a variant is accepted only if the request offers the
+            function.
         closing_markers: The parts of the closing marker of the tool call.
         end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
@@ -81,7 +82,7 @@ class CompiledCall:
         return Head(head.end, name=head.fields.get("name", ""), call_id=call_id)
 
     def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
-        """Return the position at which the body starts after a header, NEED_MORE or NO_MATCH.
+        """Return the position at which the body starts, or NEED_MORE or NO_MATCH.
 
         Example: for a JSON array of tool calls, `[{` starts the body, `[` gives NEED_MORE and `[1`
         gives NO_MATCH.
@@ -188,8 +189,8 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
 def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return two regexes, one for the start of a body and one for an incomplete start.
 
-    Example: a JSON array of tool calls starts with `[{` or `[]`, or with white space between the
-    two characters. The text `[` at the end of the text is an incomplete start.
+    Example: a JSON array of tool calls starts with `[{` or `[]`. White space may separate the two
+    characters. If only `[` has arrived, the start is incomplete.
     """
     if isinstance(call.body, NestedTags):
         prefix = call.body.tag_prefix
@@ -254,10 +255,10 @@ class CompiledHeader:
 
         The text `layout.header_end` is matched in one of two ways:
 
-        - If it is a marker such as `<|message|>`, the pattern matches the header and this marker.
-        - If it consists of white space, such as the line break in `>>>all\nHello`, the pattern
-          matches only the header. `match` then compares the white space itself, because a pattern
-          would accept any white space in its place.
+        - A marker such as `<|message|>` is a part of the pattern that matches the header.
+        - White space, such as the line break in `>>>all\nHello`, is not a part of this pattern. The
+          method `match` compares this white space itself, because a pattern would accept any other
+          white space, too.
 
         If the message is a tool call, `message_call` matches the start of the arguments.
         """
@@ -273,7 +274,8 @@ class CompiledHeader:
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the first literal of the header is at `pos`.
 
-        If the message ends inside a header, this result distinguishes the header from content.
+        If the message ends inside a header, the caller uses the result to distinguish the header
+        from content.
         """
         pos = skip_whitespace(text, pos)
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)

@@ -87,7 +87,7 @@ class CompiledFormat:
         reasoning_kinds: The meanings of the markers inside the reasoning.
         calls: The variants of a tool call.
         routes: The message headers.
-        message_call: The variant of a tool call that is a message of its own, or None.
+        message_call: The variant of a tool call that is a whole message, or None.
     """
 
     layout: Sections | Messages
@@ -136,8 +136,8 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     calls = _compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
     # A whole message can be a tool call, whose header contains the function's name. Such a message
-    # is not in a tool section, but `CompiledCall` requires one. It uses only the closing markers of
-    # the section, because broken arguments end at these markers.
+    # is not in a tool section, but `CompiledCall` requires a tool section, whose closing markers
+    # end broken arguments. The closing markers of this section are the end markers of messages.
     section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     message_call = CompiledCall(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end), section
@@ -208,7 +208,7 @@ def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[st
 
     In some formats, one marker closes both the reasoning and a tool call, for example
     `<|end_message|>`. After an undeclared opening marker, this marker would not show whether the
-    tool call or the whole reasoning ends. So only the declared markers are returned then.
+    tool call or the whole reasoning ends. For such formats, only the declared markers are returned.
     """
     declared_markers = list(reasoning.interrupted_by)
     reasoning_closes = set(_visible(reasoning.closes))
@@ -253,7 +253,7 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     by_head = {
         head: head_variants
         for head, head_variants in _group_by_trigger(_variants_without_marker(tools)).items()
-        if head not in by_trigger  # The tool call with its marker has precedence.
+        if head not in by_trigger  # The variant with the marker has precedence.
     }
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, variants, by_trigger, unmarked)
@@ -328,7 +328,7 @@ def _call_kinds(
     Args:
         tools: The declaration of the tool calls.
         variants: All variants of a tool call.
-        by_trigger: The variants that start with a marker in the content, by marker.
+        by_trigger: The variants that start with a marker in the content. The keys are the markers.
         unmarked: The variants that start without a marker in the content.
     """
     kinds: dict[str, MarkerKind] = {}

@@ -33,7 +33,7 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader for the text in `context`. The other arguments read all other text."""
+        """Create a reader for the content in `context`. The other arguments read all other text."""
         self._format = context.format
         self._buffer = context.buffer
         self._text_writer = context.text
@@ -79,8 +79,8 @@ class ContentReader:
     def _close_calls(self, marker: str) -> State | None:
         """Remove a closing marker that directly follows a tool call, or that closes a tool section.
 
-        Example: the second marker of `<call>{..}</call></call>` is removed. At any other place, the
-        marker is content, and the result is None. Otherwise the result is the next state.
+        Example: the second `</call>` in `<call>{..}</call></call>` is removed. Return the next
+        state. If the marker is at any other place, the marker is content, so return None.
         """
         return self._remove(marker) if self._call_reader.close_section(marker) else None
 

@@ -38,8 +38,8 @@ class ExpectedCall:
     Attributes:
         variants: The possible variants, in the order in which they are tried.
         opening: The text that indicates the tool call: a marker, the first character of a tool call
-            without a marker, or "" inside a tool section. Without a tool call, this text is
-            content.
+            without a marker, or "" inside a tool section. If no tool call starts, this text
+            is content.
         is_confirmed: Whether a marker shows that the text is a tool call. If no marker shows this,
             the text is a tool call only if the request offers the function.
     """
@@ -51,12 +51,12 @@ class ExpectedCall:
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
         """Match the start of a tool call with the unread text. Try the variants in their order.
 
-        If a tool call has no opening marker, the tool call matches only if `tools` contains the
-        function.
+        If the model has omitted the opening marker of a tool call, the tool call matches only if
+        `tools` contains the function.
 
         Returns:
-            The match of the first variant that matches. NEED_MORE if more text must arrive before
-            the variants can be decided, or NO_MATCH if the text is not a tool call.
+            The match of the first variant that matches. NEED_MORE if more text is required to
+            select a variant. NO_MATCH if the text is not a tool call.
         """
         for variant in self.variants:
             head = variant.match(buffer.text, buffer.pos, buffer.is_final)
@@ -77,8 +77,8 @@ class ExpectedCall:
 
         Args:
             buffer: The text at the end of the message.
-            includes_unmarked: Whether the start may also be that of a tool call without a marker,
-                such as `{` for `{"name": "f"}`.
+            includes_unmarked: Whether tool calls without a marker are considered, too. Example: `{`
+                is the start of the tool call `{"name": "f"}`.
         """
         variants = [
             variant for variant in self.variants if includes_unmarked or not variant.is_unmarked
@@ -97,8 +97,8 @@ class CallStarts:
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
         """Store the variants of a tool call, and the writer of the tool calls.
 
-        The decisions depend on `writer.tools`, the tools that the request offers, and on
-        `writer.num_started`, the number of earlier tool calls.
+        A decision depends on the tools that the request offers (`writer.tools`), and on the number
+        of earlier tool calls (`writer.num_started`).
         """
         self._calls = variants
         self._call_writer = writer
@@ -108,7 +108,7 @@ class CallStarts:
         return ExpectedCall(self._calls.all, "", is_confirmed=True)
 
     def at_marker(self, marker: str) -> ExpectedCall:
-        """Return the tool call that may start with its opening marker."""
+        """Return the tool call that may start with the opening marker `marker`."""
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:

@@ -17,7 +17,7 @@ _NO_HEADER = "no header follows the marker"
 class HeaderReader:
     """Reads the marker that starts a message, and the header after this marker.
 
-    Until the whole header has been read, the marker is the pending text of the TextWriter.
+    Until the whole header has been read, the TextWriter stores the marker as pending text.
     """
 
     __slots__ = ("_buffer", "_call_reader", "_calls_first", "_format", "_text_writer")

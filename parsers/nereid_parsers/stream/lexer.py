@@ -34,11 +34,12 @@ def spaced_marker_regex(marker: str) -> str:
 def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
     """Return regexes that match an incomplete marker at the end of a text.
 
-    Example: for the marker `<a>b`, the regexes match the ends of `x<`, `x<a> ` and `x<a>`.
+    Example: for the marker `<a>b`, the regexes match `<`, `<a`, `<a>` and `<a> ` at the end of a
+    text.
 
     Args:
         marker: The marker, see `spaced_marker_regex`.
-        whitespace: White space before the marker, which is a part of the match.
+        whitespace: White space before the marker. The match includes this white space.
     """
     first, *others = tag_parts(marker)
     regexes = [marker_prefix_regex(whitespace + first)]
@@ -77,7 +78,7 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that searches for the regexes of markers, or None without markers.
+    """Return a function that searches a text for the regexes. Return None without markers.
 
     Args:
         markers: The markers.
@@ -113,8 +114,8 @@ class Lexer:
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
         """Find the next marker in the unread text. Return its position and the marker itself.
 
-        The marker is "" if no complete marker is found. The position then shows how much of the
-        text is certainly plain text. Examples for a lexer that finds `<a>`:
+        The marker is "" if no complete marker is found. The text before the returned position then
+        contains no marker. Examples for a lexer that finds `<a>`:
 
             `"x<a>y"`   (1, "<a>")
             `"x<"`      (1, ""), because `<` may become `<a>`. (2, "") if `buffer.is_final` is true,

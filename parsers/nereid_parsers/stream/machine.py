@@ -1,4 +1,4 @@
-"""The state machine of the stream parser. The machine connects seven parts.
+"""The state machine of the stream parser. The machine connects seven objects.
 
 TextBuffer       stores the text that has not been read.
 ReasoningReader  reads reasoning, and passes its text to a TextWriter.
@@ -8,8 +8,8 @@ CallReader       reads tool calls, and passes their names and arguments to a Cal
 TextWriter       appends the events of reasoning and content to a list.
 CallWriter       appends the events of tool calls to the same list.
 
-The classes that read each piece of a tool call declare `__slots__`. Without `__slots__`, parsing a
-tool call in pieces of one character took about 3 % longer.
+The classes that read each piece of a tool call declare `__slots__`. In a measurement without
+`__slots__`, the parser took about 3 % longer for a tool call in pieces of one character.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Machine:
     def __init__(
         self, format: CompiledFormat, tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
-        """Create the parts of the machine. For the arguments see `StreamParser`."""
+        """Create the readers and writers. For the parameters see `StreamParser`."""
         self._events: list[Event] = []
         self._buffer = TextBuffer()
         self._text_writer = TextWriter(self._events)
@@ -97,8 +97,8 @@ class Machine:
         """Enter the state in which the output starts. The state before this call is CONTENT.
 
         Args:
-            start: What the prompt shows about the start of the output. `start.prefill` is the
-                beginning of the message, if the prompt already contains this beginning.
+            start: The start of the output, which the prompt determines. If the prompt already
+                contains the beginning of the message, `start.prefill` is this beginning.
         """
         starts_in_reasoning = start.stage is Stage.REASONING
         if start.stage is None:  # The prompt ends inside the header of a message.
@@ -108,7 +108,7 @@ class Machine:
             # events for the prefill.
             self._forget_prompt(self.feed(start.prefill))
         elif not start.is_prompt_known and self._reasoning_reader.delays_unclassified_text():
-            # The first text may be reasoning or content. Store it until a marker shows which.
+            # The first text may be reasoning or content. A marker will show which of the two it is.
             self._reasoning_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
@@ -117,8 +117,8 @@ class Machine:
     def _forget_prompt(self, events: list[Event]) -> None:
         """Treat all text so far as a part of the prompt, and discard the events of the prompt.
 
-        The exception is a tool call that the prompt has started and not ended. The events of this
-        tool call are returned by the next `feed`, because its arguments continue in the output.
+        If a tool call is open at the end of the prompt, its arguments continue in the output. The
+        next `feed` therefore returns the events of this tool call.
 
         Args:
             events: All events of the prompt.

@@ -29,10 +29,10 @@ class OpenCall:
 
     Four other objects take part:
 
-    - The TextBuffer contains the model's text, up to the part that has arrived.
+    - The TextBuffer contains the text that has arrived from the model.
     - The BodyReader parses the body, and calls the methods of the CallWriter.
-    - The CallWriter appends the events of the tool call. If the policy may repair the arguments, it
-      stores them until the tool call ends.
+    - The CallWriter appends the events of the tool call. If the policy may repair the arguments,
+      the CallWriter stores the arguments until the tool call ends.
     - The TextWriter classifies the text of the body for the trace. Until a tool call has started,
       the text is "pending", because it may turn out to be content.
 
@@ -54,7 +54,7 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create an open tool call. `match` is the matched start, and `body` reads the body."""
+        """Create an open tool call. `match` is its matched start, and `body` reads its body."""
         self.variant = match.variant
         self._is_confirmed = match.is_confirmed
         self._body = body
@@ -85,10 +85,10 @@ class OpenCall:
         return None if body.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify the text that the body reader has just read, if no tool call is open after it.
+        """Classify the text that the body reader has just read and that ends outside a tool call.
 
-        The text belongs to a tool call that has ended, or it is "pending", which means that more
-        text must show whether it is a tool call or content. Examples for a list of tool calls:
+        The text belongs to a tool call that has ended, or the text is "pending". Pending text may
+        be the start of a tool call, or content. Examples for a list of tool calls:
 
             text read        tool call         pending
             ` 1}}, {"na`     ` 1}}`            `, {"na`, which may start a second tool call
@@ -99,7 +99,8 @@ class OpenCall:
         Args:
             start: The position in the buffer at which the text starts. The text ends at the
                 buffer's current position.
-            was_open: Whether a tool call was open before this text, so that it has ended here.
+            was_open: Whether a tool call was open before this text. The tool call has then ended in
+                this text.
         """
         buffer_text = self._buffer.text
         end = self._buffer.pos
@@ -160,7 +161,7 @@ class OpenCall:
         return True
 
     def read_broken(self) -> bool:
-        """Read arguments that are not valid JSON, and write them unchanged, up to the next marker.
+        """Read arguments that are not valid JSON up to the next marker, and write them unchanged.
 
         Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
 
@@ -182,7 +183,8 @@ class OpenCall:
         Returns:
             Whether the text is a tool call. If not, the caller must treat the text as content.
             Examples: the text is a tool call if it ends inside the arguments, or between the
-            members of a list, as in `[{"name": "f", "arguments": {}},`. The text `{"na` is not.
+            members of a list, as in `[{"name": "f", "arguments": {}},`. The text `{"na` is not a
+            tool call.
         """
         was_open = self._call_writer.is_open
         # `BodyReader.finish` ends the open tool call. If none is open, the status becomes BROKEN,

@@ -22,7 +22,7 @@ class StreamParser:
 
     The parser delays only text that may still become a marker, and the white space before such
     text. An event that has been returned is never withdrawn. The parsing time is linear in the
-    length of the text. No text that a model writes raises an exception.
+    length of the text. The parser never raises an exception because of the model's text.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StreamParser:
                 not known.
             prompt: The rendered prompt, including its generation prompt. None if the prompt is not
                 known.
-            policy: The policy that replaces the policy of the format.
+            policy: The policy. None means the policy of the format.
             new_id: A function that generates an id for each tool call to which the model gave no
                 id.
             trace: A function that receives each piece of the text, in order, and the classification
@@ -93,7 +93,7 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return whether the output after `prompt` starts with reasoning, content or tool calls.
+    r"""Return the stage in which the output starts, and whether the prompt contains reasoning.
 
     Examples, with the reasoning markers `<think>` and `</think>`:
 

@@ -1,4 +1,4 @@
-"""Matches patterns of literals and fields against text that arrives in pieces."""
+"""Matches patterns in text that arrives in pieces. A pattern consists of literals and fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
-# For each field, the characters that the field cannot contain, as in a regex character class.
+# For each field, the characters that the field cannot contain, in the syntax of a regex character
+# class.
 _EXCLUDED_CHARS = {
     "name": _NO_NAME_CHARS,
     "key": r"""<>"'\r\n""",
@@ -87,7 +88,7 @@ class WhitespaceStep:
 
 
 class PatternMatch(NamedTuple):
-    """A pattern that was found in a text.
+    """The match of a pattern in a text.
 
     Attributes:
         end: The position after the match.
@@ -167,13 +168,14 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
 
     A model may change this white space in three ways:
 
-    - It omits a space in a marker that starts with a tag, or its tokenizer writes `Ġ` instead.
-      Example: `<invoke name="` also gives `<invokename="` and `<invokeĠname="`.
-    - It adds, omits or changes the white space before or after a tag. Example:
+    - The model omits a space in a marker that starts with a tag, or the tokenizer writes `Ġ`
+      instead of the space. Example: `<invoke name="` also gives `<invokename="` and
+      `<invokeĠname="`.
+    - The model adds, omits or changes the white space before or after a tag. Example:
       `<|start|>assistant` also gives `<|start|> assistant` and `<|start|>\nassistant`.
-    - It adds a blank or a line break to other declared white space.
+    - The model adds a space or a line break to other declared white space.
 
-    A marker that is one tag without white space gives only itself.
+    If the marker is a single tag without white space, the marker is the only spelling.
     """
     variants = [marker]
     if marker.startswith("<"):
@@ -210,7 +212,7 @@ def compile_pattern(source: str) -> Pattern:
     field.
 
     Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
-    the literal `>`, with white space between them. The pattern matches `<call><f=sum>` and
+    the literal `>`, with optional white space between them. The pattern matches `<call><f=sum>` and
     `<call> <f= sum >`.
     """
     parts = split_pattern(source)

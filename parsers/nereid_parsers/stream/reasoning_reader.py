@@ -73,7 +73,7 @@ class ReasoningReader:
     # ---- text before the first marker ------------------------------------------------------------
 
     def delays_unclassified_text(self) -> bool:
-        """Return whether the parser must store the first text before it can return events for it.
+        """Return whether the parser must store the first text of the output for a while.
 
         The text is stored until a marker shows that the text is reasoning, or that the text is
         content. The caller calls this method only if the prompt is not known.
@@ -116,7 +116,7 @@ class ReasoningReader:
         return self.start_opened() if is_reasoning else State.CONTENT
 
     def num_stored_chars(self) -> int:
-        """Return the number of characters that have been read and not been classified yet."""
+        """Return the number of characters that have been read, but not classified."""
         return sum(map(len, self._stored_text))
 
     def _take_stored_text(self) -> str:
@@ -150,8 +150,8 @@ class ReasoningReader:
         """Read reasoning up to the next marker. Return the next state, or None without a marker.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
-        is removed. The rest, `Hi`, is content. The other cases handle markers that are not closing
-        markers, for example the start of a tool call.
+        is removed. The rest, `Hi`, is content. Markers that do not close the reasoning, for example
+        the marker of a tool call, are handled by other methods.
         """
         start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
@@ -178,8 +178,8 @@ class ReasoningReader:
         """Read a second opening marker, although the reasoning is already open.
 
         Models sometimes repeat the opening marker with which the prompt ends. Such a marker is
-        removed. After other reasoning, the marker is a part of the reasoning. Return the next
-        state.
+        removed. If reasoning text precedes the marker, the marker is a part of the reasoning.
+        Return the next state.
         """
         if self._text_writer.has_text:
             return self._continue(marker)

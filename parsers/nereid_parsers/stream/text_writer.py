@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from nereid_parsers.events import ContentDelta, Event, ReasoningDelta
 
-# A function that receives the classification and the text of each piece, in order. It receives each
-# piece exactly once.
+# A function that receives the classification and the text of each piece. The function receives the
+# pieces in order, and each piece exactly once.
 Trace = Callable[[str, str], None]
 
 # The classifications of text. "markup" is text, such as a marker, that no event contains.
@@ -22,7 +22,8 @@ class TextWriter:
 
     The writer stores three kinds of text until more text shows how to classify it:
 
-    - White space at the end of a text. It belongs to the marker that follows, or else to the text.
+    - White space at the end of a text. If a marker follows, the white space belongs to the marker.
+      Otherwise it belongs to the text.
     - Pending text, which looks like the start of a tool call or message. The pending text is
       removed if a tool call or message follows. Otherwise it is content.
     - The text of a tool call, as long as a part of it may be read again. Only the trace receives
@@ -107,9 +108,9 @@ class TextWriter:
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
         """Append an event for text that ends with a visible character.
 
-        If the text continues earlier content, the event begins with the white space that separated
-        the two pieces and was removed before a marker. The trace has already received this white
-        space as "markup", so the trace receives only `text`.
+        If there was a marker after earlier content, white space may have been removed before this
+        marker. The event then starts with the removed white space. The trace has already received
+        this white space as "markup", so the trace receives only `text`.
         """
         is_content = event_type is ContentDelta
         if self.is_after_marker:
@@ -191,7 +192,8 @@ class TextWriter:
         """Remove the stored white space from the output, because a marker follows.
 
         White space after content is stored in `_removed_whitespace`. If more content follows the
-        marker, this white space is written before it, so that the two pieces stay separated.
+        marker, this white space is written before that content, so that the two pieces stay
+        separated.
         """
         whitespace = self._take_whitespace()
         if self.has_text and self._is_last_text_content:
@@ -308,7 +310,7 @@ class TextWriter:
         """Treat all text so far as a part of the prompt, for which no events are returned.
 
         Args:
-            num_unread_chars: The number of the prompt's characters that have not been read yet.
+            num_unread_chars: The number of characters of the prompt that have not been read.
         """
         self._whitespace = []
         self._removed_whitespace = ""

@@ -1,1 +1,1 @@
-"""Readers of the bodies of tool calls: JSON, calls in Python syntax, and tags."""
+"""The classes that read the body of a tool call: JSON, Python calls, or values between tags."""

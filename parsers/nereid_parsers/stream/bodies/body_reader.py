@@ -1,4 +1,4 @@
-"""The base classes of the readers that read the body of a tool call."""
+"""The base classes of all classes that read the body of a tool call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
-# A method that reads the next part of the body from a text, starting at a position. The method
-# returns the position after this part, or NEED_MORE.
+# A method that receives a text and a position. The method reads a part of the body from this
+# position on, and returns the position after this part, or NEED_MORE.
 Step = Callable[[str, int], int]
 
 
@@ -44,12 +44,12 @@ class BodyReader:
     Attributes:
         writer: The writer that converts the tool calls into events.
         status: The state of the body.
-        last_call_end: The position, in the text of the last `read`, at which a tool call of a list
-            ended. None if no tool call of a list ended in this text. The text after this position
-            is content, unless this text is another tool call.
+        last_call_end: The position at which a tool call of a list ended in the last text that was
+            passed to `read`. None if no tool call of a list ended in that text. The text after this
+            position is another tool call or content.
         is_final: Whether no more text follows.
-        is_verbatim: Whether the arguments are the model's own text. False if the reader composes
-            the JSON text of the arguments.
+        is_verbatim: Whether the reader writes the arguments exactly as the model wrote them. False
+            if the reader converts the arguments to JSON.
     """
 
     __slots__ = ("is_final", "last_call_end", "status", "writer")
@@ -75,8 +75,8 @@ class BodyReader:
         """Read the next piece of the body, which starts at `text[pos]`, and set `status`.
 
         Returns:
-            The position up to which the text was read. The caller passes the unread rest to `read`
-            again, together with the text that follows.
+            The position up to which the text was read. The caller passes the rest of the text to
+            `read` again, together with the text that follows.
         """
         raise NotImplementedError
 
@@ -93,16 +93,19 @@ class BodyReader:
         return pos
 
     def abandon(self) -> bool:
-        """End the open tool call, because its text is not valid. Complete the arguments' JSON text.
+        """Complete the JSON text of the arguments and end the tool call, because it is not valid.
 
         Returns:
-            Whether the tool call was ended. A reader that passes on the model's own text returns
-            False. The parser then passes on the rest of the arguments unchanged.
+            Whether the tool call was ended. If `is_verbatim` is true, the reader does nothing and
+            returns False. The parser then writes the rest of the arguments unchanged.
         """
         return False
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended."""
+        """End the open tool call, because the message has ended.
+
+        If no tool call is open, set the status BROKEN.
+        """
         if self.writer.is_open:
             self.writer.end(CUT_OFF)
             self.status = DONE
@@ -111,7 +114,7 @@ class BodyReader:
 
 
 class StepReader(BodyReader):
-    """Reads a body in steps. Each step reads one part and selects the step for the next part."""
+    """Reads a body in steps. A step is a method that reads some text and selects the next step."""
 
     __slots__ = ("_step",)
 

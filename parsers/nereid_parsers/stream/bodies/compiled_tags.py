@@ -1,4 +1,4 @@
-"""The compiled declaration of tagged arguments, which matches the tags in the model's text."""
+"""Compiles the declaration of tagged arguments, and matches the tags in the model's text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NEVER = "(?!)"  # A regex that never matches.
 
 
 class MarkerRole(Enum):
-    """The role of a marker that occurs inside a value, but is not the closing marker of the value.
+    """The role of a marker that is found before the closing marker of a value.
 
     PART_OF_VALUE  The value contains the marker.
     AFTER_VALUE    The value ends before the marker. The closing marker of the value is missing.
@@ -48,18 +48,18 @@ class CompiledTag:
         padding: The white space between the pattern and the value, which is not a part of the
             value.
         close: The closing marker, without white space.
-        find_end: A function that finds the closing marker or an early end. The match includes the
-            declared white space before the marker. The group "close" is the closing marker, and the
-            group "early" is the early end.
-        find_possible_end: A function that also finds an incomplete marker at the end of the text.
-            Both groups are then empty.
+        find_end: A function that finds the closing marker (group "close") or an early end (group
+            "early"). An early end is a marker that follows a value without a closing marker. The
+            match includes the declared white space before the marker.
+        find_possible_end: A function like `find_end` that also finds an incomplete marker at the
+            end of the text. If the marker is incomplete, both groups are empty.
     """
 
     def __init__(self, part: TaggedArguments, early_ends: tuple[str, ...]) -> None:
         r"""Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
 
         Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
-        `a`. With the early end `</call>`, `a</call>` has this value if `</p>` is missing.
+        `a`. If `</p>` is missing and `</call>` is an early end, `a</call>` has the value `a`, too.
 
         Args:
             part: The declaration.
@@ -113,7 +113,7 @@ def _any_of(markers: Iterable[str]) -> str:
 
 
 def _first_char_lookahead(texts: Iterable[str]) -> str:
-    """Return a regex look-ahead that accepts a character if one of the texts starts with it.
+    """Return a regex look-ahead that matches before the first character of any of the texts.
 
     Example: `("</p>", "[x]")` gives the look-ahead for `<` and `[`.
     """
@@ -137,7 +137,7 @@ class TagOpening:
 
 
 class CompiledTags:
-    """The compiled declaration of tagged arguments, which matches their tags in a text.
+    """The compiled declaration of tagged arguments. The methods match the tags in a text.
 
     Attributes:
         variants: The variants of a tagged value, in the order in which they are tried.
@@ -155,10 +155,10 @@ class CompiledTags:
 
         Args:
             part: The declaration.
-            head: The marker and the header of a tool call.
+            head: The pattern of a tool call's opening marker and header.
             stop_markers: The markers that end the body.
-            markers_between_calls: The markers between the last value of a tool call and the header
-                of the next tool call.
+            markers_between_calls: The markers that may occur between the last value of a tool call
+                and the header of the next tool call.
         """
         variants = (part, *part.also)
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
@@ -191,9 +191,9 @@ class CompiledTags:
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
         """Return `pos` if the body can start at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-        Examples with the values `<parameter={key}>`: `<parameter=city>` and the stop marker
-        `</function>` give `pos`, because a tool call may have no arguments. The texts `<param` and
-        `</func` give NEED_MORE, and `Paris` gives NO_MATCH.
+        Examples for values that start with `<parameter={key}>`: `<parameter=city>` and the stop
+        marker `</function>` give `pos`, because a tool call may have no arguments. The texts
+        `<param` and `</func` give NEED_MORE, and `Paris` gives NO_MATCH.
 
         The caller calls this method at the end of the text only if the message has ended.
         """
@@ -218,14 +218,16 @@ class CompiledTags:
             `a</function>b</parameter>`               PART_OF_VALUE: the closing marker follows.
             `a</function></call><call><function=f>`   AFTER_VALUE: another tool call follows.
             `a</function></call>`                     AFTER_VALUE if the message ends here, or if
-                                                      `_MAX_UNDECIDED_CHARS` characters contain
-                                                      neither of the two. Otherwise UNDECIDED.
+                                                      the next `_MAX_UNDECIDED_CHARS` characters
+                                                      contain neither a closing marker nor another
+                                                      tool call. Otherwise UNDECIDED.
 
         Args:
             text: The text.
             pos: The position of the stop marker.
             is_final: Whether no more text follows.
-            tools: The tools that the request offers. Calls of other functions are ignored.
+            tools: The tools that the request offers. Calls of functions that are not offered are
+                ignored.
         """
         end = pos + _MAX_UNDECIDED_CHARS
         for match in self._find_close_or_opening(text, pos, end):
@@ -250,7 +252,7 @@ class CompiledTags:
         return not tools.is_known or head.fields.get("name") in tools.parameters
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether a marker that ends the body is at `pos`."""
+        """Return whether the text at `pos` starts with a marker that ends the body."""
         return any(match_marker(marker, text, pos) >= 0 for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:

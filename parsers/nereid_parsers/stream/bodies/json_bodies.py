@@ -63,7 +63,7 @@ class ArrayReader(BodyReader):
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
-        """Create a reader for one array. For the arguments see `ObjectReader`."""
+        """Create a reader for one array. For the parameters see `ObjectReader`."""
         super().__init__(writer)
         self._keys = keys
         self._is_confirmed = is_confirmed
@@ -129,7 +129,8 @@ class ArrayReader(BodyReader):
     def finish(self) -> None:
         """End the open tool call, because the message has ended.
 
-        Between two members, the missing `]` is ignored if a tool call has started.
+        If at least one tool call has started, and the message ends between two members of the
+        array, the missing `]` is ignored.
         """
         if self._member is not None:
             self._member.finish()

@@ -32,11 +32,11 @@ class KeyRole(Enum):
 
 @lru_cache(maxsize=256)
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
-    """Return a dict that maps the path of each declared key to its role.
+    """Return a dict that maps the path of each declared key to the role of this key.
 
     Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
     `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a
-    path has several roles, the last of PARENT, ID, ARGUMENTS and NAME applies.
+    path has several roles, the last one in the order PARENT, ID, ARGUMENTS, NAME applies.
     """
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):

@@ -26,10 +26,9 @@ class ObjectReader(StepReader):
 
     Each key has a `KeyRole`, which selects the step that reads the value of the key.
 
-    Example: for the pieces `{"name": "f", "argu`, `ments": {"a"` and `: 1}}`, the reader calls the
-    methods of the CallWriter in this order: `start("f", "")` after the name, if `is_confirmed` is
-    true, then `write('{"a"')`, `write(': 1}')` and `end()`. If the arguments precede the name, the
-    reader stores the arguments until the name has been read.
+    Example: the pieces `{"name": "f", "argu`, `ments": {"a"` and `: 1}}` cause these calls of the
+    CallWriter: `start("f", "")`, `write('{"a"')`, `write(': 1}')` and `end()`. If the arguments
+    precede the name, the reader stores the arguments until the name has been read.
     """
 
     __slots__ = (
@@ -70,8 +69,8 @@ class ObjectReader(StepReader):
     def finish(self) -> None:
         """End the tool call, because the message has ended.
 
-        If the object is confirmed to be a tool call, the name alone is enough, so that a tool call
-        without arguments starts and ends. Example: `<tool_call>{"name": "f"` gives a call of `f`.
+        If the object is confirmed to be a tool call, and its name has been read, the tool call is
+        valid without arguments. Example: `<tool_call>{"name": "f"` gives a call of `f`.
         """
         if self._name is not None and not self.writer.is_open and self._is_confirmed:
             self._start_call()
@@ -94,7 +93,7 @@ class ObjectReader(StepReader):
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
         """Read white space, a comma or `}`. If a quote follows, select the step that reads the key.
 
-        Return the position after the text that was read. At a quote, nothing is read.
+        Return the position after the text that was read. If a quote is at `pos`, return `pos`.
         """
         char = text[pos]
         if char.isspace() or char == ",":
@@ -116,8 +115,7 @@ class ObjectReader(StepReader):
             self._outer_keys.pop()
             return pos + 1
         if not self.writer.is_open:
-            # If nothing else shows that the object is a tool call, the object must have arguments.
-            # This object has none.
+            # This object has no arguments. Such an object is a tool call only if it is confirmed.
             can_start = self._is_confirmed and self._start_call()
             if not can_start:
                 return self._reject(pos)
@@ -232,7 +230,7 @@ class ObjectReader(StepReader):
     # ---- strings, and values that are ignored ----------------------------------------------------
 
     def _expect_string(self, on_string: Callable[[str], bool]) -> None:
-        """Prepare to read a string. After the closing quote, `on_string` receives its value."""
+        """Prepare to read a string. `on_string` will receive the value of the complete string."""
         self._on_string = on_string
         self._value_pieces = []
         self._scanner = JsonScanner()
@@ -313,11 +311,11 @@ class ObjectReader(StepReader):
         r"""Start the tool call if its name is known, and select the step that reads the arguments.
 
         The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
-        If it is not confirmed that the text is a tool call, only an object is accepted.
+        If the text is not confirmed to be a tool call, only an object is accepted.
 
         Returns:
-            `pos`, because the selected step reads the arguments. NEED_MORE if more text must show
-            whether the value is an object.
+            `pos`, because the selected step reads the arguments. NEED_MORE if more text is required
+            to decide whether the value is an object.
         """
         if not self._is_confirmed:
             object_start = _match_object_start(text, pos)

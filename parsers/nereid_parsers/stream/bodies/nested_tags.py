@@ -35,7 +35,7 @@ _ARRAY_ITEM = "item"
 class _Kind(Enum):
     """The kind of the value that an element contains.
 
-    UNKNOWN    No text has been read that shows the kind.
+    UNKNOWN    The text that has been read does not show the kind.
     OBJECT     The child elements are the members of an object.
     ARRAY      The child elements are the items of an array.
     STRING     The text is a string. The text is written as it arrives.
@@ -64,8 +64,9 @@ class _Element:
         kind: The kind of the element's value.
         num_children: The number of child elements that have been opened.
         last_child: The name of the child element that was opened last.
-        delayed_values: The JSON texts of the children called `last_child`. They are written when
-            another child opens, because several children with one name become an array.
+        delayed_values: The JSON texts of the closed children with the name `last_child`. The texts
+            are written when a child with another name opens, because several children with the same
+            name become one array.
     """
 
     name: str
@@ -80,7 +81,7 @@ class _NextPrefix(NamedTuple):
     """The prefix of the next tag in a text.
 
     Attributes:
-        start: The position of the prefix. If no tag follows, this is the end of the text.
+        start: The position of the prefix. If the text contains no prefix, this is its end.
         is_complete: Whether the whole prefix has arrived.
     """
 
@@ -204,7 +205,7 @@ class NestedReader(StepReader):
         parent.num_children += 1
 
     def _write_delayed_values(self, parent: _Element) -> None:
-        """Write the values that `parent` has delayed. Several values are written as one array.
+        """Write the delayed values of `parent`. Several values are written as one array.
 
         Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written.
         """
@@ -216,10 +217,14 @@ class NestedReader(StepReader):
     def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
         """Decide whether an element contains text or children, and set its kind.
 
-        The text after the element's opening tag decides. Nothing is read, but an opening quote or
-        bracket is written. Return `pos` for text, the position of the child's tag, or NEED_MORE.
-        Examples, with the prefix `~`: in `~<city>~<name>`, the element `city` has a child. In
-        `~<city>Paris` and in `~<city>~</city>`, the element contains only text.
+        The text after the element's opening tag shows the kind. The method writes the opening quote
+        or bracket of the value. Examples, with the prefix `~`: in `~<city>~<name>`, the element
+        `city` has a child. In `~<city>Paris` and in `~<city>~</city>`, the element contains only
+        text.
+
+        Returns:
+            `pos` if the element contains text, the position of the child's tag if the element has a
+            child, or NEED_MORE.
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
@@ -264,8 +269,9 @@ class NestedReader(StepReader):
         parent = self._elements[-2]
         if parent.delayed_values:
             # The previous elements have the same name as this element, so `_open_element` assumed
-            # that all of them form one array, and wrote no key. But such an array can only contain
-            # text, and this element has children. So the array ends, and this element gets a key.
+            # that all of them form one array, and wrote no key. Such an array can contain only
+            # elements without children, and this element has children. The array therefore ends,
+            # and the key of this element is written.
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)
         self.writer.write("[" if is_array else "{")

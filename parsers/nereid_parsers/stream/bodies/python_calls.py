@@ -47,7 +47,10 @@ class PythonCallsReader(StepReader):
         self._literal = LiteralReader(PYTHON)
 
     def read(self, text: str, pos: int) -> int:
-        """Read the tool calls in `text`. See `BodyReader.read`."""
+        """Read the next piece of the tool calls.
+
+        See `BodyReader.read`.
+        """
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
@@ -72,7 +75,7 @@ class PythonCallsReader(StepReader):
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the bracket that opens the list of tool calls. Return the position after it."""
+        """Read the opening bracket of the list. Return the position after the bracket."""
         if not text.startswith(self._part.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
@@ -168,7 +171,7 @@ class PythonCallsReader(StepReader):
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = pos
-        self._is_confirmed = True  # After one tool call, similar text is a tool call, too.
+        self._is_confirmed = True  # One tool call confirms that the next ones are tool calls, too.
         self._step = self._read_between_calls
         is_single_call = not self._part.close and not self._part.separator.strip()
         if is_single_call:
@@ -201,7 +204,7 @@ class PythonCallsReader(StepReader):
     def finish(self) -> None:
         """End the open tool call, because the message has ended.
 
-        After a complete tool call, the missing closing bracket is ignored.
+        If the message ends after a complete tool call, the missing closing bracket is ignored.
         """
         if self._step == self._read_between_calls:
             self.status = DONE
@@ -255,7 +258,7 @@ class UnquotedKeyReader(BodyReader):
 def _match_arguments_start(text: str, pos: int) -> int:
     """Return `pos` if the arguments of a tool call start at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-    Examples: `)` and `a=1` are accepted, `x)` and `a == 1` give NO_MATCH, and `a` gives NEED_MORE.
+    Examples: `)` and `a=1` give `pos`, `x)` and `a == 1` give NO_MATCH, and `a` gives NEED_MORE.
     """
     if pos >= len(text):
         return NEED_MORE

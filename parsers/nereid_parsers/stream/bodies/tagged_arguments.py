@@ -17,8 +17,8 @@ from nereid_parsers.stream.status import BROKEN, DONE
 from nereid_parsers.stream.values.argument_types import to_json
 from nereid_parsers.stream.values.python_strings import escape_json
 
-# JSON values, and the words True, False, None, NaN and Infinity, start with these characters. A
-# value that starts with another character can only be a string.
+# A JSON value, or one of the words True, False, None, NaN and Infinity, starts with one of these
+# characters. A value that starts with any other character can only be a string.
 _FIRST_CHARS_OF_JSON = frozenset('{["-+.0123456789tfnTFNI \t\r\n')
 _STRING_ONLY = frozenset({"string"})
 _STRING_OR_NULL = frozenset({"string", "null"})
@@ -36,8 +36,8 @@ class _ValueEnd(NamedTuple):
 
     Attributes:
         text_end: The position up to which the text belongs to the value.
-        next_pos: The position after the value's closing marker, where the body continues. None if
-            the value may continue in the next text.
+        next_pos: The position at which the body continues after the value and its closing marker.
+            None if the value may continue in the next piece of text.
     """
 
     text_end: int

@@ -141,7 +141,9 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the types of the first part of an `allOf` that declares types, or None.
+    """Return the types of the first part of an `allOf` that declares types.
+
+    Return None if no part declares types.
 
     Usually only one part declares types, for example a reference to another schema.
     """
@@ -179,7 +181,7 @@ def json_type_of(value: object) -> str:
     return names.get(type(value), "object")
 
 
-def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
+def loads(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
     """Parse JSON text. Strings may contain unescaped control characters.
 
     Raises:
@@ -194,8 +196,8 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may hold any type
 def to_json(text: str, types: frozenset[str] | None) -> str:
     """Convert the text of an argument to JSON text. The result has an allowed type if possible.
 
-    JSON text of an allowed type is returned without surrounding white space and otherwise
-    unchanged. Text that is neither JSON nor a Python literal becomes a JSON string.
+    If the text is JSON of an allowed type, only the surrounding white space is removed. Text that
+    is neither JSON nor a Python literal becomes a JSON string.
 
     Examples:
         `to_json("12", {"integer"})` returns `12`, `to_json("12", {"string"})` returns `"12"`,
@@ -223,7 +225,7 @@ def without_leading_zeros(text: str) -> str:
 
 
 class _Literal(NamedTuple):
-    """A JSON value or Python literal: its JSON type and its JSON text."""
+    """The JSON type and the JSON text of a JSON value or Python literal."""
 
     json_type: str
     json_text: str

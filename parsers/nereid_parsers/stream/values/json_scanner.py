@@ -9,8 +9,8 @@ from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
 
-# Match the text of a string up to its closing quote. The keys are the quotes: JSON allows only
-# double quotes, but models sometimes write single quotes.
+# The regexes that match the text of a string up to its closing quote. The keys are the quotes. JSON
+# allows only double quotes, but models sometimes write single quotes.
 _STRING_CHARS: dict[str, _Matcher] = {
     '"': re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL).match,
     "'": re.compile(r"[^'\\]*(?:\\.[^'\\]*)*", re.DOTALL).match,
@@ -34,9 +34,9 @@ class JsonScanner:
 
     def __init__(self) -> None:
         """Create a scanner for one value."""
-        self._closing_brackets = ""  # The missing brackets. The last one is expected first.
+        self._closing_brackets = ""  # The missing closing brackets, in reverse order.
         self._quote = ""  # The quote of the open string, or "".
-        self._is_escaped = False  # Whether the last text ended with a backslash in a string.
+        self._is_escaped = False  # Whether the last piece ended with a backslash in a string.
         self.status = MORE
 
     def scan(self, text: str, pos: int) -> int:
@@ -50,7 +50,7 @@ class JsonScanner:
         """
         size = len(text)
         if self._is_escaped and pos < size:
-            # The last text ended with a backslash, so this character cannot close the string.
+            # The last piece ended with a backslash, so this character cannot close the string.
             self._is_escaped = False
             pos += 1
         while pos < size and self.status is MORE:

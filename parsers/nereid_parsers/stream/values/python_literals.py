@@ -1,4 +1,4 @@
-"""Converts Python literals, and objects with unquoted keys, piece by piece to JSON text."""
+"""Converts Python literals and objects with unquoted keys to JSON text, piece by piece."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nereid_parsers.stream.values.python_strings import Dialect, StringReader
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
 _UNQUOTED_STRING = re.compile(r"""[^,\[\]{}"<>|]*""").match
 # The next three regexes match the texts that can follow the closing quote of a string. They also
-# match if more text must arrive before this can be decided.
+# match an incomplete text at the end of the input, because more text may complete it.
 _AFTER_KEY = re.compile(r"\s*(?:[:,}]|\Z)").match
 _AFTER_ITEM = re.compile(r"\s*(?:[,\])}]|\Z)").match
 # A closing parenthesis does not end the call if a quote or another parenthesis follows it.
@@ -126,7 +126,7 @@ class LiteralReader:
         self._converted_types: frozenset[str] | None = None
 
     def take_json(self) -> str:
-        """Return the JSON text that was written since the last call of this method."""
+        """Return the JSON text that has been written since the last call of this method."""
         text = "".join(self._json_parts)
         self._json_parts.clear()
         return text
@@ -228,7 +228,7 @@ class LiteralReader:
         self._json_parts.append("[" + first_item.item_json)
 
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
-        """Read the comma or the closing bracket after a value. Return the position after it.
+        """Read the comma or the closing bracket after a value. Return the next position.
 
         If no bracket is open, the literal is complete, and nothing is read. The comma is written
         together with the next value, because no value may follow, as in `[1,]`.

@@ -42,7 +42,7 @@ class Dialect:
             markers precede their own prefixes.
         escaping: The quotes that enclose strings with backslash escape sequences.
         nesting: The quotes that may also occur inside their own strings: `'sed 's/a/b/' f'`. Such a
-            quote ends the string only if the text after the quote can follow a string.
+            quote ends the string only if a text such as `,` or `)` follows the quote.
         allows_unquoted_strings: Whether a string without quotes is allowed: `{city:New York}`.
     """
 
@@ -114,12 +114,12 @@ class StringReader:
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
         """Read the quote at `pos`, which may close the string or be a part of the string.
 
-        The quote is a part of the string if the text after the quote cannot follow a string.
+        The quote is a part of the string unless the text after the quote may follow a string.
         Examples: in `f(a='sed 's/x/y/' b')`, only the last quote closes the string, because the
         text `)` follows. In `f(a='x', b=1)`, the text `, b=` follows the quote.
 
         Returns:
-            The position after the quote, or `pos` if more text must show what follows the quote.
+            The position after the quote, or `pos` if more text is required to decide.
         """
         end = pos + len(self._quote)
         if self._is_nesting:  # This quote may also occur inside its own strings.

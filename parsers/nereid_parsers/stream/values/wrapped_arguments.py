@@ -21,8 +21,8 @@ def may_be_wrapped(function: str, tools: Tools) -> bool:
     """Return whether a superfluous object may enclose the arguments of `function`.
 
     This is the case if the tool declares its arguments, and no argument has a name that is in
-    `_WRAPPER_KEYS`. Example: `{"arguments": {"city": "x"}}` can only be an extra object if the only
-    declared argument is `city`.
+    `_WRAPPER_KEYS`. Example: if the tool declares only the argument `city`, the outer object in
+    `{"arguments": {"city": "x"}}` is superfluous.
     """
     properties = tools.parameters.get(function, {}).get("properties")
     return isinstance(properties, Mapping) and not any(key in properties for key in _WRAPPER_KEYS)
@@ -52,7 +52,7 @@ class _State(Enum):
 
     BRACE  The opening brace has not arrived.
     KEY    The brace has been passed on. The first key is not complete.
-    END    The first key may be that of a superfluous object. The text is stored until it ends.
+    END    The first key may belong to a superfluous object, so the text is stored until its end.
     """
 
     BRACE = "brace"

@@ -175,7 +175,8 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     """
     content = _content_node(layout, request)
     if not request.tools:
-        assert content is not None  # Otherwise the request would be unconstrained.
+        # A request without tools and without `answer` is unconstrained, so `content` is not None.
+        assert content is not None
         return content
     if layout.tools is None:
         raise ConstraintError(

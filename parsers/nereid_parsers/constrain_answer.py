@@ -147,7 +147,8 @@ def _choice_node(choices: object) -> Node:
 def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
     """Return the structural-tag node for a `response_format` of type `structural_tag`.
 
-    The older form has the keys `structures` and `triggers`. The current form has the key `format`.
+    A structural tag in the older form has the keys `structures` and `triggers`. A structural tag in
+    the current form has the key `format`.
     """
     if "structures" in response_format or "triggers" in response_format:
         return _legacy_tag_node(response_format)
@@ -162,7 +163,7 @@ def _check_node(node: object, path: str) -> None:
 
     Args:
         node: The structural-tag node.
-        path: The path of the node in the request, which the error message contains. Example:
+        path: The path of the node in the request, for use in error messages. Example:
             `response_format.format.elements[0]`.
     """
     kind = node.get("type") if isinstance(node, Mapping) else None

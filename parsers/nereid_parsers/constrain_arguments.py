@@ -131,7 +131,7 @@ def _unquoted_variants(part: TaggedArguments) -> list[TaggedArguments]:
 def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
     """Return whether `quoted.open` starts with `variant.open`, and is longer than `variant.open`.
 
-    Example: the result is True for the opening texts `<v>` of `variant` and `<v>"` of `quoted`.
+    Example: the result is True if `variant.open` is `<v>` and `quoted.open` is `<v>"`.
     """
     return variant.open != quoted.open and quoted.open.startswith(variant.open)
 
@@ -241,7 +241,7 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
 
     Examples of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
     string, and JSON for all other values. Inside a list or a dict, the node matches the JSON words
-    true, false and null, because the parser accepts these words too.
+    true, false and null instead of the Python words. The parser accepts both.
     """
     types = json_types_of(schema, schema)
     if types == frozenset({"boolean"}):

@@ -1,4 +1,4 @@
-"""Builds the structural-tag nodes for tool calls from the declarations of the tool calls."""
+"""Converts the declarations of tool calls to structural-tag nodes."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
     """Return the JSON text before the arguments of a tool call, and the JSON text after them.
 
     Example: the default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
-    `keys.order` gives the order of the members. If `keys.order` contains the id, the result
+    `keys.order` defines the order of the members. If `keys.order` contains the id, the result
     contains the placeholder `"{id}"` instead of the id.
     """
     paths = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}

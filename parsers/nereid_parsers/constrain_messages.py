@@ -22,7 +22,7 @@ from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route that messages of the given stage have in constrained output.
+    """Return the route that constrained output uses for messages of the given stage.
 
     This is the first route of the stage with a header that contains no fields. If all headers of
     the stage contain fields, return the first route of the stage. If no route has the stage, return
@@ -77,7 +77,7 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
     if route is None or not layout.ends:
         if state is ReasoningState.OPEN:
             raise unclosed_reasoning_error(fmt)
-        return []  # The structural tag starts with the answer.
+        return []  # Without such a message, the structural tag starts with the answer.
     end = layout.ends[0]
     # The marker `layout.ends[0]` ends the reasoning. Any other end marker would end the whole
     # output before the answer, so the reasoning must not contain such a marker.
@@ -114,14 +114,14 @@ def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     """Return the structural-tag node for one or more messages that are tool calls.
 
-    Each message consists of a header, which contains the function's name, and the arguments.
+    Each message consists of a header and the arguments. The header contains the function's name.
     Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`. The node does not match
     the marker that starts the first message, such as `<|start|>`.
 
     Args:
         fmt: The format of the output.
-        layout: The declaration of the messages. `layout.routes` are the headers of all messages,
-            and the routes with the stage CALLS are the headers of tool calls.
+        layout: The declaration of the messages. The routes with the stage CALLS declare the headers
+            of tool calls.
         request: The constraints of the request.
 
     Raises:

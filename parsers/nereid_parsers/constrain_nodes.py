@@ -28,7 +28,7 @@ def const(text: str) -> Node:
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return the structural-tag node for any text that contains none of the strings `excludes`.
+    """Return the structural-tag node that matches any text without the strings in `excludes`.
 
     In a sequence, the text ends where the next node starts. White space at both ends of a string in
     `excludes` is removed, and strings that contain only white space are ignored. Example:

@@ -266,7 +266,8 @@ class FormatData:
         name: A name for logs and messages.
         layout: The markers and their order, `Sections` or `Messages`.
         policy: The default policy. A parser may use another policy.
-        ends: The end-of-turn tokens (`"<|im_end|>"`). The parser removes them from the text.
+        ends: The end-of-turn tokens (`"<|im_end|>"`). The parser removes these tokens from the
+            text.
         turn: The texts that open the model's turn in the prompt (`"<|im_start|>assistant\n"`). The
             parser needs these texts if the prompt already contains the beginning of the answer.
         sources: The documents from which the declaration was derived.

@@ -21,7 +21,7 @@ _ANNOTATIONS = frozenset(
         *("$comment", "$schema", "$id", "$defs", "definitions"),
     }
 )
-"""Keywords that do not restrict the values. If two schemas are merged, the first value is kept."""
+"""Keywords that do not restrict the values. `_merge` keeps the value of the first schema."""
 _STRICTER = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
@@ -55,7 +55,7 @@ class _Resolved(NamedTuple):
 
 
 def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema, so that xgrammar enforces more of its keywords.
+    """Rewrite a schema, so that xgrammar enforces more keywords.
 
     The new schema accepts the same values.
 
@@ -133,7 +133,7 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
 
 
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
-    """Rewrite one member of an `allOf`, so that it contains neither `$ref` nor `allOf`.
+    """Rewrite one member of an `allOf`, so that the member contains neither `$ref` nor `allOf`.
 
     A `$ref` is replaced by the definition that the `$ref` names. An `allOf` inside the part is
     merged.
@@ -314,7 +314,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema. The copy lacks the values of `enum` that do not have the `type`.
+    """Return a copy of a schema in which all values of `enum` have the declared type.
 
     Example: `{"type": "string", "enum": ["a", 1]}` gives `{"type": "string", "enum": ["a"]}`.
     """

@@ -68,10 +68,10 @@ def first_literal(text: str) -> str:
 def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternField:
     """Return the field that `match` has found in the pattern `text`.
 
-    Example: the text `{name}` gives `PatternField("name")`.
+    Example: a match of `{name}` gives `PatternField("name")`.
 
-    The field {rest} may directly follow another field. The other field then ends before the first
-    character that its regex does not match.
+    The field {rest} may directly follow another field. The regex of the other field then determines
+    where the other field ends.
 
     Raises:
         FormatError: The field is unknown, or follows another field without text between them.

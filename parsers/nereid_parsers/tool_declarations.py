@@ -183,8 +183,8 @@ class Call:
     `<function=f>`, the body is `{"a": 1}`, and the closing marker is `</call>`. A format declares
     several variants if models write tool calls in several ways, for example without `<call>`.
 
-    The *trigger* of a tool call is the text that shows the parser that a tool call starts. The
-    trigger is `open`, or the first literal of `head` if `open` is empty. A tool call without a
+    The *trigger* of a tool call is the text by which the parser recognises that a tool call starts.
+    The trigger is `open`, or the first literal of `head` if `open` is empty. A tool call without a
     trigger is *unmarked*. The parser recognises an unmarked tool call by the first characters of
     its body. An unmarked tool call may be at the start of the output, or at the start of the tool
     section. At any other place, an unmarked tool call is recognised only if the request offers the

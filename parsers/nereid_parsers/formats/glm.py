@@ -94,7 +94,7 @@ _SUFFIX = ":opensource"
 
 
 def _grouped(tag_after_name: str) -> ToolSection:
-    """Return the declaration of Hunyuan's tool calls, which a `<tool_calls>` element encloses.
+    """Return the declaration of Hunyuan's tool calls, with `<tool_calls>` around all tool calls.
 
     Args:
         tag_after_name: The name of the tag after the function's name, or "" if no tag follows.

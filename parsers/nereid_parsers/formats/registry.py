@@ -134,7 +134,7 @@ def get_format(
 
 
 def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> None:
-    """Raise FormatError unless `get_format` was called with `name`, or with the other names."""
+    """Raise FormatError if all names are None, or if `name` is combined with another name."""
     has_part_name = reasoning is not None or tools is not None
     if name is None and not has_part_name:
         raise FormatError(
@@ -250,7 +250,7 @@ def _combine(
     """Return the format that consists of a reasoning entry, a tool entry, or both.
 
     Raises:
-        FormatError: One entry describes whole messages, and the other entry is a different one.
+        FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
     entries = [entry for entry in (reasoning, tools) if entry is not None]
     sources = tuple(dict.fromkeys(entry.source for entry in entries))
@@ -268,7 +268,7 @@ def _layout(
     result is a `Sections` with the reasoning and the tool calls.
 
     Raises:
-        FormatError: One entry describes whole messages, and the other entry is a different one.
+        FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
@@ -288,7 +288,7 @@ def _layout(
 def _not_combinable(label: str, name: str) -> FormatError:
     """Return the error for two formats that cannot be combined.
 
-    They cannot be combined if one of them describes whole messages.
+    One of the formats describes whole messages.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

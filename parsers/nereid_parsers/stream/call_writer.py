@@ -88,7 +88,7 @@ class CallWriter:
         """Store the description of an accepted deviation from the format.
 
         The description becomes a part of the end event of the open tool call. If no tool call is
-        open, it becomes a part of the end event of the next tool call. Example:
+        open, the description becomes a part of the end event of the next tool call. Example:
         `add_deviation("the reasoning before the tool call is not closed")`.
         """
         if deviation not in self._deviations:
@@ -108,7 +108,7 @@ class CallWriter:
             name: The name of the function.
             call_id: The id that the model wrote, or "".
             is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
-                call. If not, the text is content if `name` is not among the offered tools.
+                call. If not, and if the function is not offered, the text is content.
 
         Returns:
             Whether the tool call has started. If False, the caller must treat its text as content.
@@ -210,8 +210,8 @@ class CallWriter:
     def _append_all_events(self) -> None:
         """Append all events of a tool call whose arguments are stored.
 
-        If the arguments are not valid JSON and cannot be repaired, the policy decides whether the
-        tool call is discarded, or passed on with the model's own text.
+        If the arguments are not valid JSON and cannot be repaired, the policy decides whether to
+        discard the tool call, or to pass on the model's own text.
         """
         text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
         arguments = self._repair_and_unwrap(text)
@@ -244,11 +244,13 @@ class CallWriter:
         return inner
 
     def cut_arguments_at(self, marker: str) -> str | None:
-        """Cut the stored arguments at the first `marker`, and return the text that was cut off.
+        """Remove the first `marker`, and all text after the marker, from the stored arguments.
 
-        Example: after `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns
-        `"</call> Hi"`, and `{"a": 1` stays stored. The result is None if no arguments are stored,
-        if the stored arguments do not contain `marker`, or after `_MAX_CUTS` cuts in a message.
+        Return the removed text. Example: after `write('{"a": 1</call> Hi')`,
+        `cut_arguments_at("</call>")` returns `"</call> Hi"`, and `{"a": 1` stays stored.
+
+        Return None if no arguments are stored, or if the stored arguments do not contain `marker`.
+        Also return None if text has already been removed `_MAX_CUTS` times in this message.
         """
         has_stored_arguments = self.is_open and self.stores_arguments
         if not has_stored_arguments or self._num_cuts == _MAX_CUTS:

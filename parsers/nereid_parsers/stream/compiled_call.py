@@ -46,7 +46,7 @@ class CompiledCall:
         omits_marker: Whether this variant lacks the marker that the format declares before the
             header. A tool call of such a variant is accepted only if the request offers the
             function.
-        closing_markers: The parts of the closing marker of the tool call.
+        closing_markers: The parts of the closing marker, such as `</function>` and `</tool_call>`.
         end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
 
@@ -67,17 +67,18 @@ class CompiledCall:
 
         The start of the body is examined because ordinary text may contain the marker. Example:
         `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the header ends at
-        11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives NO_MATCH.
+        the position 11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives
+        NO_MATCH.
 
         Returns:
             The header, NEED_MORE or NO_MATCH.
         """
         head = self._head_pattern.match(text, pos, is_final)
         if not isinstance(head, PatternMatch):
-            return head  # NEED_MORE or NO_MATCH
+            return head  # The result is NEED_MORE or NO_MATCH.
         body_start = self.match_body_start(text, head.end, is_final)
         if body_start < 0:
-            return body_start  # NEED_MORE or NO_MATCH
+            return body_start  # The result is NEED_MORE or NO_MATCH.
         call_id = _fill_in_id(self._id_template, head.fields)
         return Head(head.end, name=head.fields.get("name", ""), call_id=call_id)
 
@@ -133,7 +134,8 @@ class CompiledCall:
     def may_follow_content(self) -> bool:
         """Return whether an unmarked tool call of this variant may start after content.
 
-        Only JSON, and Python calls between brackets, can be distinguished from content.
+        JSON can be distinguished from content. Python calls can be distinguished from content only
+        if they are between brackets.
         """
         body = self.call.body
         if isinstance(body, PythonCalls):
@@ -295,7 +297,7 @@ class CompiledHeader:
             pos = skip_whitespace(text, pos)
         header = self._header_pattern.match(text, pos, is_final)
         if not isinstance(header, PatternMatch):
-            return header  # NEED_MORE or NO_MATCH
+            return header  # The result is NEED_MORE or NO_MATCH.
         if not text.startswith(required_whitespace, header.end):
             may_follow = not is_final and required_whitespace.startswith(text[header.end :])
             return NEED_MORE if may_follow else NO_MATCH
@@ -303,5 +305,5 @@ class CompiledHeader:
         if self.stage is Stage.CALLS:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:
-                return body_start  # NEED_MORE or NO_MATCH
+                return body_start  # The result is NEED_MORE or NO_MATCH.
         return Head(end, name=header.fields.get("name", ""), call_id=header.fields.get("id", ""))

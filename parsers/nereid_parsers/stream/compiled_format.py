@@ -14,8 +14,8 @@ from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.pattern_matching import marker_spellings
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
-# A shorter closing marker, such as "}", is not recognised in content, because content often
-# contains such text.
+# If a closing marker has fewer characters than this number, the parser does not recognise the
+# marker in content, because content often contains short texts such as "}".
 _MIN_CLOSING_MARKER_CHARS = 4
 # If the opening marker of a tool call is missing, the parser recognises the tool call by the
 # literal at the start of its header. The literal must have at least this number of characters,
@@ -32,7 +32,7 @@ class MarkerKind(Enum):
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
     CALL_HEAD         The header of a tool call starts. The model has omitted the marker before it.
-    UNMARKED_CALL     The first character of a tool call that has no marker.
+    UNMARKED_CALL     A tool call starts that has no marker. The text is its first character.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
     START_MESSAGE     A message starts.
@@ -81,8 +81,7 @@ class CompiledFormat:
         reasoning_markers: The lexer that finds the markers inside the reasoning.
         reasoning_closes: The lexer that finds the closing markers of the reasoning.
         content_markers: The lexer that finds the markers inside the content.
-        outer_markers: The lexer that finds the markers that are removed even if all other text is
-            content.
+        outer_markers: The lexer for the markers that are removed even in the state CONTENT_ONLY.
         content_kinds: The meanings of the markers outside the reasoning.
         reasoning_kinds: The meanings of the markers inside the reasoning.
         calls: The variants of a tool call.
@@ -135,9 +134,10 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
-    # A whole message can be a tool call, whose header contains the function's name. Such a message
-    # is not in a tool section, but `CompiledCall` requires a tool section, whose closing markers
-    # end broken arguments. The closing markers of this section are the end markers of messages.
+    # A whole message can be a tool call. The header of the message then contains the function's
+    # name. Such a message is not in a tool section, but `CompiledCall` requires a section, because
+    # broken arguments end at the closing markers of a section. For messages, these closing markers
+    # are the end markers of messages.
     section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     message_call = CompiledCall(
         Call(layout.body, head="{name}", open=layout.start, close=layout.call_end), section
@@ -160,8 +160,9 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format with the layout `Sections`.
 
     If a format declares one text as several markers, the last dict in each union below decides the
-    meaning of the text. For example, an end-of-turn token in the content always ends the turn. A
-    text that both opens and closes the reasoning opens it in the content, and closes it inside the
+    meaning of the text. For example, an end-of-turn token in the content always ends the turn. If
+    one text is both the opening and the closing marker of the reasoning, this text opens the
+    reasoning when the parser reads content, and closes the reasoning when the parser reads
     reasoning.
     """
     reasoning = layout.reasoning

@@ -119,8 +119,8 @@ class ContentReader:
         Returns:
             The next state, or None if more text is required.
         """
-        # This state exists only if reasoning is a message of its own. Such reasoning ends at the
-        # markers that start or end a message, and so does the body of this message.
+        # This state exists only if reasoning is a whole message. The markers that end such a
+        # reasoning message also end the body of this message.
         start, marker = self._format.reasoning_markers.find(self._buffer)
         if start > self._buffer.pos:
             self._text_writer.write(self._buffer.take_until(start), ContentDelta)
@@ -134,9 +134,9 @@ class ContentReader:
         """Remove an incomplete marker at the end of the message.
 
         An incomplete marker is removed only if the marker has several tags and the first tag is
-        complete. Any other incomplete marker is content, because ordinary text may contain it.
-        Example: of the marker `<|message|><|text|>`, the beginning `<|message|><|te` is removed,
-        but `<|mess` is content.
+        complete. Any other incomplete marker is content, because ordinary text may contain such
+        characters. Example: of the marker `<|message|><|text|>`, the beginning `<|message|><|te` is
+        removed, but `<|mess` is content.
 
         Args:
             state: The state in which the message has ended.

@@ -78,7 +78,7 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that searches a text for the regexes. Return None without markers.
+    """Return a function that searches a text for the regexes, or None if `markers` is empty.
 
     Args:
         markers: The markers.

@@ -115,7 +115,7 @@ class Machine:
             self._enter(self._reasoning_reader.start_opened())
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Treat all text so far as a part of the prompt, and discard the events of the prompt.
+        """Treat all earlier text as a part of the prompt, and discard the events of the prompt.
 
         If a tool call is open at the end of the prompt, its arguments continue in the output. The
         next `feed` therefore returns the events of this tool call.
@@ -169,8 +169,8 @@ class Machine:
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
             self._content_reader.finish_marker(self._state)
         self._run()
-        # In this state, a tool call inside the reasoning is stored. The reasoning was never closed,
-        # so `finish_interrupted` puts the tool call back into the buffer.
+        # In this state, the text of a tool call inside the reasoning is stored. The reasoning was
+        # never closed, so `finish_interrupted` puts the tool call back into the buffer.
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning_reader.finish_interrupted())
             self._run()

@@ -166,7 +166,7 @@ class OpenCall:
         Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
 
         Returns:
-            Whether a marker was found, so that the tool call has ended.
+            Whether the tool call has ended, because a marker was found.
         """
         end, marker = self.variant.end_of_broken.find(self._buffer)
         if end > self._buffer.pos:

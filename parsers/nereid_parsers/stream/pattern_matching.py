@@ -27,8 +27,9 @@ _WHITESPACE = re.compile(r"\s*").match
 # these characters, they appear in the model's text.
 _RAW_SPACE = "Ġ"
 _WHITESPACE_IN_PATTERN = re.compile(r"[\sĠĊ]*").match
-# Matches white space, and the places where a model may insert white space: before and after a tag,
-# and between a word or a quote and a dot, a colon, an equals sign or a code fence.
+# Matches white space, and the places where a model may insert white space. These places are before
+# and after a tag, and between two texts if one text is a word or a quote, and the other text is a
+# dot, a colon, an equals sign or a code fence.
 _WHITESPACE_OR_GAP = re.compile(
     r"""\s+|(?<=>)(?=\S)|(?<=\S)(?=<)|(?<=[\w"])(?=[.:=`])|(?<=[.:=`])(?=[\w"])"""
 )
@@ -70,7 +71,7 @@ class FieldStep:
         match = self.regex.match(text, pos)
         end = match.end() if match else pos
         is_at_text_end = end == len(text)
-        if is_at_text_end and not is_final:  # The field may continue in the next text.
+        if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
         if end == pos and self.name != "rest":
@@ -119,7 +120,7 @@ class Pattern:
             elif isinstance(step, FieldStep):
                 end = step.match(text, pos, is_final)
                 if end < 0:
-                    return end  # NEED_MORE or NO_MATCH
+                    return end  # The result is NEED_MORE or NO_MATCH.
                 value = text[pos:end]
                 # If a pattern captures the name twice, both captured texts must be equal.
                 if step.name == "name" and fields.get("name", value) != value:
@@ -207,9 +208,8 @@ def match_marker(marker: str, text: str, pos: int) -> int:
 def compile_pattern(source: str) -> Pattern:
     r"""Compile a pattern.
 
-    The compiled pattern allows white space of any length, or none, at three kinds of places: where
-    the pattern has white space, where `_WHITESPACE_OR_GAP` matches, and between a literal and a
-    field.
+    The compiled pattern allows optional white space at three kinds of places: where the pattern has
+    white space, where `_WHITESPACE_OR_GAP` matches, and between a literal and a field.
 
     Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
     the literal `>`, with optional white space between them. The pattern matches `<call><f=sum>` and

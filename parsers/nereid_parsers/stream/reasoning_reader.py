@@ -73,10 +73,10 @@ class ReasoningReader:
     # ---- text before the first marker ------------------------------------------------------------
 
     def delays_unclassified_text(self) -> bool:
-        """Return whether the parser must store the first text of the output for a while.
+        """Return whether the parser must store the output until the first marker.
 
-        The text is stored until a marker shows that the text is reasoning, or that the text is
-        content. The caller calls this method only if the prompt is not known.
+        This marker shows whether the stored text is reasoning or content. The caller calls this
+        method only if the prompt is not known.
         """
         if self._declaration is None or self._is_inline:
             return False
@@ -110,7 +110,7 @@ class ReasoningReader:
         """Put the text stored by `read_unclassified` back into the buffer. Return the next state.
 
         Args:
-            is_reasoning: Whether the text is to be read as reasoning. If not, the text is content.
+            is_reasoning: Whether the text is reasoning. If not, the text is content.
         """
         self._buffer.push_back(self._take_stored_text())
         return self.start_opened() if is_reasoning else State.CONTENT

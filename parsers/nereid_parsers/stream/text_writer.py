@@ -61,7 +61,7 @@ class TextWriter:
         self._removed_whitespace = ""
         self._is_last_text_content = False
         self._call_text: list[str] = []
-        # The number of characters at the start of the next text that belong to the prompt.
+        # The next text starts with this number of characters of the prompt.
         self._num_prompt_chars = 0
 
     def set_trace(self, trace: Trace | None) -> None:
@@ -307,7 +307,7 @@ class TextWriter:
     # ---- the prompt ------------------------------------------------------------------------------
 
     def forget_prompt(self, num_unread_chars: int) -> None:
-        """Treat all text so far as a part of the prompt, for which no events are returned.
+        """Treat all earlier text as a part of the prompt. No events are returned for the prompt.
 
         Args:
             num_unread_chars: The number of characters of the prompt that have not been read.
@@ -317,7 +317,7 @@ class TextWriter:
         self._num_prompt_chars = len(self.pending_text) + num_unread_chars
 
     def _without_prompt(self, text: str) -> str:
-        """Return `text` without the characters at its start that belong to the prompt.
+        """Remove the characters of the prompt from the start of `text`, and return the rest.
 
         These characters are subtracted from `_num_prompt_chars`.
 

@@ -1,4 +1,4 @@
-"""The base classes of all classes that read the body of a tool call."""
+"""The base classes of the body readers. A body reader reads the body of a tool call."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class BodyReader:
         return pos
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the arguments and end the tool call, because it is not valid.
+        """Complete the arguments' JSON text and end the tool call, because its text is not valid.
 
         Returns:
             Whether the tool call was ended. If `is_verbatim` is true, the reader does nothing and

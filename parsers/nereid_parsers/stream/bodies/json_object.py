@@ -15,7 +15,7 @@ from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 # JSON allows only double quotes, but models sometimes write single quotes.
 _QUOTES = "\"'"
-# Models sometimes write one of these keys in place of the declared key of the arguments.
+# Models sometimes write one of these keys instead of the declared key of the arguments.
 _ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
 # Models sometimes enclose the name and the arguments in an object with one of these keys.
 _WRAPPER_KEYS = frozenset({"function", "tool_call"})
@@ -115,7 +115,8 @@ class ObjectReader(StepReader):
             self._outer_keys.pop()
             return pos + 1
         if not self.writer.is_open:
-            # This object has no arguments. Such an object is a tool call only if it is confirmed.
+            # The name or the arguments are missing. Only a confirmed tool call may omit the
+            # arguments.
             can_start = self._is_confirmed and self._start_call()
             if not can_start:
                 return self._reject(pos)
@@ -177,10 +178,10 @@ class ObjectReader(StepReader):
 
         Examples:
             With the declared keys `function.name` and `function.arguments`, the role of `function`
-            is PARENT. A second name, and second arguments, are IGNORED.
-            With the declaration `NameIsKey`, `{"get_sum": {"a": 1}}` is a call of `get_sum`. The
-            key is the name, and the value contains the arguments, so the role is ARGUMENTS. Such an
-            object has only one member, so the role of a second key is INVALID.
+            is PARENT. A second name and second arguments have the role IGNORED. With the
+            declaration `NameIsKey`, `{"get_sum": {"a": 1}}` is a call of `get_sum`. The key is the
+            name, and the value contains the arguments, so the role is ARGUMENTS. Such an object has
+            only one member, so the role of a second key is INVALID.
 
         Args:
             first_char: The first character of the value. It is needed only for undeclared keys.
@@ -202,8 +203,8 @@ class ObjectReader(StepReader):
         """Return the role of a key that the format does not declare. Report accepted deviations.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Such a key is accepted, and the deviation is reported to the writer. Examples:
-        in `{"name": "f", "input": {}}`, the role of `input` is ARGUMENTS. In
+        object. Such a deviation is accepted and reported to the writer. Examples: in
+        `{"name": "f", "input": {}}`, the role of `input` is ARGUMENTS. In
         `{"function": {"name": "f", "arguments": {}}}`, the role of `function` is WRAPPER. Any other
         key is ignored if the object is known to be a tool call. Otherwise the key is INVALID.
 

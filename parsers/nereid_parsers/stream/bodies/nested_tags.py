@@ -1,4 +1,4 @@
-"""Reads arguments that are written as nested elements, and converts them to a JSON object.
+"""Reads arguments that are written as nested elements, and writes a JSON object.
 
 A prefix precedes each tag. Example with the prefix `~`: the text
 `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes `{"items": [{"sku": "b1"}]}`.
@@ -81,7 +81,8 @@ class _NextPrefix(NamedTuple):
     """The prefix of the next tag in a text.
 
     Attributes:
-        start: The position of the prefix. If the text contains no prefix, this is its end.
+        start: The position of the prefix. If the text contains no prefix, this is the end of the
+            text.
         is_complete: Whether the whole prefix has arrived.
     """
 

@@ -35,7 +35,7 @@ class PythonCallsReader(StepReader):
 
         Args:
             writer: The writer that converts the tool calls into events.
-            part: The declaration of the brackets around the calls and of their separator.
+            part: The declaration of the brackets around the tool calls, and of the separator.
             is_confirmed: Whether a marker shows that the text contains tool calls. If not, the text
                 is content unless the function's name is the name of an offered tool.
         """
@@ -54,7 +54,7 @@ class PythonCallsReader(StepReader):
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
-            # Skip white space, except inside a value, where it may be a part of a string.
+            # Skip white space, except inside a value, because a string may contain white space.
             if text[pos].isspace() and self._step != self._read_value:
                 pos = skip_whitespace(text, pos)
                 continue

@@ -33,7 +33,7 @@ class Tools:
 
     Attributes:
         is_known: Whether the offered tools are known. False if the tools list is empty or None.
-        parameters: The JSON schemas of the parameters, by the name of the function.
+        parameters: The JSON schemas of the parameters. The keys are the names of the functions.
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
@@ -196,8 +196,8 @@ def loads(text: str) -> Any:  # noqa: ANN401  # JSON may contain any type
 def to_json(text: str, types: frozenset[str] | None) -> str:
     """Convert the text of an argument to JSON text. The result has an allowed type if possible.
 
-    If the text is JSON of an allowed type, only the surrounding white space is removed. Text that
-    is neither JSON nor a Python literal becomes a JSON string.
+    If the text is JSON of an allowed type other than "string", only the surrounding white space is
+    removed. Text that is neither JSON nor a Python literal becomes a JSON string.
 
     Examples:
         `to_json("12", {"integer"})` returns `12`, `to_json("12", {"string"})` returns `"12"`,

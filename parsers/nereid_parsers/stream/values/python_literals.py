@@ -230,8 +230,8 @@ class LiteralReader:
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
         """Read the comma or the closing bracket after a value. Return the next position.
 
-        If no bracket is open, the literal is complete, and nothing is read. The comma is written
-        together with the next value, because no value may follow, as in `[1,]`.
+        If no bracket is open, the literal is complete, and nothing is read. A comma is written only
+        when the next value starts, because no value follows a trailing comma, as in `[1,]`.
         """
         if not self._containers:
             self.status = DONE
@@ -328,8 +328,8 @@ class LiteralReader:
     def _read_word(self, text: str, pos: int, is_final: bool) -> int:
         """Read a number, a constant, a key without quotes or a string without quotes.
 
-        Examples: for `3`, `3` is written, for `07`, `7`, for `True`, `true`, and for the key
-        `days`, `"days"`. A word at the end of the text is not read, because the word may continue.
+        Examples: `3` is written as `3`, `07` as `7`, `True` as `true`, and the key `days` as
+        `"days"`. A word at the end of the text is not read, because the word may continue.
         """
         is_key = self._expected in _KEYS
         may_be_unquoted_string = self._dialect.allows_unquoted_strings and not is_key
@@ -380,7 +380,7 @@ class LiteralReader:
     def _close_string(self) -> None:
         """End the open string, and write what has not been written yet."""
         self._string = None
-        if self._expected is _Expected.COLON:  # The string is a key, written with its colon.
+        if self._expected is _Expected.COLON:  # The string is a key. A colon must follow.
             key = f'"{"".join(self._stored_string)}"'
             self._key = _Key(key, item_json=key)
         elif self._converted_types is not None:

@@ -38,8 +38,8 @@ class Dialect:
     """The rules for strings in the text of a model.
 
     Attributes:
-        quotes: The markers around strings. The same marker opens and closes a string. Longer
-            markers precede their own prefixes.
+        quotes: The markers around strings. The same marker opens and closes a string. If one
+            marker is a prefix of another marker, the longer marker comes first.
         escaping: The quotes that enclose strings with backslash escape sequences.
         nesting: The quotes that may also occur inside their own strings: `'sed 's/a/b/' f'`. Such a
             quote ends the string only if a text such as `,` or `)` follows the quote.
@@ -114,7 +114,7 @@ class StringReader:
     def _read_quote(self, text: str, pos: int, is_final: bool) -> int:
         """Read the quote at `pos`, which may close the string or be a part of the string.
 
-        The quote is a part of the string unless the text after the quote may follow a string.
+        The quote closes the string only if the text after the quote is valid after a string.
         Examples: in `f(a='sed 's/x/y/' b')`, only the last quote closes the string, because the
         text `)` follows. In `f(a='x', b=1)`, the text `, b=` follows the quote.
 
@@ -139,8 +139,7 @@ class StringReader:
     def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
         r"""Read the escape sequence at `pos`.
 
-        Examples: for `\n`, `\n` is written, for `\x41`, `A`, and for the unknown sequence `\d`,
-        `\\d`.
+        Examples: `\n` is written as `\n`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
 
         Returns:
             The position after the escape sequence, or `pos` if more text is required.
@@ -165,7 +164,9 @@ class StringReader:
 
 @lru_cache(maxsize=64)
 def _string_end_regex(quote: str, has_escapes: bool) -> re.Pattern[str]:
-    """Return a regex that finds a quote, an escape sequence, or an incomplete quote at the end.
+    """Return a regex that finds `quote`, or the beginning of `quote` at the end of a text.
+
+    If `has_escapes` is true, the regex also finds a backslash.
 
     Example: for the quote `<q>`, the regex finds `<q>` in `a<q>b`, and `<` in `a<`.
     """

@@ -52,7 +52,7 @@ class _State(Enum):
 
     BRACE  The opening brace has not arrived.
     KEY    The brace has been passed on. The first key is not complete.
-    END    The first key may belong to a superfluous object, so the text is stored until its end.
+    END    The first key may belong to a superfluous object. All later text is stored.
     """
 
     BRACE = "brace"

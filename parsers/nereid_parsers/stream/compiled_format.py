@@ -32,7 +32,7 @@ class MarkerKind(Enum):
     OPEN_SECTION      A section of tool calls starts.
     OPEN_CALL         A tool call starts.
     CALL_HEAD         The header of a tool call starts. The model has omitted the marker before it.
-    UNMARKED_CALL     A tool call starts that has no marker. The text is its first character.
+    UNMARKED_CALL     A tool call without a marker starts with this text.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
     WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
     START_MESSAGE     A message starts.

@@ -93,7 +93,7 @@ class OutputStart:
 
 
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
-    r"""Return the stage in which the output starts, and whether the prompt contains reasoning.
+    r"""Return the stage in which the output starts, and whether the reasoning has ended.
 
     Examples, with the reasoning markers `<think>` and `</think>`:
 

@@ -211,9 +211,9 @@ class CompiledTags:
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether a stop marker is a part of the current value, or follows this value.
 
-        The stop marker, such as `</function>`, is at a position before which no closing marker of
-        the value has been found. Either the value contains the stop marker, or the model has
-        omitted the closing marker, such as `</parameter>`. The text after the stop marker decides:
+        A stop marker, such as `</function>`, has been found before the closing marker of the value.
+        Either the value contains the stop marker, or the model has omitted the closing marker, such
+        as `</parameter>`. The text after the stop marker decides:
 
             `a</function>b</parameter>`               PART_OF_VALUE: the closing marker follows.
             `a</function></call><call><function=f>`   AFTER_VALUE: another tool call follows.

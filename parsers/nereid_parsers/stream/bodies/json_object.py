@@ -178,10 +178,11 @@ class ObjectReader(StepReader):
 
         Examples:
             With the declared keys `function.name` and `function.arguments`, the role of `function`
-            is PARENT. A second name and second arguments have the role IGNORED. With the
-            declaration `NameIsKey`, `{"get_sum": {"a": 1}}` is a call of `get_sum`. The key is the
-            name, and the value contains the arguments, so the role is ARGUMENTS. Such an object has
-            only one member, so the role of a second key is INVALID.
+            is PARENT. A second name and second arguments have the role IGNORED.
+
+            With the declaration `NameIsKey`, `{"get_sum": {"a": 1}}` is a call of `get_sum`. The
+            key is the name, and the value contains the arguments, so the role is ARGUMENTS. Such an
+            object has only one member, so the role of a second key is INVALID.
 
         Args:
             first_char: The first character of the value. It is needed only for undeclared keys.

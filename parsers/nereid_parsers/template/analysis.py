@@ -28,8 +28,8 @@ thing show one part of the format. An example:
     >>> analyze_template(template).format.layout.reasoning.closes
     ('</think>',)
 
-The analysis has seven phases. The table shows the module of each phase, the comparisons with what
-differs between the two probes, and the finding for the template of the example.
+The analysis has seven phases, and each phase is a module. For each comparison, the table shows what
+differs between the two probes, and what the analysis finds for the template of the example.
 
     probe.py       Find a form of messages that the template renders, see conversation.py.
     header.py      Find the text that opens the model's turn.
@@ -55,9 +55,9 @@ differs between the two probes, and the finding for the template of the example.
 For the example, the result is the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
 Here `tools` declares that each call is a JSON object between `<tool_call>` and `</tool_call>`.
 
-The module known_formats.py contains what no comparison can show: the formats of templates whose
-renderings are ambiguous, other ways in which models of a family write calls, and the tool calls of
-templates that do not render any.
+The comparisons cannot show everything. The module known_formats.py declares the formats of
+templates whose renderings are ambiguous, the other ways in which a model family writes calls, and
+the tool calls of templates that render no tool calls.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def analyze_checkpoint_template(
         eos_token: The tokenizer's token for the end of a turn, if known.
         template_kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary, such as
-            "<tool_call>". If the template renders no tool calls, the tokens can show their format.
+            "<tool_call>". If the template renders no tool calls, the tokens can show the format of
+            the tool calls.
     """
     template = CompiledTemplate(jinja_source, Budget())
     prober = Prober(
@@ -151,10 +152,10 @@ def analyze_checkpoint_template(
 def _set_form(prober: Prober) -> bool:
     """Find the form of messages that the template accepts, and store the form in `prober.form`.
 
-    In this form, the template renders content and tool calls. If no form shows tool calls, the form
-    shows only content.
+    In this form, the template renders content and tool calls. If the template never renders tool
+    calls, the form is one in which the template renders content.
 
-    If the template renders no plain content, append the reason to `prober.undecided`.
+    If the template never renders content, append the reason to `prober.undecided`.
 
     Returns:
         Whether the template renders tool calls.
@@ -203,10 +204,10 @@ def _recognise(turn: ModelTurn, entry: QuarantineEntry, *, has_calls: bool) -> T
 
 
 def _infer(turn: ModelTurn) -> TemplateAnalysis:
-    """Infer the format from all comparisons, and check it by parsing renderings.
+    """Infer the format from all comparisons, and check the format by parsing renderings.
 
-    If a tool call is parsed wrongly, the format of the tool calls is dropped, so that tool calls
-    are returned as content.
+    If a tool call is parsed wrongly, the result contains no format of tool calls. The parser then
+    returns tool calls as content.
     """
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
@@ -241,8 +242,8 @@ def _make_format(
     If the parts contradict each other, return the format for plain content, and append the reason
     to the list `undecided` of the prober.
     """
-    # The parser removes end markers from the text. Headers inside a message must be removed, too,
-    # so they are declared as end markers.
+    # The parser removes end markers from the text. It must also remove headers inside a message, so
+    # these headers are declared as end markers.
     inner_headers = tools.inner_headers or reasoning.inner_headers
     headers = (*inner_headers, header_after_result(turn))
     ends = [end for end in (*turn.end_markers, *tools.end_markers, *headers) if end]

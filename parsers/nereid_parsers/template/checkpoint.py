@@ -1,7 +1,8 @@
 """Choose the chat format of a checkpoint.
 
 The sources of the format are, in this order: names that the user chose, the checkpoint's
-`response_template`, and its chat template. Without any source, the format is plain content.
+`response_template`, and the checkpoint's chat template. If there is no source, the format is plain
+content.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class CheckpointText:
 def read_checkpoint(path: str | Path) -> CheckpointText:
     """Read the chat template and the special tokens from a checkpoint or from a template file.
 
-    As in transformers, chat_template.jinja precedes chat_template.json, and that file precedes the
-    entry in tokenizer_config.json. Of several named templates, "tool_use" is used, or else
-    "default".
+    The chat template is read from chat_template.jinja, or else from chat_template.json, or else
+    from tokenizer_config.json. The order is the same as in transformers. If a file contains several
+    named templates, the template "tool_use" is used, or else the template "default".
 
     Raises:
         FormatError: The path is neither a folder nor a file, or a JSON file is malformed.
@@ -109,8 +110,8 @@ def _read_jinja_templates(path: Path) -> dict[str, str]:
 def _select_template(templates: object) -> str | None:
     """Select the template for requests with tools. Return None if there is no template.
 
-    Several templates are a dict of names and sources. In tokenizer_config.json they may also be a
-    list.
+    If there are several templates, `templates` is a dict of names and sources. Some files contain a
+    list instead of a dict.
 
     >>> _select_template({"default": "source of one", "tool_use": "source of another"})
     'source of another'
@@ -148,7 +149,7 @@ def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
     """Return the tokens that were added to the vocabulary of the checkpoint's tokenizer.
 
     Args:
-        config: The content of tokenizer_config.json, which may contain the tokens by their ids.
+        config: The content of tokenizer_config.json. It may contain the added tokens.
         path: The folder of the checkpoint. Its tokenizer.json is read if `config` has no tokens.
     """
     token_by_id = config.get("added_tokens_decoder")
@@ -210,7 +211,7 @@ def format_for_checkpoint(
         tools: A name of the registry. The tool section of that format is used. If only one of
             `reasoning` and `tools` is given, the other sources determine the other part.
         name: A name of the registry. The whole format is used.
-        chat_template: The source of a chat template that replaces the checkpoint's one.
+        chat_template: The source of a chat template. It replaces the checkpoint's chat template.
 
     Raises:
         FormatError: A name is unknown, or the path is neither a checkpoint nor a template.
@@ -251,8 +252,8 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
     if reasoning is not None:
         reasoning_part = chosen.layout.reasoning
     else:
-        # The registry may declare reasoning for the chosen tools (`ToolEntry.reasoning`). It is
-        # used if the checkpoint's files show no reasoning.
+        # The registry may declare reasoning for the chosen tools (`ToolEntry.reasoning`). This
+        # declaration is used if the checkpoint's files show no reasoning.
         reasoning_part = inferred.layout.reasoning or chosen.layout.reasoning
     fmt = Format(
         f"{chosen.name}+{inferred.name}",

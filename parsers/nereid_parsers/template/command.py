@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status.
 
-    The status is 0 if the parser returned every sample as it was rendered, 1 if it did not, and 2
-    for wrong arguments.
+    The status is 0 if every sample was parsed correctly, 1 if a sample was parsed wrongly, and 2 if
+    the arguments are wrong.
 
     Raises:
         NereidParsersError: The path is neither a template nor a checkpoint.

@@ -54,13 +54,14 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     """Find the markers around the content of an answer, and the markers that end the turn.
 
     Example: the rendered answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
-    `</answer>` and the end marker `<|im_end|>`. The report lists this comparison as C1. It compares
-    a conversation that ends with the user's question with the same conversation and an answer.
+    `</answer>` and the end marker `<|im_end|>`. The name of this comparison in the report is C1.
+    The first conversation ends with the user's question, and the second conversation also contains
+    an answer.
 
     Args:
         turn: The model's turn in the renderings. `turn.prober` renders the conversations.
-        reasoning: The findings about reasoning. If messages with reasoning show a wrapper of the
-            content, that wrapper is the default.
+        reasoning: The findings about reasoning. If the rendered answer shows no wrapper, the
+            wrapper of these findings is used.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
     text = turn.text_after_header(conversation) or ""
@@ -85,12 +86,13 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
     """Find content markers that a template writes only in messages with tool calls.
 
-    Such a template also writes the markers if the content is empty. Example: "<say></say><call>.."
-    without content and "<say>CONTENT</say><call>.." with content show the wrapper `<say>`,
-    `</say>`. The report lists the comparison of these two messages as C2.
+    Such a template also writes the markers if the content is empty. Example: a message without
+    content is rendered as "<say></say><call>..", and a message with content is rendered as
+    "<say>CONTENT</say><call>..". So `<say>` and `</say>` are the markers. The name of this
+    comparison in the report is C2.
 
     Returns:
-        The wrapper of the content, or None if there are no such markers.
+        The markers, or None if there are no such markers.
     """
     call_only = conversation_with_calls(*ONE_CALL)
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
@@ -147,8 +149,8 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     """Find the markers that end the model's turn. `after` is the text after the content.
 
-    There are three cases. The first column is the text after the content, the second column the
-    text after a user's message, and the third column the result:
+    There are three cases. For each case, the columns show the text after the content, the text
+    after a user's message, and the result:
 
         `<|im_end|>`              `<|im_end|>`              one marker: ["<|im_end|>"]
         `<|eom|><|eot|>`          `<|eot|>`                 two markers: ["<|eom|>", "<|eot|>"]
@@ -174,9 +176,10 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
     """Find the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
 
-    The result is [] unless three conditions are met: `text` starts with markers and words, a user's
-    message ends with the same markers and words, and they do not contain the header of the model's
-    next turn. If the same marker follows in both texts, this marker is the second item.
+    The first item of the result is the text at the start of `text` that consists of markers and
+    words. A user's message must end with the same text, and the text must not contain the header of
+    the model's next turn. Otherwise the result is []. If one more marker follows this text both in
+    `text` and in `after_user_message`, this marker is the second item.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -204,10 +207,11 @@ def _end_markers_with_words(text: str, after_user_message: str, header: str) -> 
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
-    r"""Return the marker that closes the content, with the white space before it, or "".
+    r"""Return the marker that closes the content, or "" if there is no such marker.
 
-    The first marker in `after` closes the content, unless this marker ends the whole turn. Examples
-    for the opening marker `<answer>`, if every message ends with `<|im_end|>`:
+    The first marker in `after` closes the content, unless this marker ends the whole turn. The
+    white space before the marker is a part of the result. Examples for the opening marker
+    `<answer>`, if every message ends with `<|im_end|>`:
 
         "\n</answer><|im_end|>"   "\n</answer>"
         "<|im_end|>"              "", because this marker ends the turn

@@ -3,10 +3,10 @@
 No template contains the texts of these conversations (`CONTENT_TEXT`, `FIRST_TOOL`, ...). So the
 analysis can find the texts in a rendering.
 
-Templates read the same conversation from different dictionaries. Some templates read content only
-from a list of parts, some read the arguments of a tool call only from a JSON string. An `InputForm`
-describes such dictionaries. The analysis tries the forms until the template renders the whole
-conversation (see `probe.py`).
+Templates expect the same conversation in different forms. Some templates read content only from a
+list of parts, and other templates read the arguments of a tool call only from a JSON string. An
+`InputForm` describes such a form. The analysis tries several forms until the template renders the
+whole conversation (see `probe.py`).
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ class Conversation:
     `user_replies`).
 
     Attributes:
-        answer: The last assistant message. If None, the model is about to write this message.
-        generation_prompt: Whether to render with the generation prompt.
+        answer: The last assistant message. None if the conversation ends before this message.
+        generation_prompt: Whether to render the generation prompt.
         tools: Whether to offer tools.
         after_tool_result: Whether a tool call and its result precede the answer.
         user_replies: Whether the user writes once more after the answer.
-        switches: The switches to render with.
+        switches: The settings of the thinking switches.
     """
 
     answer: AssistantMessage | None = None
@@ -133,7 +133,7 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The names under which templates read the reasoning of an assistant message.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# The values of `InputForm.reasoning` that are not the name of a field.
+# The values of `InputForm.reasoning` that are not names of fields.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
@@ -164,8 +164,8 @@ class InputForm:
         arguments: "object", or "text" if the template expects the arguments as a JSON string.
         empty_content: The `content` of a message without content: "text" (""), "null" or "absent".
         reasoning: The place of the reasoning in an assistant message:
-            ALL_REASONING_FIELDS  in all of REASONING_FIELDS
-            "reasoning"           in this field; the other REASONING_FIELDS likewise
+            ALL_REASONING_FIELDS  in all fields of REASONING_FIELDS
+            the name of a field   only in this field; the name is one of REASONING_FIELDS
             PARTS                 {"content": [{"type": "thinking", "thinking": ..}, ..]}
             BLOCKS                {"content": {"blocks": [{"type": "thoughts", "text": ..}, ..]}}
     """

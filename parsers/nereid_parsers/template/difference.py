@@ -303,7 +303,7 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Find the text that closes a block, if several markers and words open the block.
+    """Find the text that closes a block, if the opening text contains several markers and words.
 
     The opening text and the closing text differ only in their first marker. The result is "" if
     `text` does not start with such a closing text.
@@ -322,8 +322,8 @@ def compound_closing(text: str, opening: str) -> str:
     before_shared_end, shared, _ = text.partition(shared_end)  # `<|close|>`
     if not shared:
         return ""
-    # In a closing text, only one marker precedes `shared_end`. If a longer text precedes it,
-    # `shared_end` belongs to a later part of the message.
+    # In a closing text, only one marker precedes `shared_end`. If a longer text precedes
+    # `shared_end`, then `shared_end` belongs to a later part of the message.
     is_closing_text = len(before_shared_end) <= len(opening)
     return before_shared_end + shared_end if is_closing_text else ""
 

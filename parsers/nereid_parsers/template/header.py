@@ -1,4 +1,4 @@
-r"""Find the header, with which each message of the model starts: comparison G.
+r"""Find the header of the model's messages by comparing two renderings: comparison G.
 
 Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of two parts. Every
 assistant message has the header `<|im_start|>assistant\n`. The rest, `<think>\n`, belongs to the
@@ -48,9 +48,9 @@ _ANSWERED = (
 def compare_generation_prompt(prober: Prober) -> ModelTurn:
     r"""Compare a conversation without and with the generation prompt, and return a `ModelTurn`.
 
-    The text that the generation prompt adds opens the model's turn. Example: the added text is
+    The generation prompt adds text that opens the model's turn. Example: the generation prompt adds
     "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
-    "<|im_start|>assistant\n". This common part is the header.
+    "<|im_start|>assistant\n". So the header is "<|im_start|>assistant\n".
     """
     rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [text for _, text in rendered_prompts])
@@ -144,14 +144,14 @@ def _rendered_answers(prober: Prober) -> list[str]:
 
 
 def _header_in_prompt(added: str, renderings: Sequence[str]) -> str:
-    r"""Return the part of a generation prompt that all renderings of the model's turn contain.
+    r"""Return the longest prefix of `added` that all renderings contain.
 
     >>> _header_in_prompt("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
 
     Args:
         added: The text that the generation prompt adds.
-        renderings: Other renderings of the model's turn. A rendering that contains no part of
+        renderings: Other renderings of the model's turn. A rendering that contains no prefix of
             `added` is ignored.
     """
     shared = [_longest_shared_prefix(added, rendering) for rendering in renderings]
@@ -176,9 +176,7 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
 
 
 def _shortest_common_prefix(text: str, renderings: Sequence[str]) -> str:
-    """Return the longest prefix of `text` with which all renderings start.
-
-    This is the shortest of the prefixes that `text` has in common with the renderings.
+    """Return the longest prefix of `text` that is also a prefix of every rendering.
 
     >>> _shortest_common_prefix("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
     '<|a|>'
@@ -209,8 +207,9 @@ def _drop_empty_block(header: str) -> str:
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     """Remove the opening marker of reasoning from the end of `header`.
 
-    If all prompts and answers contain the marker, the marker seems to belong to the header. The
-    closing marker directly after the header of an answer shows that the marker opens a block.
+    If all prompts and answers contain the marker, the marker seems to belong to the header. But if
+    the closing marker directly follows the header in an answer, the opening marker starts an empty
+    block of reasoning.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
@@ -248,11 +247,11 @@ def _user_header(without_prompt: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove the end of `header` that has no counterpart in the header of a user message.
+    r"""Shorten `header` to the part that corresponds to the header of a user message.
 
-    Both headers have the same text, except for the role ("user" or "assistant"). If every prompt
-    and every answer continues with `<think>`, this marker seems to belong to the header. The user's
-    header shows where the model's header really ends.
+    The two headers are equal, except for the role ("user" or "assistant"). If every prompt and
+    every answer continues with `<think>`, this marker seems to belong to the model's header. The
+    user's header shows where the model's header really ends.
 
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", "<|start|>user\n")
     '<|start|>assistant\n'
@@ -266,5 +265,5 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
     header_matches = list(re.finditer("".join(regexes), header))
     if not header_matches:
         return header
-    # Earlier matches may be headers of other messages. The model's header is the last one.
+    # Earlier matches may be headers of other messages. The last match is the model's header.
     return header[: header_matches[-1].end()]

@@ -1,8 +1,8 @@
 """Declarations for templates whose renderings do not show the whole format.
 
-- The format of a template whose renderings are ambiguous, see `QUARANTINE`. Keep this list short.
-- The other variants of a tool call, see `add_family_variants`.
-- The tool calls of a template that renders none, see `recognise_tool_section`.
+- `QUARANTINE` lists the templates whose renderings are ambiguous. Keep this list short.
+- `add_family_variants` adds variants of a tool call that the template does not render.
+- `recognise_tool_section` finds the format of tool calls if the template renders no tool calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class QuarantineEntry:
     Attributes:
         model: The models that have the template.
         reason: Why comparisons cannot infer the format.
-        matches: A function that returns whether a source is the source of this template.
+        matches: A function that takes the source of any template, and returns whether this entry
+            declares the format of that template.
         make_layout: A function that returns the layout of the format.
     """
 
@@ -120,9 +121,10 @@ def find_quarantined(source: str) -> QuarantineEntry | None:
 def add_family_variants(section: ToolSection) -> ToolSection:
     """Add the variants that the registry declares for the model family of `section`.
 
-    A template shows one variant of a tool call, but models also write others. The registry
-    declares these variants. A registered format belongs to the same family if the markers of its
-    section and of its first tool call are equal to those of `section`.
+    A template renders one variant of a tool call, but models also write other variants. The
+    registry declares these variants. A registered section belongs to the family of `section` if
+    the two sections have the same markers, and their first tool calls have the same markers and
+    keys.
 
     Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
     family sometimes omit `<tool_call>`, so the result has a second variant that starts with
@@ -153,8 +155,8 @@ def _other_variants(family: ToolSection, first: Call) -> Iterator[Call]:
 
     Args:
         family: A registered section with the markers of the inferred section.
-        first: The tool call that was inferred. A variant that differs only in its markers from the
-            first variant of the family gets the body of this tool call.
+        first: The tool call that was inferred. If a variant and the first variant of the family
+            differ only in their markers, the yielded variant has the body of `first`.
     """
     first_of_family, *others = family.calls
     for variant in others:
@@ -177,9 +179,9 @@ def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
 
 
 class _Markup(NamedTuple):
-    """The markers and the keys of a tool call, by which two tool calls are compared.
+    """The markers and the keys of a tool call, as values that can be compared.
 
-    The white space around markers is removed, because it does not matter for the comparison.
+    The white space around the markers is removed, because the comparison ignores white space.
 
     Attributes:
         body_type: The class of the body.
@@ -259,14 +261,14 @@ _MARKERS_OF_PHRASES = {
     # The phrase of LFM2.5. Older templates of this family contain markers around the tools instead.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
-"""Maps phrases that identify a model family to the tool call markers of this family.
+"""The tool call markers of some model families. A key is a phrase in the templates of the family.
 
-Some templates contain no marker of tool calls, but offer the tools with such a phrase.
+These templates contain no markers of tool calls. They use the phrase when they offer the tools.
 """
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the tool call markers of each model family whose known phrase is in `text`.
+    """Return the tool call markers of the model families whose phrases occur in `text`.
 
     Args:
         text: The literal text of the template.
@@ -278,8 +280,8 @@ def markers_of_phrases(text: str) -> list[str]:
 def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
     """Find the registered tool section whose markers are all in `known_markers`.
 
-    Of several such sections, the one with the most markers is returned. Return None if there is no
-    such section, or if two different sections have the most markers.
+    If there are several such sections, return the section with the most markers. Return None if
+    there is no such section, or if two sections have the same largest number of markers.
 
     Example: the markers `<|tool_call_start|>` and `<|tool_call_end|>` belong to one section, which
     contains Python calls.

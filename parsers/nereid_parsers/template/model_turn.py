@@ -1,7 +1,8 @@
 r"""The text around the model's answer in a rendered conversation.
 
 Example: in the rendering below, the header of the model's turn is `<|im_start|>assistant\n`, and
-the marker `<|im_end|>` ends the turn. The text between them is what a model would generate.
+the marker `<|im_end|>` ends the turn. A model would generate the text between the header and the
+last marker.
 
     <|im_start|>user
     Quokka asks for something.<|im_end|>
@@ -48,7 +49,8 @@ class GenerationPrompt:
     Attributes:
         switches: The switches with which the prompt was rendered.
         text: The whole prompt.
-        after_header: The text after the header of the model's turn: `"<think>\n"`, or "".
+        after_header: The text after the header of the model's turn, such as `"<think>\n"`. Often
+            this text is "".
     """
 
     switches: Switches
@@ -68,11 +70,11 @@ class ModelTurn:
     Attributes:
         prober: Renders the conversations.
         header: The text that opens the model's turn: `"<|im_start|>assistant\n"`.
-        prompts: The generation prompts, one for each setting of the switches that the template
-            renders. The first one is the default.
+        prompts: The generation prompts, one for each setting of the thinking switches. Settings
+            that the template refuses are omitted. The first prompt is the default.
         end_markers: The markers that end a turn: `("<|im_end|>",)`. Empty until `compare_content`
             has found the markers.
-        trailing_text: The text that the template writes after the last message: `"<|im_end|>\n"`.
+        trailing_text: The text after the user's question, if no answer follows: `"<|im_end|>\n"`.
     """
 
     prober: Prober
@@ -123,7 +125,7 @@ class ModelTurn:
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
-    r"""Return the part of a prompt that follows the header of the model's turn.
+    r"""Return the text that follows the header of the model's turn in a prompt.
 
     Return "" if the prompt does not contain the header. Example: the prompt
     "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
@@ -134,9 +136,10 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Find `header` in `text`. The white space around the header may be missing in `text`.
+    r"""Find `header` in `text`, and return the header.
 
-    Return "" if `text` does not contain the header.
+    If `text` contains the header without the white space around it, return the header without this
+    white space. Return "" if `text` does not contain the header.
 
     >>> _header_in("<|im_start|>assistant <think>", "<|im_start|>assistant\n")
     '<|im_start|>assistant'
@@ -178,11 +181,12 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header if the model itself must write it after a tool's result, otherwise "".
+    """Return the header, if the model itself must write the header after a tool's result.
 
     Usually the generation prompt contains the header of the model's turn, so that the model does
     not write the header. Some templates omit the header from a prompt that ends with a tool's
-    result, but render the header in the answer. The model must then write the header.
+    result, but render the header in the answer. The model must then write the header. Return "" if
+    the model does not write the header.
 
     Example: the prompt ends with "RESULT</result>", and the rendered answer is
     "RESULT</result><|assistant|>CONTENT". The result is `<|assistant|>`.
@@ -202,7 +206,7 @@ def header_after_result(turn: ModelTurn) -> str:
 def _has_header_after_result(prober: Prober, header: str) -> bool:
     """Return whether a rendered answer contains `header` after a tool's result.
 
-    Two answers are rendered: content, and a tool call.
+    Two answers are tried: content and a tool call.
     """
     renderings = (prober.render(conversation) or "" for conversation in _ANSWERED_AFTER_RESULT)
     return any(header in text_after_last(text, RESULT_TEXT) for text in renderings)
@@ -215,11 +219,12 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     tool's result. That marker is the second text. The result is empty if the header has no marker,
     or if no text opens the turn after a tool's result.
 
-    Example: the prompts "<|im_start|>assistant\n" and, after a result, "</result><|answer|>" give
-    ("<|im_start|>assistant", "<|answer|>").
+    Example: after a question, a prompt ends with "<|im_start|>assistant\n". After a tool's result,
+    a prompt ends with "</result><|answer|>". The texts are "<|im_start|>assistant" and
+    "<|answer|>".
 
     Args:
-        turn: The header and the end of the model's turn, and the prober.
+        turn: The header and the end markers of the model's turn, and the prober.
         reasoning_markers: The markers of reasoning. At the end of a prompt, these markers belong to
             the answer.
     """
@@ -247,9 +252,10 @@ def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) ->
 
 
 def _prompt_after_result(prober: Prober) -> str | None:
-    """Render a prompt with a tool's result, and return the text after the result, or None.
+    """Render a prompt that contains a tool's result, and return the text after this result.
 
-    Example: the prompt "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
+    Return None if the template does not render the result. Example: the prompt
+    "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
     """
     prompt = prober.render(_PROMPT_AFTER_RESULT)
     if prompt is None or RESULT_TEXT not in prompt:

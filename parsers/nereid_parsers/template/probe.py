@@ -65,9 +65,9 @@ class Prober:
         kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary, if known.
         form: The form in which the template expects conversations.
-        refusals: The template's error messages, by the conversation that the template refused.
+        refusals: For each refused conversation, the error message of the template.
         comparisons: The comparisons so far, for the report.
-        undecided: Sentences that describe what could not be inferred, and why.
+        undecided: Sentences that state what could not be inferred, and the reasons.
     """
 
     template: CompiledTemplate
@@ -80,19 +80,19 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # Variables without which the template failed. Every rendering defines them as "".
+    # The template failed because these variables were undefined. Later renderings set them to "".
     _filled: dict[str, str] = field(default_factory=dict)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
     def render(self, conversation: Conversation, form: InputForm | None = None) -> str | None:
         """Return the rendered conversation, or None if the template refuses to render it.
 
-        The numbers and ids of tool calls are replaced by COUNTER_MARK and ID_MARK. Each
-        conversation is rendered once in each form.
+        The numbers and ids of tool calls are replaced by COUNTER_MARK and ID_MARK. The result is
+        cached.
 
         Args:
             conversation: The conversation.
-            form: The form of the messages, or None for the attribute `form`.
+            form: The form of the messages. None means the attribute `form`.
         """
         form = form or self.form
         key = (conversation, form)
@@ -126,13 +126,13 @@ class Prober:
         return _mask_call_ids(text, form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
-        """Define a variable as "" if a rendering failed because this variable is undefined.
+        """If a rendering failed because a variable is undefined, set this variable to "".
 
-        Some templates read variables that only the model's own code sets. Example: the refusal
-        "UndefinedError: 'today' is undefined" defines the variable `today`.
+        Some templates read variables that only the model's own code sets. Example: if the error
+        message is "UndefinedError: 'today' is undefined", the variable `today` is set.
 
         Returns:
-            Whether a variable was defined, so that the template can be rendered again.
+            Whether a variable was set. If True, the template can be rendered again.
         """
         match = _UNDEFINED_VARIABLE.search(refusal)
         if match is None:
@@ -152,7 +152,7 @@ class Prober:
             name: The label of the comparison, such as "R1 reasoning presence".
             changed: What differs between `left` and `right`.
             left: The first conversation. It is shown as "" if the template refuses it.
-            right: The second conversation, which is shown in the same way.
+            right: The second conversation. It is also shown as "" if the template refuses it.
             finding: What the analysis concludes from the difference.
         """
         left_text = unmask_call_ids(self.render(left) or "")
@@ -162,9 +162,9 @@ class Prober:
         )
 
     def record_finding(self, name: str, finding: str) -> None:
-        """Add a finding to the report that no difference between two renderings shows.
+        """Add a finding to the report, if the analysis made this finding without a comparison.
 
-        The report then shows two equal renderings. For the arguments see `record`.
+        The report then shows two equal renderings. For the arguments, see `record`.
         """
         question = Conversation()
         self.record(name, UNCHANGED, left=question, right=question, finding=finding)
@@ -174,7 +174,7 @@ class Prober:
     def find_content_form(self) -> InputForm | None:
         """Return the first form in which the template renders plain content.
 
-        Return None if the template renders plain content in no form.
+        Return None if there is no such form.
         """
         conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for form in forms_of_content():
@@ -186,8 +186,9 @@ class Prober:
     def find_call_form(self) -> InputForm | None:
         """Find the form of messages in which the template renders a whole tool call.
 
-        The tried forms are variants of the attribute `form`. They differ, for example, in whether
-        the arguments are an object or a JSON string. Return None if no form shows the tool call.
+        Try variants of the attribute `form`. For example, the arguments of a tool call are an
+        object in some variants, and a JSON string in other variants. Return None if the template
+        renders the whole tool call in no variant.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -214,11 +215,11 @@ class Prober:
     # ---- the thinking switches -------------------------------------------------------------------
 
     def thinking_switches(self) -> list[Switches]:
-        """Return the settings of the thinking switches to try. The first setting is empty.
+        """Return the settings that the analysis tries for the thinking switches.
 
         A switch is a template variable whose name refers to thinking, or "/think" or "/no_think"
-        in the system message. Example: for a template that reads `enable_thinking`, the settings
-        are none, enable_thinking=True and enable_thinking=False.
+        in the system message. The first setting sets no switch. Example: if a template reads
+        `enable_thinking`, the next settings are enable_thinking=True and enable_thinking=False.
         """
         switch_names = sorted(filter(is_thinking_switch, self.template.names))[:_MAX_SWITCH_NAMES]
         names = [name for name in switch_names if name not in self.kwargs]
@@ -237,8 +238,8 @@ class Prober:
     def _switch_values(self, name: str) -> list[Any]:
         """Return the values to try for a thinking switch.
 
-        The first values are those with which the template compares the switch. Example: a template
-        with `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].
+        If the template compares the switch with constants, these constants are the first values.
+        Example: `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].
         """
         constants = self.template.compared.get(name, ())
         compared = [value for value in constants if isinstance(value, str | int)]
@@ -280,9 +281,9 @@ def unmask_call_ids(text: str) -> str:
 def _shows_call(text: str) -> bool:
     r"""Return whether `text` contains the whole probe call: the name and both arguments.
 
-    Arguments that are printed as a Python dict, or as JSON inside a JSON string, are not accepted,
-    because the template then expects arguments in another form. A tool call after "None" is not
-    accepted either, because the template then expects empty content in another form.
+    Some texts are not accepted. If the arguments are printed as a Python dict, or as JSON inside a
+    JSON string, the template expects arguments in another form. If "None" precedes the tool call,
+    the template expects empty content in another form.
 
     >>> arguments = '"zqKeyOne": "zqValueOne", "zqKeyTwo": "zqValueTwo"'
     >>> _shows_call(f"zqFirstTool{{{arguments}}}"), _shows_call(f"None zqFirstTool{{{arguments}}}")

@@ -1,7 +1,8 @@
 """Check an inferred format by parsing rendered messages with the format.
 
-The analysis infers a format from differences, and may be wrong. This module parses the text that
-the template renders for a message with the format. The result must be equal to the message.
+The analysis infers a format from differences, so the format may be wrong. To check the format, this
+module renders a message with the template, and parses the rendered text with the format. The result
+must be equal to the message.
 """
 
 from __future__ import annotations
@@ -109,12 +110,12 @@ def _conversations(
 def _output(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Return the text that a model would generate after `prompt` to give the answer.
+    """Return the answer of `conversation` as the text that a model would generate after `prompt`.
 
     If the prompt already contains the start of the answer, this start is not a part of the result.
-    Return None if the template does not render the answer after the prompt. Example: for the prompt
-    "..<|assistant|><think>" and the rendered answer "<think>Hm.</think>Hello.<|end|>", the result
-    is "Hm.</think>Hello.".
+    Example: if the prompt is "..<|assistant|><think>" and the rendered answer is
+    "<think>Hm.</think>Hello.<|end|>", the result is "Hm.</think>Hello.". Return None if the
+    template does not render the answer after the prompt.
     """
     if conversation.after_tool_result:
         text = _output_after_result(turn, conversation, prompt)

@@ -1,15 +1,16 @@
 """Find the markers of reasoning: comparisons R1 to R5.
 
-Each comparison renders two conversations, except R4. The table shows the difference between the
-conversations, and what the difference between the renderings shows.
+R1, R2, R3 and R5 each compare two renderings. R4 searches the source of the template. The left
+column of the table shows what is compared or searched, and the right column shows what is found.
 
 R1  a message without and with reasoning    the markers around the reasoning
 R2  a thinking switch on and off            the markers that the generation prompt contains
 R3  a thinking switch on and off            pairs of tags that the instructions mention
 R4  the string constants of the template    markers whose names refer to thinking
-R5  a call without and with reasoning       markers that end reasoning without a closing marker
+R5  a call without and with reasoning       the marker of a call that also ends reasoning
 
-The first of R1 to R4 that finds markers is used. R5 then adds to its result.
+R1 to R4 are tried in this order until one of them finds markers. Then R5 adds the marker of a call,
+if there is one.
 """
 
 from __future__ import annotations
@@ -162,9 +163,9 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(
     turn: ModelTurn, conversation: Conversation, next_text: str
 ) -> _TextAroundReasoning:
-    """Render a message, and split the text at the reasoning and at the next `next_text`.
+    """Render a message, and split the text at the reasoning and at `next_text` after it.
 
-    Example: with the next text CONTENT, "<think>REASONING</think><answer>CONTENT</answer>" gives
+    Example: if `next_text` is CONTENT, "<think>REASONING</think><answer>CONTENT</answer>" gives
     "<think>", "</think><answer>" and "</answer>".
     """
     text = turn.text_after_header(conversation) or ""
@@ -184,7 +185,7 @@ def _wrapper_after_reasoning(
     Args:
         around: The texts around the reasoning.
         closing: The closing marker of reasoning.
-        header: The header of the model's turn, which may precede the content again.
+        header: The header of the model's turn. Some templates repeat the header before the content.
     """
     before_content = around.between.removeprefix(closing)
     if header:
@@ -205,8 +206,8 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
     r"""Return the marker that opens reasoning, or "". `before` is the text before the reasoning.
 
-    If `before` is blank, the marker may be in the generation prompt. Example: the text "<think>\n",
-    or the text "" after a generation prompt that ends with "<think>\n", gives `<think>\n`.
+    If `before` is blank, the marker may be in the generation prompt. Example: if `before` is ""
+    and a generation prompt ends with "<think>\n", the result is "<think>\n".
     """
     if before.strip():
         return last_opening(before)
@@ -218,18 +219,20 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
 
 
 def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
-    r"""Find the markers of reasoning in the generation prompts. Return None if there are none.
+    r"""Find the markers of reasoning in the generation prompts.
 
     There is one prompt for each setting of the template's thinking switches, for example
     `enable_thinking=False`. Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers
-    are `<think>\n` and `\n</think>\n\n`. The report lists this comparison of prompts as R2.
+    are `<think>\n` and `\n</think>\n\n`. Return None if no prompt contains markers of reasoning.
+    The name of this comparison in the report is R2.
     """
     for prompt in turn.prompts:
         closing = _closing_in_prompt(turn, prompt)
         if not closing:
             continue
         opening = first_opening(prompt.after_header)
-        # If a line break follows the opening marker, the closing marker probably has its own line.
+        # If a line break follows the opening marker, the closing marker is probably also on a line
+        # of its own.
         line_break = "\n" if opening.endswith("\n") else ""
         turn.prober.record(
             "R2 thinking switch",
@@ -253,8 +256,8 @@ def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
         `<think></think>`   The prompt itself contains the closing marker.
         `<think>`           The name of the marker refers to thinking. The closing marker is derived
                             from the opening marker.
-        `<notes>`           The name does not refer to thinking. The marker opens reasoning if it
-                            depends on a thinking switch and the template has a closing marker.
+        `<notes>`           The name does not refer to thinking. The marker opens reasoning if a
+                            thinking switch adds the marker, and the template has a closing marker.
     """
     opening, second = first_two(markers(prompt.after_header))
     closings = closing_spellings(opening)
@@ -273,12 +276,12 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
 
     Example: "Write <think></think> and <answer></answer>" shows the markers of reasoning and the
-    markers around the content. Return None if no switch adds such instructions. The report lists
-    the comparison of the prompts with and without the switch as R3.
+    markers around the content. Return None if no switch adds such instructions. The name of this
+    comparison in the report is R3.
     """
     for prompt in turn.prompts[1:]:
         if prompt.switches.system:
-            continue  # The probe itself has written the added system message.
+            continue  # The added text is the system message of the probe, not an instruction.
         added_text = difference(turn.prompts[0].text, prompt.text).right
         pairs = empty_pairs(added_text)
         if not pairs or not is_thinking_marker(pairs[0].opening):
@@ -296,9 +299,10 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Declare the markers of reasoning, and the first of `other_pairs` as the content's wrapper.
+    r"""Declare a pair of markers as reasoning, and the first of `other_pairs` as a wrapper.
 
-    The white space around the markers is not known. Usually each marker is on a line of its own.
+    The wrapper encloses the content. The white space around the markers of reasoning is unknown. So
+    the result assumes that each marker is on a line of its own, as in most templates.
 
     >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
     >>> markup = _markup_of_pairs(thinking, [answer])
@@ -351,7 +355,7 @@ def compare_reasoning_before_call(
         conversation: A conversation whose reasoning the template renders.
 
     Returns:
-        The marker that ends reasoning without a closing marker, or () if there is no such marker.
+        A tuple with this marker, or () if there is no such marker.
     """
     call_only = AssistantMessage(calls=ONE_CALL)
     with_reasoning = replace(call_only, reasoning=REASONING_TEXT)
@@ -379,7 +383,7 @@ def compare_reasoning_before_call(
 def _text_between(text: str, first: str, last: str) -> str | None:
     """Return the text between the first occurrence of `first` and the last occurrence of `last`.
 
-    Return None if `text` does not contain `first` and, after it, `last`.
+    Return None if `text` does not contain `first`, or if `last` does not occur after `first`.
 
     >>> _text_between("<think>REASONING<call>f", "REASONING", "f")
     '<call>'
@@ -392,8 +396,8 @@ def _text_between(text: str, first: str, last: str) -> str | None:
 def _first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
     """Return the first candidate that the template or a generation prompt contains, or "".
 
-    Example: of ["<|END_THINKING|>", "</think>"], a template with the string constant "</think>"
-    gives "</think>".
+    Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
+    "</think>". Then the result is "</think>".
     """
     texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
     for candidate in candidates:

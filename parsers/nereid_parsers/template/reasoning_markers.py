@@ -42,8 +42,8 @@ def is_thinking_marker(marker: str) -> bool:
 def last_opening(before: str) -> str:
     r"""Return the marker that opens reasoning. `before` is the text before the reasoning.
 
-    The marker may consist of several markers and words without white space between them. If words
-    follow the last marker after white space, then these words open the reasoning.
+    If markers and words are joined without white space, all of them are returned as one marker. If
+    white space and words follow the last marker, these words open the reasoning instead.
 
     >>> last_opening("Hello.\n<think>\n")
     '\n<think>\n'
@@ -71,8 +71,8 @@ def last_opening(before: str) -> str:
 def first_opening(after_header: str) -> str:
     r"""Return the marker with which a generation prompt opens reasoning.
 
-    If words precede the first marker, then these words open the reasoning. The result is "" if the
-    prompt has no text there.
+    If words precede the first marker, these words open the reasoning instead. The result is "" if
+    `after_header`, the text of the prompt after the header, is blank.
 
     >>> first_opening("<think>\n</think>")
     '<think>\n'
@@ -93,13 +93,14 @@ def closing_marker(between: str, opening: str) -> str:
     >>> closing_marker("\n</think>\n\n<response>", "<think>\n")
     '\n</think>\n\n'
 
-    An opening of several markers and words has a closing of several markers and words:
+    If several markers and words open the reasoning, several markers and words also close the
+    reasoning:
 
     >>> closing_marker("<|close|>think<|sep|><|open|>", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
 
-    Words before the first marker close the reasoning instead of the marker. Without a marker, the
-    whole text closes the reasoning:
+    If words precede the first marker, these words close the reasoning instead. If there is no
+    marker, the whole text closes the reasoning:
 
     >>> closing_marker("I am done.\n<b>", "I think:\n"), closing_marker("Done.\n", "I think:\n")
     ('I am done.\n', 'Done.\n')
@@ -116,9 +117,9 @@ def closing_marker(between: str, opening: str) -> str:
 
 
 def _words_or_marker(text: str, first: re.Match[str]) -> str:
-    r"""Return the words before the first marker of `text`. Without words, return the marker.
+    r"""Return the words before the first marker of `text`, or else the marker itself.
 
-    The white space before and after the marker is returned with the marker.
+    The marker is returned with the white space before and after it.
 
     >>> text = "I am done.\n<b>"
     >>> _words_or_marker(text, MARKER.search(text))
@@ -190,10 +191,10 @@ def empty_pairs(text: str) -> list[MarkerPair]:
 
 
 def named_pair(literal: str) -> MarkerPair | None:
-    """Return the two markers of reasoning that a string constant of the template mentions.
+    """Find the two markers of reasoning in a string constant of the template.
 
-    The constant contains both markers, or consists of the closing marker alone. In the second case,
-    the opening marker is derived from the closing marker.
+    The constant must contain both markers, or it must consist of the closing marker alone. In the
+    second case, the opening marker is derived from the closing marker. Otherwise return None.
 
     >>> named_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')

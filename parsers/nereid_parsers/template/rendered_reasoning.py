@@ -1,4 +1,4 @@
-"""Find a conversation whose reasoning the template renders, and the fields that it reads."""
+"""Find a conversation whose reasoning the template renders, and the fields of this reasoning."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ReasoningFindings:
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find a conversation whose reasoning the template renders, and the effects of the switches.
 
-    The effect of a thinking switch is the text that it adds to the generation prompt. The result
-    does not contain the markers of reasoning yet.
+    The effect of a thinking switch is the text that the switch adds to the generation prompt. The
+    result does not contain the markers of reasoning yet.
 
     Mutates: `turn.prober.form`. The prober then writes the reasoning of a message into the field
     from which the template reads reasoning, for example into `reasoning_content`.

@@ -21,7 +21,7 @@ from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.proof import Proof
 
 CONTEXT_CHARS = 60  # characters shown before and after a difference
-PROMPT_END_CHARS = 80  # the number of characters shown of a prompt
+PROMPT_END_CHARS = 80  # the number of characters that are shown from the end of a prompt
 
 # A function that adds colour to a text for a terminal. Its arguments are the kind of the text, such
 # as "title", "reasoning" or "added", and the text.
@@ -75,8 +75,8 @@ class TemplateAnalysis:
         format: The inferred format. It is plain content if nothing could be inferred.
         comparisons: The comparisons of renderings, in order. Each comparison contains its finding.
         supports: The parts of a conversation that the template can render.
-        undecided: Sentences that describe what could not be inferred, and why.
-        proofs: Renderings that were parsed with the format, and the parts that differed.
+        undecided: Sentences that state what could not be inferred, and the reasons.
+        proofs: The rendered messages that were parsed with the format, and the results.
     """
 
     format: Format
@@ -133,7 +133,7 @@ class Report:
 
 
 def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | None) -> Report:
-    """Create the report on a format and on the analysis that inferred the format, if any."""
+    """Create a report on a format. `analysis` is the analysis that inferred the format, or None."""
     proofs = analysis.proofs if analysis is not None else ()
     samples = tuple(_sample(fmt, proof) for proof in proofs)
     constraint = _constraint(fmt, proofs)
@@ -141,7 +141,7 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message, and split it into spans of reasoning, content, calls and markup."""
+    """Parse a rendered message, and return its spans of reasoning, content, calls and markup."""
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,
@@ -324,7 +324,7 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
 
 
 def _default_of(declared: Field[Any]) -> object:
-    """Return the default value of a field of a dataclass, or MISSING."""
+    """Return the default value of a field of a dataclass, or MISSING if there is no default."""
     if declared.default is MISSING and declared.default_factory is not MISSING:
         return declared.default_factory()
     return declared.default

@@ -21,11 +21,11 @@ class ContinuationRefused(RenderRefused):
 
 
 class _MarkedMessages(NamedTuple):
-    """Messages whose last content ends with `_END_OF_MESSAGE`.
+    """The messages of a request, with `_END_OF_MESSAGE` at the end of the last message.
 
     Attributes:
         messages: The messages.
-        final_text: The text of the last content, without `_END_OF_MESSAGE`.
+        final_text: The last text of the last message, without `_END_OF_MESSAGE`.
     """
 
     messages: list[dict[str, Any]]
@@ -35,8 +35,8 @@ class _MarkedMessages(NamedTuple):
 class RequestTemplate:
     """A chat template that renders the requests of a server. Several threads may use it.
 
-    The text is the same as that of `apply_chat_template` in transformers, but a template cannot
-    occupy the server: each rendering has limits that grow with the size of the request.
+    The text is the same as that of `apply_chat_template` in transformers. Each rendering has limits
+    that grow with the size of the request, so that a template cannot block the server.
 
     >>> RequestTemplate("{{ messages[0].content }}!").render({"messages": [{"content": "Hi"}]})
     'Hi!'
@@ -58,17 +58,17 @@ class RequestTemplate:
 
         Args:
             variables: The variables `messages`, `tools`, `documents`, `add_generation_prompt`,
-                `bos_token`, `eos_token` and those of the request, such as `enable_thinking`.
+                `bos_token`, `eos_token`, and the variables that the request adds, such as
+                `enable_thinking`.
             continue_final_message: Whether the text ends with the content of the last message, so
-                that the model continues this message. Example: the messages of a user who writes
-                "Hi" and of an assistant who writes "Well," may give
-                "<user>Hi</user><assistant>Well,".
+                that the model continues this message. Example: if the user writes "Hi" and the
+                assistant writes "Well,", the text may be "<user>Hi</user><assistant>Well,".
 
         Raises:
             ContinuationRefused: The last message has no content, or the template does not write
                 this content.
             RenderRefused: The template failed, or raised an exception because of the messages. The
-                message of the error is the template's.
+                error contains the message of this exception.
             LimitError: The rendering takes more than 5 seconds of processor time, or makes far more
                 text than the request contains.
         """
@@ -81,19 +81,20 @@ class RequestTemplate:
         return _cut_after(marked.final_text, text)
 
     def _render_in_thread(self, variables: Mapping[str, Any], limits: Limits) -> str:
-        """Render the copy of the template that belongs to this thread. Create it if necessary."""
+        """Render this thread's copy of the template. Create the copy if it does not exist."""
         if not hasattr(self._of_thread, "template"):
             self._of_thread.template = self._template.for_another_thread()
         text: str = self._of_thread.template.render(variables, Budget(limits))
         return text
 
     def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
-        """Return copies of the messages, with `_END_OF_MESSAGE` at the end of the last content.
+        """Append `_END_OF_MESSAGE` to the content of the last message, in a copy of the messages.
 
         If the content is a list of parts, `_END_OF_MESSAGE` is appended to the last part with text.
 
         Raises:
-            ContinuationRefused: There is no such content.
+            ContinuationRefused: The last message contains no text, or the template does not write
+                the content of messages.
         """
         content = messages[-1].get("content") if messages else None
         if content is None:
@@ -133,9 +134,10 @@ def _has_text(part: object) -> bool:
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Remove the null members of a message, and add the fields that contain the reasoning.
 
-    Templates read the reasoning under one of two names, so the message contains both names.
-    Example: `{"content": None, "reasoning": "Hm"}` gives a message without content whose `thinking`
-    and `reasoning_content` are "Hm". A `thinking` that the client sends is not overwritten.
+    Some templates read the field `thinking`, and others read `reasoning_content`, so the result
+    contains both fields. Example: `{"content": None, "reasoning": "Hm"}` gives
+    `{"reasoning": "Hm", "thinking": "Hm", "reasoning_content": "Hm"}`. If the client sends the
+    field `thinking`, this field is not changed.
     """
     prepared = {name: value for name, value in message.items() if value is not None}
     reasoning = next((prepared[name] for name in _REASONING_FIELDS if name in prepared), None)
@@ -148,8 +150,9 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _cut_after(final_text: str, text: str) -> str:
     r"""Return the rendered `text` up to the end of the final message.
 
-    Some templates remove the white space at the end of a message. The white space before the end
-    of the message is then removed too. Example: in the text
+    `_END_OF_MESSAGE` is the end of the final message, and is not a part of the result. Some
+    templates remove the white space at the end of a message. If so, the result does not end with
+    white space either. Example: in the text
     `"<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>"`, the template has removed the space
     at the end of `_END_OF_MESSAGE`, so the result is `"<assistant>Well,"`.
 

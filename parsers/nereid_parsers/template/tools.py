@@ -10,11 +10,11 @@ T4   one argument; no argument          the markup of the arguments
 T5   one argument; two arguments        the markup of the arguments
 T6   two pairs of key and value         where the key and the value are written
 T7   a string; a number                 how the type of a value is written
-T7b  a plain string; one with markup    whether strings with markup are quoted
+T7b  two strings, one with markup       whether strings with markup are quoted
 T8   a call; content before the call    what ends the content
 
-T1 and T2 also give the texts that the readers in `calls/` turn into a format. T3 to T7b, in
-`calls/call_changes.py`, only explain that format in the report.
+T1 and T2 return the rendered tool calls, from which the readers in `calls/` infer the format. The
+comparisons T3 to T7b are in `calls/call_changes.py`. They only explain the format in the report.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from nereid_parsers.template.known_formats import (
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
-# Words that occur in the markers of tools and of their results. The markers of tool calls contain
-# "call" at the same place.
+# Words that occur in the markers of tools and of their results. In the markers of tool calls, the
+# word "call" replaces such a word. Example: `<|tool_list_start|>` and `<|tool_call_start|>`.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
-NO_CALLS = "none"  # The value of `form` without rendered tool calls.
+NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class ToolFindings:
 def find_tools(
     turn: ModelTurn, reasoning: Reasoning | None, wrapper: Wrapper | None
 ) -> ToolFindings:
-    """Infer how the template writes tool calls, from renderings of several test conversations.
+    """Infer how the template writes tool calls, by comparing renderings of conversations.
 
     The prober records each pair of compared renderings for the report, with the labels T1 to T8.
 
@@ -146,7 +146,8 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 def compare_call_presence(renderer: CallRenderer) -> str:
     """Render one tool call and return its text, or "" if the template does not render tool calls.
 
-    Also record the comparison T1: a message with content, and a message with a tool call instead.
+    Also record the comparison T1. It compares a message that has content with a message that has a
+    tool call.
     """
     text = renderer.text_of_calls(*ONE_CALL)
     # The name, the key and the value occur in no template, so they come from the probe call.
@@ -167,8 +168,9 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 def compare_two_calls(renderer: CallRenderer) -> str:
     """Render two tool calls and return their text, or "" if a message can have only one tool call.
 
-    Also record the comparison T2: a message with one tool call, and a message with two. If the
-    template raises an error for the second tool call, the finding contains the error message.
+    Also record the comparison T2. It compares a message that has one tool call with a message that
+    has two tool calls. If the template raises an error for the second tool call, the finding
+    contains the error message.
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
@@ -195,7 +197,7 @@ class ContentBeforeCall(NamedTuple):
     Attributes:
         is_rendered: Whether a message can have both content and tool calls.
         inner_headers: The header and the end marker that the model itself writes between the
-            content and the tool call, if the template writes them as two turns.
+            content and the tool call. Empty if the content and the tool call are in one turn.
     """
 
     is_rendered: bool
@@ -281,12 +283,11 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return candidates for the markers of tool calls, for a template that renders no tool call.
+    """Return texts that may be the markers of tool calls, if the template renders no tool call.
 
-    The markers are in the text of the template or in the tokenizer's vocabulary, or they differ in
-    one word from the markers of the tools and their results. Example: the markers
-    `<|tool_list_start|>` and `<|tool_list_end|>` show the markers `<|tool_call_start|>` and
-    `<|tool_call_end|>`.
+    The result contains the markers in the text of the template, and the added tokens of the
+    tokenizer. The result also contains markers that are derived from the markers of tools and of
+    their results. Example: `<|tool_call_start|>` is derived from `<|tool_list_start|>`.
     """
     literal_text = "\n".join(prober.template.literals)
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
@@ -303,8 +304,8 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
     Each reader in `READERS` recognises one form of tool calls, for example JSON. The result of the
     first reader that recognises the form is returned.
 
-    Mutates: `undecided`. A sentence is appended for each reader that infers an invalid format, and
-    if no reader recognises the form.
+    Mutates: `undecided`. A sentence is appended for each reader that infers an invalid format.
+    Another sentence is appended if no reader recognises the form.
     """
     for read_calls in READERS:
         try:
@@ -356,10 +357,11 @@ class _TextAfterCalls(NamedTuple):
 
 
 def _split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
-    """Split the text after the tool calls, `markup.close`, where the tool section ends.
+    """Split the text after the tool calls at the end of the tool section.
 
-    The closing text has the same number of markers as the opening text. Words in the opening text
-    count as one marker.
+    The text after the tool calls is `markup.close`. The part that closes the section has the same
+    number of markers as `markup.open`. If `markup.open` consists only of words, the closing part
+    has one marker.
 
     >>> _split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     _TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])

@@ -43,7 +43,7 @@ _CALL_CHANGES = (
 def compare_changed_calls(prober: Prober) -> None:
     """Add the comparisons T3 to T7b to the report. The compared tool calls differ in one thing.
 
-    Example of a finding, if the variant has a second argument: `', "b": 2' is added.`
+    Example: if the changed tool call has a second argument, a finding is `', "b": 2' is added.`
     """
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")

@@ -1,4 +1,4 @@
-"""The input and the result of the tool call readers, and the functions that they share.
+"""The input and the result of the tool call readers, and the functions that the readers share.
 
 A reader is a function that infers a `CallFormat` from `CallTexts`, for example `read_json`.
 """
@@ -62,11 +62,10 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Declare tool calls that consist of a name, followed by arguments. Return all variants.
+    r"""Declare tool calls in which the arguments follow the name. Return all variants.
 
-    Usually, the result contains one variant. If the result contains several variants, the variants
-    differ in the header, which is the text between the marker and the body; see
-    `_variants_of_head`.
+    Usually there is only one variant. If there are several variants, they differ in the header,
+    which is the text between the marker and the body (see `_variants_of_head`).
 
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
@@ -80,7 +79,7 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     Args:
         markup: The markup of the list of tool calls. `item_open` ends where the name starts.
         after_name: The text between the name and the body.
-        body: The variant of the arguments.
+        body: The declaration of the arguments.
     """
     opening, before_name = _split_opening_marker(markup.item_open)
     marker = opening.strip()
@@ -104,8 +103,8 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
     """Return the variants of a tool call's header, which is the text before the arguments.
 
     Most headers have only one variant, and the id is the text of the field `{id}`. But some
-    templates render the id of a tool call, "functions.f:0", instead of the name. The header of such
-    a template contains `functions.{name}:{number}`, and has three variants:
+    templates render the id of a tool call, "functions.f:0", instead of the name. In such a
+    template, the header contains `functions.{name}:{number}`. This header has three variants:
 
         functions.f:0    The model writes the id.
         f:0              The model writes the id without "functions.".
@@ -169,7 +168,8 @@ def escape_braces(text: str) -> str:
 def split_at_words(text: str, *words: str) -> list[str] | None:
     """Split `text` at the given words, which must occur in the given order.
 
-    Return the pieces between the words, or None if a word does not follow the previous word.
+    Return the pieces before, between and after the words. Return None if a word does not occur
+    after the previous word.
 
     >>> split_at_words("<f><k>a</k>1</f>", "f", "a", "1")
     ['<', '><k>', '</k>', '</f>']

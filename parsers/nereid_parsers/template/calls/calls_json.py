@@ -31,7 +31,7 @@ class _JsonSpan(NamedTuple):
 
 
 def read_json(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects, alone or in a JSON array.
+    """Infer the format of tool calls that are JSON objects, which may be in a JSON array.
 
     Return None if the text of one tool call contains no JSON with the function's name. Example: the
     two tool calls
@@ -63,7 +63,7 @@ def read_json(texts: CallTexts) -> CallFormat | None:
 def _read_two_objects(
     texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan
 ) -> CallFormat | None:
-    """Infer the format of tool calls that are JSON objects. Two calls of one message are compared.
+    """Infer the format of tool calls that are JSON objects, by comparing two calls of one message.
 
     Return None if the JSON of one of the two tool calls is not found.
 
@@ -92,8 +92,9 @@ def _read_object_or_array(
 ) -> CallFormat:
     """Infer the format of a template that writes one call as an object, and two calls as an array.
 
-    Example: `<call>{..}</call>` for one tool call and `<call>[{..}, {..}]</call>` for two. The
-    result has two forms of a tool call: the array and the object.
+    Example: one tool call is written as `<call>{..}</call>`, and two tool calls are written as
+    `<call>[{..}, {..}]</call>`. The result declares two forms of a tool call: the array and the
+    object.
 
     Args:
         texts: The renderings of tool calls.
@@ -223,8 +224,8 @@ def _find_path(
 def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     """Find the keys of the name, the arguments and the id in the JSON object of a tool call.
 
-    Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` has the keys
-    `Keys(name="function", arguments="args")`; `{"zqFirstTool": {..}}` is a `NameIsKey`.
+    Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` gives
+    `Keys(name="function", arguments="args")`, and `{"zqFirstTool": {..}}` gives `NameIsKey()`.
     """
     name_path = _find_path(call, lambda value: value == FIRST_TOOL)
     if name_path is None:
@@ -269,7 +270,8 @@ def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, .
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the keys that lead to the tool call's id, or None if the object has no id.
 
-    The value is the id of the probe call, or the key has a name such as `call_id`.
+    A value is an id if it contains the id of the probe call, or if its key has a name such as
+    `call_id`.
 
     >>> _find_id_path({"name": "f", "call_id": 1}, ("name",))
     ('call_id',)

@@ -30,15 +30,14 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 def read_python(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls in Python syntax. Return None for any other syntax.
 
-    There are two forms of the markers around tool calls:
+    The markers are around each call or around all calls:
 
         around each call    `<call>f(a="x")</call><call>g(b="y")</call>`
         around all calls    `<calls>[f(a="x"), g(b="y")]</calls>`
 
     Args:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message. One call cannot show which form the markers have. The analysis then
-            assumes that the markers are around all calls.
+            call in a message. In this case, the markers are assumed to be around all calls.
     """
     _, _, after_name = texts.one_call.partition(FIRST_TOOL)
     suffix, _, arguments = after_name.partition("(")  # The suffix of `f.call(a="x")` is `.call`.
@@ -58,10 +57,10 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of a list of Python calls. Only the whole list may have markers.
+    """Return the format of Python calls, if the markers are around the list of all calls.
 
-    Example: the markup `open` "<calls>[" and `close` "]</calls>" is a section between `<calls>` and
-    `</calls>` that contains a list in brackets.
+    Example: if `markup.open` is "<calls>[" and `markup.close` is "]</calls>", the markers of the
+    section are `<calls>` and `</calls>`, and the section contains a list in brackets.
     """
     before = markup.open + markup.item_open
     after = markup.close

@@ -1,7 +1,7 @@
 """Infer the format of tool calls in which tags enclose each argument.
 
-Either the tags name the argument in an attribute or a text, `<arg key="a">1</arg>`, or the element
-has the name of the argument, `<a>1</a>`.
+There are two forms. In `<arg key="a">1</arg>`, the name of the argument is inside the tag. In
+`<a>1</a>`, the name of the argument is the name of the tag.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _infer_value_tags(
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument.
 
-    Some templates write other tags for numbers than for strings. Each example shows an argument `a`
-    that is the string "x", and an argument `a` that is the number 41:
+    Some templates write different tags for strings and for numbers. Each example shows the argument
+    `a` with the string "x", the argument `a` with the number 41, and the result:
 
         <arg key="a">x</arg>                 <arg key="a">41</arg>
             open='<arg key="{key}">'
@@ -141,10 +141,10 @@ class _TextAroundNumber(NamedTuple):
 
 
 def _cut_at_number(texts: CallTexts, arguments: ListMarkup) -> _TextAroundNumber | None:
-    """Return the texts around the key and the number in the rendered call with a number.
+    """Split `texts.number`, the rendered call with a number, at the key and at the number.
 
     Return None if the template does not render the number as text. `arguments` is the markup of the
-    list of arguments. The markup before this list is removed from `before_key`.
+    list of arguments. The markup before this list is not a part of the result.
     """
     pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
@@ -287,9 +287,8 @@ def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     """Correct markup in which the marker before a tag is a part of the previous tag.
 
-    Example: the calls `~<f>..~</f>~<g>..~</g>~` have the marker `~` before each tag. The inference
-    of the markup finds the text that is common to both calls, so it takes the `~` before `<g>` for
-    a part of the closing tag `~</f>~` of the first call:
+    Example: in the calls `~<f>..~</f>~<g>..~</g>~`, the marker `~` precedes each tag. But
+    `list_markup` treats the `~` before `<g>` as the end of the first call, `~</f>~`:
 
     >>> _move_marker_to_next_tag(ListMarkup("~", "<f>", "~</f>~", "", ""), "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')

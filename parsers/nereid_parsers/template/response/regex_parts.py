@@ -4,9 +4,9 @@ A response template declares a marker as a regular expression such as
 
     \s*<tool_call>\s*<function=(?P<name>[^>\n]+)>
 
-A format must also be able to write the marker. So the expression is split into white space, the
-literal `<tool_call>`, white space, the literal `<function=`, the field `name` and the literal `>`.
-Expressions with other elements are rejected.
+A format is also used to write markers, so it cannot contain the expression itself. Therefore the
+expression is split into white space, the literal `<tool_call>`, white space, the literal
+`<function=`, the field `name` and the literal `>`. Expressions with other elements are rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class OptionalWhitespace:
 class Field:
     r"""A part of a regular expression that matches varying text.
 
-    Examples: `(?P<key>\w+)` is a field with the name "key", and `[^>]+` is one with the name "".
+    Examples: `(?P<key>\w+)` is a field with the name "key", and `[^>]+` is a field with the name
+    "".
     """
 
     name: str
@@ -121,7 +122,7 @@ class _Reader:
         return result
 
     def read_element(self) -> list[Pieces]:
-        """Read a group, a character class, an escape or a character, and the quantifier after it.
+        """Read one element with its quantifier: a group, a class, an escape or a character.
 
         >>> _Reader("a?").read_element(), _Reader("^").read_element()
         ([('a',), ()], [()])
@@ -144,9 +145,9 @@ class _Reader:
     def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
         r"""Read the quantifier after `element`, if any, and return the quantified alternatives.
 
-        Examples: `a?` has the alternatives `a` and no text. The quantifiers of `\s*` and `[^>]+`
-        have no effect, because white space and fields already match any length. `a+` and `a*` are
-        rejected, because a format cannot write a marker of unlimited length.
+        Examples: `a?` has two alternatives, `a` and an empty one. The quantifiers of `\s*` and
+        `[^>]+` have no effect, because white space and fields already match any length. `a+` and
+        `a*` are rejected, because a format cannot write a marker of unlimited length.
 
         >>> _Reader("?").read_quantifier([("a",)]), _Reader("+").read_quantifier([(Field("x"),)])
         ([('a',), ()], [(Field(name='x'),)])
@@ -230,7 +231,7 @@ class _Reader:
         return closing_bracket + 1
 
     def read_class(self) -> Piece:
-        r"""Read a character class. Return `OptionalWhitespace`, or a `Field` without a name.
+        r"""Read a class of white space as `OptionalWhitespace`, and any other class as a `Field`.
 
         >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
         (OptionalWhitespace(), Field(name=''))

@@ -198,8 +198,9 @@ def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
 def _tool_section(field: Mapping[str, Any]) -> ToolSection:
     """Convert the declaration of the field `tool_calls` into a tool section.
 
-    The field contains all tool calls in one array if it declares `transform_each`, or if it neither
-    repeats nor declares a `transform`. Otherwise the field contains one tool call.
+    Usually the field contains one tool call. But if the declaration has the member
+    `transform_each`, or has neither `repeats` nor `transform`, the field contains one array with
+    all tool calls.
     """
     closes = _literals(field, "close")
     close = closes[0] if closes else ""

@@ -67,7 +67,8 @@ def keys_of_transform(transform: object) -> Keys:
 def _path(placeholder: object) -> str:
     """Return the path to which a placeholder refers: "{content.tool.name}" gives "tool.name".
 
-    The word "content" stands for the whole JSON object, so it is not a part of the path.
+    In a placeholder, the word "content" refers to the whole JSON object. The path does not contain
+    this word.
 
     >>> _path("{content.tool.name}"), _path("{content}")
     ('tool.name', '')

@@ -1,1 +1,1 @@
-"""The environment for chat templates. It prevents access to the system, and limits the work."""
+"""A sandbox in which chat templates run. It limits the time and the output of a template."""

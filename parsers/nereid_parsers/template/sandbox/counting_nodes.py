@@ -126,7 +126,8 @@ class AddCounting(NodeTransformer):
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         """Check the size of a tuple that the template makes."""
         self.generic_visit(node)
-        is_value = node.ctx == "load" and bool(node.items)  # A tuple can also be assigned to.
+        # A tuple can also be the target of an assignment, as in `{% set a, b = c %}`.
+        is_value = node.ctx == "load" and bool(node.items)
         return _apply_filter(node, "_check_size") if is_value else node
 
 

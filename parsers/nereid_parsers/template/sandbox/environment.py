@@ -5,9 +5,9 @@ The environment is that of `apply_chat_template` in transformers 5.23
 `{% generation %}`, `tojson` without escaping, `raise_exception` and `strftime_now`.
 
 A template is an untrusted program. So every loop, call, filter, operator and output is counted
-against a `Budget` while the template runs. In a `CompiledTemplate`, which the analysis uses,
-`strftime_now` uses a fixed date, so that two renderings can be compared. The module
-`request_template` renders the requests of a server.
+against a `Budget` while the template runs. In the analysis, `strftime_now` uses a fixed date, so
+that two renderings can be compared. The module `request_template` renders the requests of a server,
+and uses the current date.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _raise_exception(message: object) -> NoReturn:
 class _CountedItems:
     """A sequence whose items are counted when a loop reads them.
 
-    The sequence has a length, because the loop variable `loop.last` needs one.
+    The sequence has a length, because the loop variable `loop.last` needs the length.
     """
 
     def __init__(self, items: Any, count: Callable[[Iterable[Any]], Iterator[Any]]) -> None:  # noqa: ANN401
@@ -141,7 +141,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,  # The optimizer runs parts of a template at compile time.
-            finalize=self._finalize,  # called only by renderings, which need `budget`
+            finalize=self._finalize,  # This method reads `budget`, but only renderings call it.
             extensions=[Generation, ext.loopcontrols],
             cache_size=0,
         )
@@ -214,8 +214,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
         Args:
             name: The name of the filter, such as "join".
-            inner: The function of the filter. jinja2 passes its own context or environment as the
-                first argument if the function has the attribute `jinja_pass_arg`.
+            inner: The function of the filter. If the function has the attribute `jinja_pass_arg`,
+                jinja2 passes its own context or environment as the first argument.
         """
         pass_arg = getattr(inner, "jinja_pass_arg", None)
         num_jinja_args = 0 if pass_arg is None else 1
@@ -265,8 +265,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _finalize(self, context: Context, value: Any) -> Any:  # noqa: ANN401, ARG002
         """Return the text that an output block `{{ value }}` writes.
 
-        A value that JSON cannot contain is written as the name of its type, because its repr may
-        contain an address.
+        If JSON cannot contain the value, the text is the name of the value's type. The `repr` of
+        the value is not used, because it may contain a memory address.
 
         Raises:
             LimitError: The value is too large.
@@ -329,7 +329,10 @@ class CompiledTemplate:
         self._template = jinja2.Template.from_code(env, self._code, dict(env.globals))
 
     def for_another_thread(self) -> CompiledTemplate:
-        """Return a copy of this template with its own budget. The compiled code is not copied."""
+        """Return a copy of this template that another thread may render.
+
+        The copy has its own budget, but uses the same compiled code.
+        """
         other = copy.copy(self)
         is_immutable = not self.changes_lists
         other._load(_LimitedEnvironment(Budget(), is_immutable=is_immutable, now=self._now))

@@ -1,9 +1,9 @@
 """The limits for an untrusted template, and the checks that enforce the limits.
 
-A template is a program that runs in the thread of the caller, so no other thread can stop it.
-Therefore every loop item, function call, filter and output is counted against a `Budget`, and the
-compilation of a template reads the clock of the budget. An operation that could make a large value
-at once, such as `'x' * 10**9`, is rejected before it runs.
+A template is a program that runs in the thread of the caller, so no other thread can stop the
+template. Therefore every loop item, function call, filter and output is counted against a `Budget`.
+The compilation of a template also checks the time of the budget. Operations that would make a very
+large value, such as `'x' * 10**9`, are rejected before they run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ITEM_SIZE = 16  # `size_of` adds this size for each value.
 _STEPS_PER_CLOCK = 64  # The clock is slow, so only every 64th step reads the clock.
 _REQUEST_SECONDS = 5.0
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
-_POWER_WEIGHT = 200  # So powers of more than about 1500 bits are too large.
+_POWER_WEIGHT = 200  # With this weight, powers of more than about 1500 bits are too large.
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 _NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")  # In `{:{}}`, an argument gives the width.
 _LONG_NUMBER = re.compile(r"\d{5,}")
@@ -47,8 +47,8 @@ class Limits:
         steps: The number of loop items, calls and filters.
         made: The total size of all values that the template makes, see `size_of`.
         value: The number of characters of one string, or the size of one list.
-        seconds: The processor time of this thread, including the time that the compilation takes.
-            The time of other programs does not count.
+        seconds: The processor time of this thread, including the time of the compilation. The time
+            of other programs does not count.
     """
 
     steps: int = 400_000
@@ -63,7 +63,7 @@ ANALYSIS_LIMITS = Limits()
 def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     """Return the limits for rendering one request. The limits grow with the size of the request.
 
-    The largest growth of a text is that of `tojson`, which can write six characters for one.
+    No operation lengthens a text more than `tojson`, which can write six characters for one.
     """
     size = size_of(dict(variables), max_size=sys.maxsize)
     return Limits(
@@ -252,7 +252,8 @@ def _check_size(size: int, max_size: int) -> None:
 def size_of(value: object, max_size: int, depth: int = 0) -> int:
     """Return the approximate number of characters that a value would have as text.
 
-    A list that a value contains twice counts twice, because a template would write the list twice.
+    If a value contains the same list twice, this list counts twice, because a template would also
+    write the list twice.
 
     >>> size_of("abc", max_size=100), size_of(["abc", "abc"], max_size=100)
     (19, 54)
@@ -295,8 +296,8 @@ def check_numbers(values: Iterable[object]) -> None:
 def check_format(text: object) -> None:
     """Raise LimitError if a format string could write a very long text.
 
-    Such a format string has a long number (`%099999d`, `{:>99999}`), or an argument gives the width
-    (`{:>{}}`).
+    A format string is rejected if it contains a long number (`%099999d`, `{:>99999}`), or if an
+    argument gives the width (`{:>{}}`).
     """
     if not isinstance(text, str) or not ("%" in text or "{" in text):
         return

@@ -35,7 +35,7 @@ class SettingsError(ValueError):
 
 @contextmanager
 def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
-    """Convert a ValidationError that the `with` block raises to a SettingsError.
+    """If the `with` block raises a ValidationError, raise a SettingsError instead.
 
     The message describes only the first error.
 
@@ -43,7 +43,7 @@ def _settings_errors(labels: Mapping[str, str]) -> Iterator[None]:
     '70000'."
 
     Args:
-        labels: maps the name of a setting to the flag or the variable with its value.
+        labels: maps the name of a setting to the flag or the variable that sets the value.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def _settings_class(cls: type[ClassT]) -> type[ClassT]:
 
 
 def _check_size(value: object) -> object:
-    """Raise ValueError if `value` is a string that is not a size in bytes. Return it otherwise.
+    """Return `value`, or raise ValueError if `value` is a string that is not a size in bytes.
 
     Without this check, pydantic's ByteSize would read "4,096" as 4 bytes and ignore the rest.
     """
@@ -266,7 +266,7 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
 
     Args:
         environment: the environment variables.
-        flags: maps the name of a setting to the value of its flag, for the flags that are given.
+        flags: maps the name of a setting to the value of its flag. Missing flags are not contained.
 
     Raises: SettingsError that names the flag or the variable.
     """

@@ -22,13 +22,13 @@ from nereid_client.middleware.request_metrics import RequestMetrics, is_from_sup
 from nereid_client.middleware.shared_budget import SharedBudget
 
 _RETRY_AFTER = {"Retry-After": "1"}
-# A throttle counts the requests that were admitted or rejected within this number of seconds, which
-# is called a window. A window must be shorter than the time in which the server processes a full
-# queue. Otherwise, the queue would become empty while the throttle still rejects requests.
+# A throttle counts the requests that were admitted or rejected within this number of seconds. This
+# time is called a window. A window must be shorter than the time in which the server processes a
+# full queue. Otherwise, the queue would become empty while the throttle still rejects requests.
 _WINDOW_S = 0.5
 # Within one window, the server may reject this share of the admitted requests, and additionally
-# _TOLERATED_REJECTIONS requests. After more rejections, the throttle rejects new requests. It still
-# admits some requests, because only they show whether the server is still overloaded.
+# _TOLERATED_REJECTIONS requests. After more rejections, the throttle rejects most new requests. It
+# admits some, because only admitted requests show whether the server is still overloaded.
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
@@ -36,8 +36,8 @@ _LONGEST_PAUSE_S = 1.0
 # deleted.
 _MAX_THROTTLES = 1024
 # At most this many health checks of `nereid serve` run at the same time without being counted.
-# After a start, `nereid serve` sends two at the same time: one to the language model, and one to an
-# embedding model or a reranker.
+# After a start, `nereid serve` sends two health checks at the same time: one to the language model,
+# and one to an embedding model or a reranker.
 _MAX_CHECKS = 2
 # If a request has waited too long in the server's queue, the error message begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
@@ -49,7 +49,7 @@ _OVERLOADED = (503, 529)
 
 
 class Gate:
-    """Counts the running requests. Rejects new requests at the limit and before the server stops.
+    """Counts the running requests. Rejects new requests if too many run or if the server stops.
 
     Args:
         running: counts the requests that run. Its limit is the setting max_concurrent_requests.
@@ -185,7 +185,7 @@ class Throttle:
 class AdmissionControl:
     """Middleware that rejects requests above a limit, during an overload or during a shutdown.
 
-    If a limit is exceeded, the response has the status 429. In the other cases, it has 503.
+    If a limit is exceeded, the response has the status 429. In the other cases, the status is 503.
 
     GET, HEAD, OPTIONS and DELETE requests are always admitted, and so are requests that abort other
     requests. Clients need these requests most when the server is overloaded or about to stop.
@@ -248,7 +248,7 @@ class AdmissionControl:
             self._num_checks -= 1
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Return a wrapper of `send` that records in a throttle if the server rejects the request.
+        """Return a wrapper of `send`. If the server rejects the request, the wrapper records this.
 
         A rejection is a response with the status 503 and the header Retry-After. Only routes that
         call a model send such a response. In Anthropic's API, the status is 529.

@@ -1,7 +1,7 @@
 """Middleware that sends the status 401 if a request has no valid API key.
 
-A client without a key of its own can give the header X-Client-Id. Its requests then take turns with
-those of other clients in the waiting queue of the language model.
+If several clients use the same key or no key, each client can send the header X-Client-Id. The
+requests of these clients then take turns in the waiting queue of the language model.
 """
 
 import hmac
@@ -17,24 +17,24 @@ from nereid_client.middleware.request_metrics import RequestMetrics
 
 CLIENT_HEADER = "x-client-id"
 CLIENT_OF_SCOPE = "nereid_client"
-"""The key of an ASGI scope that stores the `Client` of a request that the frontend sends to itself.
+"""A key in the ASGI scope of a request that the frontend sends to itself.
 
-A request from the network cannot set this key.
+The value is the `Client` of the request. A request from the network cannot set this key.
 """
 
 
 class ApiKey:
-    """Middleware that identifies the client of each request and stores it in `current_client`.
+    """Middleware that identifies the client of each request, and sets `current_client`.
 
-    If there are API keys, the middleware requires one for the playground, for every path under /v1
-    and for every POST and DELETE request.
+    If the server has API keys, the middleware requires a key for the playground, for every path
+    under /v1 and for every POST and DELETE request.
 
     Other GET requests, such as health checks and /metrics, need no key.
 
     Args:
         app: the application that this middleware calls.
-        key: the setting api_key, a key without limits. "" means that there is none.
-        key_file: the clients with keys and limits of their own. None means that there are none.
+        key: the setting api_key, a key without limits. "" means that this setting is not used.
+        key_file: the clients with keys and limits of their own. None means that there is no file.
         metrics: counts the rejected requests.
     """
 
@@ -65,7 +65,7 @@ class ApiKey:
             current_client.reset(token)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a response with the status 401. For the playground, it is a page with a form."""
+        """Send the status 401. For the playground, the response is a page with a form."""
         error = ApiError(
             401,
             "The API key is missing or wrong. Send the header 'Authorization: Bearer KEY' or "
@@ -83,8 +83,8 @@ class ApiKey:
         """Return the client that sent a request, or None if the API key is missing or wrong.
 
         A key in the key file belongs to a client with a name. The client has no name if it sent the
-        key in the setting api_key, or if the server requires no key. The header X-Client-Id can
-        then give the client's share.
+        key in the setting api_key, or if the server requires no key. If the client has no name, the
+        header X-Client-Id can set the client's share.
         """
         key = _key_in(headers)
         client_of_key = self._key_file.find(key) if self._key_file is not None else None

@@ -13,7 +13,7 @@ from nereid_client.middleware.shared_budget import SharedBudget
 
 UPLOAD_PATH = "/v1/files"
 _ERROR_HEADERS = {"Connection": "close"}  # because the rest of the body is not read
-_MAX_DIGITS = 20  # of a Content-Length that is converted to an integer
+_MAX_DIGITS = 20  # A Content-Length with more digits is not converted to an integer.
 
 
 class BodyLimit:

@@ -4,7 +4,7 @@ The file is TOML. Each table is one client:
 
     [team-a]
     key = "sk-..."                  # or key_sha256, the SHA-256 digest of the key in hexadecimal
-    weight = 2.0                    # the client's share while several clients have requests
+    weight = 2.0                    # the weight of the client in the fair scheduling of requests
     requests_per_minute = 600       # 0, the default of each limit, means no limit
     tokens_per_minute = 100000
     max_concurrent_requests = 32
@@ -98,8 +98,8 @@ class Client:
     """A client of the API, with its limits and its counters of requests and tokens.
 
     Args:
-        name: the name of the client in the key file. "" if there is no key file, or for the key in
-            the setting api_key.
+        name: the name of the client in the key file. "" if there is no key file, or if the client
+            uses the key in the setting api_key.
         entry: the client's table in the key file.
         share: the name of the client in the fair scheduling of requests. By default, the client's
             name.
@@ -108,7 +108,7 @@ class Client:
         usages: stores how many requests and tokens the client has used.
 
     Attributes:
-        weight: the client's share while several clients have requests.
+        weight: the weight of the client in the fair scheduling of requests.
         max_concurrent: the largest number of the client's requests that run at the same time. 0
             means no limit.
     """
@@ -172,21 +172,21 @@ class Client:
 
 
 ANONYMOUS = Client()
-"""The client that all requests have if there is no key file."""
+"""The client of every request if there is no key file."""
 
 current_client: ContextVar[Client] = ContextVar("current_client", default=ANONYMOUS)
 """The client of the request that the current task handles.
 
-A context variable reaches the backend and the response store without a parameter in every route.
+The backend and the response store read this variable, so the routes need not pass the client on.
 """
 
 
 class KeyFile:
     """The API clients that a key file describes.
 
-    The object checks once a second whether the file has changed, and then reads the file again. If
-    the changed file is damaged, the clients of the previous version stay valid and the log contains
-    the reason.
+    The object checks once a second whether the file has changed. If so, it reads the file again. If
+    the changed file is damaged, the clients of the previous version stay valid, and the log
+    contains the reason.
 
     Args:
         path: the file.

@@ -1,7 +1,8 @@
-"""uvicorn's HTTP protocol, with limits on a request's headers: their size and their arrival time.
+"""uvicorn's HTTP protocol, with limits on the headers of a request.
 
-uvicorn itself has neither limit. A client could open many connections and send nothing, or send
-headers without an end. Such connections would use up the file descriptors and the memory.
+The headers must not be too large, and must arrive in time. uvicorn itself has no such limits. A
+client could open many connections and send nothing, or send headers without an end. Such
+connections would use up the file descriptors and the memory.
 """
 
 import asyncio
@@ -18,10 +19,10 @@ _TOO_LARGE = (
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """An HTTP protocol that closes a connection if the headers are too large or take too long.
+    """An HTTP protocol that closes a connection if the headers are too large or arrive too late.
 
     Attributes:
-        timeout_s: the time to receive the headers of a request. 0 means no limit.
+        timeout_s: the longest time for receiving the headers of a request. 0 means no limit.
     """
 
     timeout_s: float = 0.0
@@ -60,13 +61,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Raise ValueError if there are too many. uvicorn then sends a 400."""
+        """Store a header.
+
+        Raises: ValueError if the request has too many headers. uvicorn then sends the status 400.
+        """
         if len(self.headers) >= _MAX_HEADERS:
             raise ValueError("too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Stop the timer: the headers of the request have arrived."""
+        """Stop the timer, because the headers of the request have arrived."""
         self._has_headers = self._has_progress = True
         self._num_header_bytes = 0
         self._stop_timer()

@@ -15,8 +15,9 @@ _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class RequestIds:
     """Middleware that stores the request's id in `request.state.request_id`.
 
-    The id is the client's header X-Request-Id if it is valid, else a random one. The response has
-    it in the same header. Clients of Anthropic's API read it from the header request-id.
+    If the client sends a valid id in the header X-Request-Id, this id is used. Otherwise, the id is
+    random. The response contains the id in the same header. A response of Anthropic's API also
+    contains the id in the header request-id.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,7 +1,7 @@
 """The metrics of the frontend, in the format of Prometheus.
 
-The Triton server has its own metrics. They cannot count the requests that the frontend refuses,
-because the server never receives these requests.
+The Triton server has its own metrics. These metrics cannot count the requests that the frontend
+refuses, because the server never receives such requests.
 """
 
 import logging
@@ -20,7 +20,7 @@ from nereid_client.json_logs import REQUEST_FIELDS
 from nereid_client.workers.place import is_from_worker
 
 SUPERVISOR_USER_AGENT = "nereid-serve"
-"""The user agent of the requests that `nereid serve` sends: health checks and first requests."""
+"""The user agent of the requests that `nereid serve` sends to the frontend."""
 _log = logging.getLogger(__name__)
 
 # If this variable is set, prometheus_client stores the metrics of each process in files.
@@ -143,7 +143,8 @@ class CountRequests:
     """Middleware that counts and logs each request, with the route and the status of the response.
 
     The health checks of `nereid serve` are not counted, because there are several of them a second
-    during a start. A request that another frontend process has forwarded is counted only there.
+    during a start. If another frontend process has forwarded a request, only the other process
+    counts the request.
 
     Args:
         app: the application that this middleware calls.
@@ -192,7 +193,8 @@ class CountRequests:
         """Return the path of the route that answers a request, with placeholders for parameters.
 
         The path of the request itself would add a time series for each path that a client invents.
-        If a middleware refused the request, its scope has no route, so the method finds the route.
+        If a middleware has refused the request, the scope contains no route. The method then
+        searches for the route.
 
         Example: "/v1/responses/resp_1" returns "/v1/responses/{response_id}".
         """

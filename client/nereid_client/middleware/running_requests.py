@@ -35,7 +35,7 @@ class RunningRequests:
     def track(
         self, request_id: str, client: str, timeout: asyncio.Timeout
     ) -> Iterator[RunningRequest]:
-        """Add a request while the `with` block runs."""
+        """Add a request, and remove the request when the `with` block ends."""
         request = RunningRequest({request_id}, client, timeout)
         self._requests.add(request)
         try:
@@ -49,7 +49,7 @@ class RunningRequests:
         A client of the key file can abort only its own requests.
 
         Args:
-            caller: the request that aborts the other ones.
+            caller: the request that aborts other requests. It is not aborted itself.
             ids: the ids of the requests. None aborts all requests.
         """
         now = asyncio.get_running_loop().time()

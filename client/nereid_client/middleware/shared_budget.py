@@ -1,11 +1,11 @@
-"""A limit that all clients share. A single client cannot use all of it."""
+"""A limit on a resource that all clients share. A single client cannot use the whole resource."""
 
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 
-# One client may use at most _TIMES_THE_REST times the amount that is then still free. Example: if
-# the limit is 100, the first client can use 75, which is 3 times the remaining 25. A second client
-# can use 18 of these 25.
+# The amount of one client may be at most _TIMES_THE_REST times the amount that remains free.
+# Example: if the limit is 100, the first client can use 75, which is 3 times the remaining 25. A
+# second client can use 18 of these 25.
 _TIMES_THE_REST = 3
 
 
@@ -13,7 +13,7 @@ class SharedBudget:
     """Counts how much of a limited resource is in use, in total and by each client.
 
     Args:
-        limit: the largest total.
+        limit: the largest amount that all clients together may use.
     """
 
     def __init__(self, limit: int) -> None:
@@ -23,7 +23,7 @@ class SharedBudget:
 
     @property
     def used(self) -> int:
-        """The current total."""
+        """The amount that all clients together use now."""
         return self._used
 
     def transaction(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Ends a request that takes too long, or whose client stops reading the response."""
+"""Ends a request if it takes too long, or if the client stops reading the response."""
 
 import asyncio
 import logging
@@ -39,16 +39,17 @@ class Timeouts:
     """Middleware that ends requests after a time limit, and cancels their generation.
 
     A client may set a shorter limit with the header `X-Request-Timeout: SECONDS`. If the response
-    has not started, the client receives a 504. In a stream, the last event is the error.
+    has not started, the client receives the status 504. If a stream has started, the error is the
+    last event of the stream.
 
     Args:
         app: the application that this middleware calls.
         limit_s: the setting request_timeout_s, in seconds from the arrival of the request to the
             end of its response. 0 means no limit.
-        unread_s: the setting unread_timeout_s. The connection of a client that reads nothing of
-            its response for this many seconds is closed. 0 means no limit.
-        metrics: counts the requests that were ended.
-        running: the requests that run now. The timeout of a request also ends it if it is aborted.
+        unread_s: the setting unread_timeout_s. If a client reads nothing of the response for this
+            many seconds, the connection is closed. 0 means no limit.
+        metrics: counts the requests that this middleware has ended.
+        running: the requests that run now. To abort a request, `running` changes its timeout.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Timeouts:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, and cancel it when a time limit is reached."""
+        """Call the application, and cancel the call when a time limit is reached."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -105,7 +106,7 @@ class Timeouts:
             raise
 
     def _time_limit(self, scope: Scope) -> "_TimeLimit":
-        """Return the smaller one of the server's limit and the limit in the request's header.
+        """Return the smaller of two limits: the server's setting and the request's header.
 
         Raises: ApiError 400 if the header is wrong.
         """
@@ -176,8 +177,8 @@ class _ObservedResponse:
     """Sends a response to the client. Records when the response starts and ends.
 
     Attributes:
-        unsent_since: the time of the event loop's clock at which the current message was passed to
-            the server. None if no message waits until the client reads.
+        unsent_since: the time at which the response started to send the current message, on the
+            clock of the event loop. None if no message is being sent.
     """
 
     def __init__(self, send: Send) -> None:

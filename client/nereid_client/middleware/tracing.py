@@ -1,8 +1,8 @@
 """OpenTelemetry traces: each request has a span, and the models receive the trace context.
 
 Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set and the SDK of
-OpenTelemetry (the optional extra `tracing`) is installed. Otherwise, the client's header
-traceparent is passed on unchanged.
+OpenTelemetry (the optional extra `tracing`) is installed. Otherwise, the models receive the
+client's header `traceparent` unchanged.
 """
 
 import logging
@@ -22,7 +22,7 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _log = logging.getLogger(__name__)
 
 current_traceparent: ContextVar[str] = ContextVar("current_traceparent", default="")
-"""The W3C header `traceparent` for the calls of the current request; "" for none."""
+"""The W3C header `traceparent` of the current request, or "". Calls to the models contain it."""
 
 
 class Traces:
@@ -37,7 +37,7 @@ class Traces:
         self._tracer = _make_tracer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, and end the span when its response ends."""
+        """Call the application, and end the span when the response ends."""
         if scope["type"] != "http" or scope["method"] != "POST" or is_from_supervisor(scope):
             await self._app(scope, receive, send)
         elif self._tracer is None:
@@ -48,7 +48,7 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle the request in a span. The span belongs to the trace of the client, if any."""
+        """Handle the request in a span. If the client sent a trace, the span belongs to it."""
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -75,8 +75,8 @@ class Traces:
             try:
                 await self._app(scope, receive, send_observed)
             finally:
-                # For an unknown route, the span gets the name "unknown" instead of the path, which
-                # can be any text.
+                # For an unknown route, the span gets the name "unknown" instead of the path,
+                # because a client can send any path.
                 route = getattr(scope.get("route"), "path_format", "unknown")
                 span.update_name(f"POST {route}")
                 span.set_attribute("http.route", route)

@@ -1,4 +1,4 @@
-"""Records how many requests and tokens each client has used, to enforce limits per minute."""
+"""Records the numbers of requests and tokens of each client, to enforce limits per minute."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StoredUsage(NamedTuple):
-    """A used amount of a limit, at the time at which it was stored."""
+    """The used amount of a limit, and the time at which this amount was stored."""
 
     amount: float
     time: float

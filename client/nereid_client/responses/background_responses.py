@@ -34,10 +34,10 @@ class BackgroundResponse:
     Args:
         builder: builds the response.
         context: the JSON list of all items in the prompt of the model.
-        streams: whether the request asks for a stream, so that events are stored.
+        streams: whether the events are stored, because the client has requested a stream.
 
     Attributes:
-        events: the events so far, in order. None without a stream.
+        events: the events so far, in order. None if the client has not requested a stream.
         client: the client that created the response.
     """
 
@@ -79,10 +79,10 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # The order of the next three lines matters. `_changed` is read before the events: if
-            # `record` adds more events afterwards, it sets this object, and the wait below ends at
-            # once. `is_over` is read before the events: if it is true, the list of events is
-            # complete.
+            # The order of the next three lines matters. `_changed` is read before the events. If
+            # `record` then adds events, it also sets the object `changed`, so the wait below ends
+            # at once. `is_over` is also read before the events. If it is true, the list of events
+            # is complete.
             changed = self._changed
             is_over = self.builder.is_over
             new_events = (self.events or [])[position:]
@@ -102,7 +102,8 @@ class Responses:
         gate: counts the running responses, so that a stopping server waits until they have ended.
         limit_s: the largest duration of a background response, in seconds. 0 means no limit.
         metrics: counts the responses that were ended by a limit.
-        worker: the place of this process among several frontend processes, or None.
+        worker: the number of this process among several frontend processes, and the path of their
+            database. None if there is only one process.
 
     Attributes:
         store: the stored responses.

@@ -26,7 +26,8 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
 
     Args:
         request: the request of the Responses API.
-        body: the request body as the client sent it. Unknown fields are passed on.
+        body: the request body as the client sent it. The chat completion contains its unknown
+            fields.
         items: all items of the conversation, as returned by `input_items.read_items`.
     """
     chat = request.passed_on(body)
@@ -47,9 +48,9 @@ def chat_request(request: ResponsesRequest, body: Mapping[str, Any], items: Sequ
 def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
     """Convert a conversation to the messages of a chat completion.
 
-    Consecutive items of the assistant (reasoning, text, function calls) become one message.
-    `instructions` and the system and developer messages at the start become one system message,
-    because many chat templates accept only one system message.
+    Consecutive items of the assistant (reasoning, text, function calls) become one message. The
+    system and developer messages at the start become one system message, which begins with
+    `instructions`. Many chat templates accept only one system message.
 
     Example: a reasoning item, an assistant message and a function call return one message
     {"role": "assistant", "content": ..., "reasoning": ..., "tool_calls": [...]}.
@@ -116,8 +117,8 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
     if item["role"] != "assistant":
         chat.append(item["role"], text)
         return
-    # If the last message has function calls, the text is added to it. A new message would come
-    # between the calls and their outputs, and chat templates do not accept this order.
+    # If the last message has function calls, the text is added to this message. A new message would
+    # come between the calls and their outputs, and chat templates do not accept this order.
     last = chat.messages[-1] if chat.messages else {}
     message = chat.assistant_message(() if last.get("tool_calls") else ("content",))
     message["content"] = (message["content"] or "") + text
@@ -145,7 +146,8 @@ def _add_reasoning(chat: _ChatBuilder, item: Json) -> None:
 
 def _add_call(chat: _ChatBuilder, item: Json) -> None:
     """Add a function call to the current assistant message."""
-    # The arguments of such a call are incomplete, so the client has not run the function.
+    # If the status is not "completed", the arguments are incomplete, and the client has not run the
+    # function.
     if item["status"] != "completed":
         return
     name = chat_name(item.get("namespace"), item["name"])

@@ -25,7 +25,7 @@ _REMEDIES = {
     ),
     "input_file": "Nereid reads no files. Send the text of the file as input_text.",
 }
-"""Maps the type of a refused part to the reason, and to the part that clients can send instead."""
+"""Maps the type of a refused part to sentences with the reason and with an alternative."""
 _TEXTS = ("input_text", "output_text", "text")
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
 
@@ -36,7 +36,7 @@ def new_id(kind: str) -> str:
 
 
 def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
-    """Validate the items in the field `input`, and return the stored format in the same order.
+    """Validate the items in the field `input`, and convert each item to the stored format.
 
     Args:
         given: the value of `input`: a text of the user, or a list of items.
@@ -51,7 +51,7 @@ def read_items(given: str | Sequence[Json], find: FindItem) -> list[Json]:
 
 
 def check_calls(context: Sequence[Json], items: Sequence[Json]) -> None:
-    """Check that each function output follows the function call to which it belongs.
+    """Check that each function output follows the function call with the same `call_id`.
 
     Args:
         context: the items of the earlier responses.
@@ -247,7 +247,7 @@ def _text(part: object, place: str) -> str:
 
 
 def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
-    """Return the texts of a list of parts, whose types must all be in `kinds`."""
+    """Return the texts of a list of parts. The type of each part must be in `kinds`."""
     if content is None:
         return []
     if not isinstance(content, list):

@@ -1,4 +1,4 @@
-"""The output items of a response that is being generated, and the events that describe them.
+"""The output items of a response that is being generated, and the events of these items.
 
 The methods of the items return events without sequence numbers. The response builder adds the
 sequence numbers.
@@ -18,14 +18,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextKind:
-    """The names that the parts and the events of one kind of text item have.
+    """The names of the parts and events for one kind of text item.
 
     Attributes:
         item_type: the type of the item.
         part_type: the type of the part that contains the text.
-        text_event: the first words of the names of the events for the text.
-        part_event: the first words of the names of the events for the part.
-        index_name: the field of an event with the index of the part.
+        text_event: the prefix of the event types for the text, such as "response.output_text".
+        part_event: the prefix of the event types for the part, such as "response.content_part".
+        index_name: the name of the event field that contains the index of the part.
     """
 
     item_type: str
@@ -46,7 +46,7 @@ SUMMARY = TextKind(
     "response.reasoning_summary_part",
     "summary_index",
 )
-"""The complete reasoning in the field `summary`, because many clients read only this field."""
+"""Reasoning in the field `summary`. The reasoning is complete, because it is not summarised."""
 
 
 @dataclass
@@ -127,9 +127,9 @@ class CallItem:
     Attributes:
         index: the index of the item in the field `output` of the response.
         call_index: the number of the call among the function calls of the response.
-        call_id: the id that the output of the function will refer to.
+        call_id: the id of the call. The client sends the output of the function with this id.
         name: the name of the function.
-        namespace: the namespace of the function, None if it has none.
+        namespace: the namespace of the function, or None.
         id: the id of the item.
     """
 
@@ -187,8 +187,8 @@ class LogprobMatcher:
     """Finds the log-probabilities that belong to each piece of text.
 
     Log-probabilities arrive for every token that the model generates, including the tokens of
-    markers and function calls. If the postprocessor holds a text back, the
-    log-probabilities of its tokens arrive before the text.
+    markers and function calls. If the postprocessor delays a text, the log-probabilities of the
+    text's tokens arrive before the text.
     """
 
     def __init__(self) -> None:

@@ -29,12 +29,12 @@ class ResponseBuilder:
     """A response that is being generated. `as_json` returns its current state at any time.
 
     Each method that changes the response returns the events that describe the change. Events are
-    numbered from 0 without a gap. Each item has these events, in this order: the item is added, its
-    part is added, deltas of the part, the part is done, the item is done. The events of the next
-    item follow. The joined deltas of a part are its final text.
+    numbered from 0 without a gap. For each item, there are these events in this order: "item
+    added", "part added", the deltas of the part, "part done" and "item done". Then the events of
+    the next item follow. The joined deltas of a part are the final text of the part.
 
     Args:
-        request_fields: the fields of the response object that repeat its request.
+        request_fields: the fields of the response object that repeat the fields of the request.
         is_queued: whether the response starts with the status "queued".
 
     Attributes:
@@ -72,7 +72,7 @@ class ResponseBuilder:
 
     @property
     def output(self) -> list[Json]:
-        """The output items so far. The last one may be in progress."""
+        """The output items so far. The last item may be in progress."""
         item = self._current_item
         return [*self._finished_items, *([item.item("in_progress")] if item else [])]
 

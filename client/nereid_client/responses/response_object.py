@@ -10,8 +10,8 @@ def request_fields(
 ) -> Json:
     """Return the constant fields of a response object, which repeat the fields of the request.
 
-    A sampling parameter that the request does not have is null. The default of the model then
-    applies.
+    If the request does not have a sampling parameter, the parameter is null in the response object.
+    The default of the model then applies.
 
     Args:
         request: the request.

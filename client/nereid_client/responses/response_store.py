@@ -24,8 +24,7 @@ Json = dict[str, Any]
 
 # The column `number` gives the order in which the responses have ended. While a response runs, the
 # column `worker` contains the number of the process that generates the response. Afterwards, the
-# column is NULL. The triggers update the table `totals`, because counting all rows
-# would take long.
+# column is NULL. The triggers update the table `totals`, because counting all rows would take long.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -70,8 +69,8 @@ class Limits:
     """The limits of a response store.
 
     Attributes:
-        count: the number of responses, including running ones. 0 turns the store off.
-        num_bytes: the bytes of all responses, their conversations and their events.
+        count: the largest number of responses, including running responses. 0 turns the store off.
+        num_bytes: the largest size of all responses, their conversations and their events.
         age_s: the seconds from the end of a response until it is deleted.
     """
 
@@ -90,7 +89,7 @@ class Store:
 
     Args:
         limits: the limits of the store.
-        now: returns a time in seconds that never goes back, also in other processes.
+        now: returns a time in seconds that never goes back. All processes must use the same clock.
         path: the file of the database. By default, the database is in memory.
         worker: the number of this frontend process.
     """
@@ -102,7 +101,7 @@ class Store:
         path: str = ":memory:",
         worker: int = 0,
     ) -> None:
-        """Open the database. See the class for the arguments."""
+        """Open the database. The class docstring describes the arguments."""
         self._limits = limits
         self._now = now
         self._worker = worker
@@ -322,7 +321,7 @@ class Store:
         self._database.execute("DELETE FROM responses WHERE expires_at <= ?", (self._now(),))
 
     def _start_timer(self) -> None:
-        """Start a timer that deletes the oldest response when it expires.
+        """Start a timer that deletes the oldest response when this response expires.
 
         Without the timer, an expired response would stay in memory until the next request.
         """

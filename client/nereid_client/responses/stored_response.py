@@ -24,10 +24,10 @@ class StoredResponse:
     Attributes:
         id: the id of the response.
         response: the response object as JSON.
-        context: the JSON list of all items that the model read, including those of the earlier
+        context: the JSON list of all items that the model read, including the items of earlier
             responses.
         items: the ids of the output items.
-        events: the events of its stream in order. None if the stream cannot be read again.
+        events: the events of the stream in order. None if the stream cannot be read again.
         is_background: whether the response was generated in the background.
         owner: the name of the client that created the response.
         num_bytes: the number of bytes that the response needs in the store.

@@ -2,7 +2,8 @@
 
 The frontend cannot count tokens. It sends the conversation to the ensemble. If the prompt is too
 long, the error message of the ensemble contains the number of tokens. The frontend then removes
-turns and sends the rest again. A rejected prompt costs little, because the model does not run.
+turns and sends the shorter conversation. A rejected prompt costs little, because the model does not
+run.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -56,15 +57,16 @@ async def generate_truncated(
 def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] | None:
     """Remove the oldest turns of a chat, and return the remaining messages.
 
-    A turn is a user's message and all messages before the next one. System messages at the start
-    and the last turn are never removed.
+    A turn consists of a user's message and all messages before the next message of a user. The last
+    turn is never removed. The system messages at the start are never removed either.
 
     Example: with a share of 0.1, the messages [system, user, assistant, user] become
     [system, user].
 
     Args:
         messages: the messages of a chat.
-        share: the share of the text to remove, between 0 and 1. At least one turn is removed.
+        share: the share of the text that must be removed, between 0 and 1. At least one turn is
+            removed.
 
     Returns: the shorter chat, or None if there is only one turn.
     """

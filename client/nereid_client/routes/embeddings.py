@@ -60,7 +60,7 @@ async def cohere_embed_1(request: Request) -> Response:
     """Return vectors in Cohere's format.
 
     With `embedding_types`, the response has one list of vectors for each type. Without this field,
-    the response has one list of vectors.
+    the response has only one list, whose vectors consist of floats.
     """
     return await _cohere_embed(request, "1")
 
@@ -102,7 +102,7 @@ async def _cohere_embed(request: Request, version: str) -> Response:
 
 @router.post("/embed", summary="Create embeddings (TEI's format)")
 async def tei_embed(request: Request) -> Response:
-    """Return a list of vectors, one for each text."""
+    """Return a list that contains one vector for each text."""
     return await _list_of_vectors(await _tei_outputs(request, "dense"))
 
 

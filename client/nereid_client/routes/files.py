@@ -162,7 +162,7 @@ def page(objects: list[Json], limit: int, after: str | None) -> Json:
     Args:
         objects: all objects of the list, in order.
         limit: the largest number of objects on the page.
-        after: the id of the last object of the page before. None for the first page.
+        after: the id of the last object on the previous page. None for the first page.
 
     Raises: ApiError 404 if no object has the id `after`.
     """

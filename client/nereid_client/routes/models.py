@@ -58,7 +58,7 @@ async def _served_names(request: Request) -> list[str]:
 
 
 def _roots(request: Request) -> dict[str, str]:
-    """Map each alias to the name of the model that it stands for."""
+    """Return a dict that maps each alias to the name of the model with this alias."""
     roots = {
         alias: context.settings.model_name
         for context in contexts_of(request).all

@@ -38,10 +38,12 @@ _CLASSIFIER_TASKS = {"classify": "classify", "token_classify": "token_classify"}
 async def pooling(request: Request) -> Response:
     """Return vectors of the texts, or the probabilities of labels, as vLLM does.
 
-    The field `task` selects the output: "embed" returns one vector for each text, "token_embed" one
-    vector for each token, "classify" one probability of each label for each text, and
-    "token_classify" one probability of each label for each token. The default depends on the
-    model.
+    The field `task` selects the output. The default depends on the model.
+
+    - "embed" returns one vector for each text.
+    - "token_embed" returns one vector for each token.
+    - "classify" returns the probabilities of all labels for each text.
+    - "token_classify" returns the probabilities of all labels for each token.
     """
     body = await read_request(request, VectorsRequest)
     served = await choose_model(request, body.model, _kinds_of_model(body.task))
@@ -54,7 +56,7 @@ async def pooling(request: Request) -> Response:
     else:
         outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
         rows = rows_of(outputs)
-    # `to_json_text` converts a vector to JSON only once, because the conversion takes long.
+    # `to_json_text` returns JSON text, so that the slow conversion of a vector runs only once.
     to_json_text = WRITERS[body.vector_type]
     items = (
         encode_object({"index": str(index), "object": '"pooling"', "data": to_json_text(row)})
@@ -75,8 +77,8 @@ def _kinds_of_model(task: str | None) -> Sequence[str]:
 def _default_kind(served: ServedModel) -> str:
     """Return the kind of output that a model computes if the request has no `task`."""
     default: str = served.info["kinds"][0]
-    # This route cannot return sparse weights, which /embed_sparse returns, or scores, which require
-    # pairs of texts.
+    # This route cannot return sparse weights or scores. /embed_sparse returns sparse weights, and
+    # scores require pairs of texts.
     return {"sparse": "dense", "score": "classify"}.get(default, default)
 
 

@@ -31,11 +31,11 @@ router = APIRouter(tags=["Embeddings and reranking"])
 async def rerank(request: Request) -> Response:
     """Return the documents, sorted by their relevance to a query.
 
-    The scores come from a reranker. If none is served, they come from an embedding model with one
-    vector for each token, such as ColBERT.
+    A reranker computes the scores. If no reranker is served, an embedding model with one vector for
+    each token, such as ColBERT, computes the scores.
 
-    The response has the format of Jina and vLLM, or that of TEI if the body has `texts`. The
-    field `format` selects another format.
+    If the body has `texts`, the response has TEI's format. Otherwise, it has the format of Jina and
+    vLLM. The field `format` selects another format.
     """
     return await _rerank(request, "jina")
 
@@ -69,8 +69,8 @@ async def _rerank(request: Request, default_format: str) -> Response:
     """Rerank the documents of a request, and return the response in the requested format.
 
     The field `format` of the body selects the format. If the body does not have this field, the
-    query parameter `format` does. The default is "tei" for a body with `texts`, and
-    `default_format` for other bodies.
+    query parameter `format` selects the format. The default is "tei" if the body has `texts`, and
+    `default_format` otherwise.
     """
     fields = await read_body(request)
     if fields.get("format") is None and "format" in request.query_params:

@@ -63,8 +63,8 @@ class _ItemsQuery(BaseModel):
 async def create_response(request: Request) -> Response:
     """Generate a response to a conversation, as OpenAI's Responses API does.
 
-    With `stream`, the response is a stream of server-sent events. With `background`, the response
-    is returned at once, and is generated without an open connection.
+    With `stream`, the response is a stream of server-sent events. With `background`, the server
+    returns the unfinished response at once, and generates the response without an open connection.
     """
     responses = _responses(request)
     body = await read_prompt_body(request)
@@ -116,8 +116,8 @@ async def count_input_tokens(request: Request) -> Json:
 async def retrieve_response(request: Request, response_id: str) -> Response:
     """Return a stored response, or the current state of a response that runs in the background.
 
-    With the query parameter `stream=true`, return the events of a response in the background. The
-    parameter `starting_after` is the sequence number of the last event to skip.
+    With the query parameter `stream=true`, return the events of a background response. If the
+    query parameter `starting_after` is given, return only events with a larger sequence number.
     """
     found = _find(request, response_id)
     if request.query_params.get("stream", "false") not in ("true", "1"):
@@ -171,7 +171,7 @@ async def list_input_items(request: Request, response_id: str) -> Json:
     """Return one page of the conversation from which a response was generated.
 
     Query parameters: `limit` (1 to 100, default 20), `order` ("desc" or "asc") and `after`, the id
-    of the last item of the page before.
+    of the last item on the previous page.
     """
     found = _find(request, response_id)
     query = validate(_ItemsQuery, dict(request.query_params))

@@ -25,9 +25,10 @@ router = APIRouter(tags=["Embeddings and reranking"])
 async def score(request: Request) -> Response:
     """Return the score of each pair of texts, in vLLM's format.
 
-    A reranker computes the scores. If none is served, the score is the cosine similarity of the
-    vectors that the embedding model computes. For a model with one vector for each token, such as
-    ColBERT, the score is the sum of the largest similarity of each token of the query (MaxSim).
+    A reranker computes the scores. If no reranker is served, the score is the cosine similarity of
+    the vectors that the embedding model computes. If the embedding model computes one vector for
+    each token, as ColBERT does, the score is MaxSim: each token of the query contributes its
+    largest similarity to a token of the document, and the score is the sum.
     """
     body = await read_request(request, ScoreRequest)
     served = await choose_model(request, body.model, (RERANK, EMBEDDING))
@@ -81,7 +82,8 @@ async def _call_embedder(
 ) -> PoolingOutputs:
     """Call the embedding model.
 
-    The array `embeddings` has a vector of length 1 for each query, and then one for each document.
+    The array `embeddings` has one vector for each query, followed by one vector for each document.
+    All vectors have length 1.
     """
     require_kind(served, "dense")
     options = {"kind": "dense", "normalize": True, "truncate": body.truncates}

@@ -40,9 +40,8 @@ _DECODE_NAMES = FieldNames({"prompt": "ids"})
 async def predict(request: Request) -> list[Any]:
     """Return the labels of a text with their scores, sorted by descending score.
 
-    If the model classifies single tokens, return the labelled parts of the text instead, with the
-    positions of their characters. If the request has a list of texts, return one result for each
-    text.
+    If the model classifies single tokens, return the labelled parts of the text and the positions
+    of these parts instead. If the request has a list of texts, return one result for each text.
     """
     body = await read_request(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))
@@ -112,7 +111,7 @@ async def info(request: Request) -> dict[str, Any]:
 
     If there is no embedding model, return the properties of the reranker.
 
-    TEI's properties that Nereid does not have are null.
+    If Nereid does not have a property of TEI, the property is null.
     """
     models = {model.kind: model for model in await pooling_models_of(request).all()}
     served = models.get(EMBEDDING) or models.get(RERANK)

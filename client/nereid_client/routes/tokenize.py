@@ -21,7 +21,7 @@ from nereid_client.streaming.field_names import FieldNames
 router = APIRouter(tags=["Language model"])
 
 _DETOKENIZE_NAMES = FieldNames({"prompt": "tokens"})
-"""Errors of the backend call the token ids `prompt`. This field is renamed to `tokens`."""
+"""In the errors of the backend, the field with the token ids is called `prompt`, not `tokens`."""
 
 
 @router.post("/tokenize", summary="Tokenize a prompt or a chat")
@@ -29,8 +29,8 @@ _DETOKENIZE_NAMES = FieldNames({"prompt": "tokens"})
 async def tokenize(request: Request) -> dict[str, Any]:
     """Return the token ids of the prompt and their number, in vLLM's format.
 
-    The messages of a chat are rendered with the chat template first. `max_model_len` is null,
-    because the frontend does not read this setting.
+    If the request contains a chat, the prompt is the chat as rendered by the chat template.
+    `max_model_len` is null, because the frontend does not read this setting.
     """
     body = await read_prompt_body(request)
     tokenize_request = validate(TokenizeRequest, body)

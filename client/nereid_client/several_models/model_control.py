@@ -75,14 +75,15 @@ class ModelState:
 
 
 class ModelControl:
-    """Loads and unloads the models of a models.toml.
+    """Loads and unloads the models of a file models.toml.
 
     A method's argument `model` is the name of a model in the model repository.
 
     Args:
         specs: the models.
         repository: the model repository of the Triton server.
-        memory_budget: the memory of all loaded models together in bytes. None means no limit.
+        memory_budget: the largest memory of all loaded models together, in bytes. None means no
+            limit.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ModelControl:
             state.last_used = time.monotonic()
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model because a client has requested it.
+        """Load a model for a client that has sent the request to load this model.
 
         Raises: BackendError if the model cannot be loaded.
         """
@@ -183,7 +184,7 @@ class ModelControl:
             await asyncio.wait({self._idle_task})
 
     async def _load_for_request(self, state: ModelState) -> None:
-        """Load a model for a request, or wait until another request has loaded it.
+        """Load a model for a request, or wait until another request has loaded the model.
 
         Raises: ApiError.
         """
@@ -198,8 +199,8 @@ class ModelControl:
             if state.is_loaded:
                 return
             name = state.spec.triton_name
-            # None means that the frontend does not know whether the model is loaded, so it queries
-            # the server.
+            # None means that the frontend does not know whether the model is loaded. It therefore
+            # queries the server.
             if state.is_loaded is None and await self._repository.is_model_ready(name):
                 state.is_loaded = True
                 return
@@ -238,9 +239,10 @@ class ModelControl:
         _log.info("Unloaded the model %s", state.spec.name)
 
     async def _make_room(self, state: ModelState, budget: int) -> None:
-        """Unload idle models until a model fits into the memory budget, and reserve its memory.
+        """Unload idle models until another model fits into the memory budget.
 
-        The model whose last request ended first is unloaded first.
+        Then reserve the memory of this other model. The idle models are unloaded in the order in
+        which their last requests ended.
 
         Raises: BackendError if the models with running requests leave too little memory.
         """
@@ -313,8 +315,8 @@ def _too_little_memory(state: ModelState, others: Sequence[ModelState], budget: 
 def _is_idle(state: ModelState) -> bool:
     """Return whether a model has been idle for longer than its setting `idle_unload_s`.
 
-    A model without this setting is never idle, and neither is a model that is unloaded or that is
-    being loaded or unloaded.
+    Return False if the model has no such setting, if it is unloaded, or if it is being loaded or
+    unloaded.
     """
     limit_s = state.spec.entry.idle_unload_s
     if not limit_s or state.num_requests > 0 or state.is_loaded is False or state.lock.locked():

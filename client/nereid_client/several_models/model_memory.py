@@ -1,7 +1,7 @@
-"""Estimates how much memory a model needs, from its settings and its weight files' headers.
+"""Estimates the memory of a model from its settings and from the headers of its weight files.
 
-The estimate is the size of the weights in memory and of the KV cache. It leaves out the activations
-of a step and the libraries.
+The estimate contains the weights and the KV cache. It does not contain the activations of a step
+and the libraries.
 """
 
 from collections.abc import Mapping

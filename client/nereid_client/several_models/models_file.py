@@ -67,7 +67,7 @@ class ModelSpec(BaseModel):
             the name of the ensemble.
         path: the absolute path of the checkpoint.
         entry: the table of the file.
-        memory: the estimated memory of the model. None without a memory budget.
+        memory: the estimated memory of the model. None if the file sets no memory budget.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -90,7 +90,7 @@ class ModelSpec(BaseModel):
 
     @property
     def steps(self) -> dict[str, str]:
-        """The names of the ensemble's models in the model repository, by the step of the ensemble.
+        """Maps each step of the ensemble to the name of the step's model in the model repository.
 
         Example: {"tokenizer": "chat-tokenizer", "executor": "chat-executor", ...}.
         """
@@ -103,8 +103,8 @@ class ModelsFile:
 
     Attributes:
         specs: the models, in the order of the file. The first language model is the default model.
-        memory_budget: the memory of all loaded models together in bytes. None means that the file
-            sets no limit.
+        memory_budget: the largest memory of all loaded models together, in bytes. None means that
+            the file sets no limit.
     """
 
     specs: list[ModelSpec]
@@ -112,7 +112,7 @@ class ModelsFile:
 
     @property
     def specs_at_start(self) -> list[ModelSpec]:
-        """The models that the server loads when it starts: the default model and others."""
+        """The default model, and the other models that the server loads when it starts."""
         default = next(spec for spec in self.specs if spec.kind == "llm")
         return [spec for spec in self.specs if spec.entry.load_at_start or spec is default]
 
@@ -144,7 +144,8 @@ def _read_model(name: str, table: object, path: Path) -> ModelSpec:
     Args:
         name: the name of the table, which is the name of the model.
         table: the keys and values of the table.
-        path: the path of the file. Relative paths of checkpoints start at its folder.
+        path: the path of the file. If a checkpoint has a relative path, the path starts at the
+            folder of the file.
 
     Raises: SettingsError that names the key with a wrong value.
     """
@@ -224,7 +225,7 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
 
 
 def _triton_name(name: str) -> str:
-    """Return the name of a model in the model repository, which is also the name of its folder.
+    """Return the name that a model and its folder have in the model repository.
 
     Example: "org/chat" returns "org-chat".
     """

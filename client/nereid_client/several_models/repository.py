@@ -22,7 +22,7 @@ def write_repository(
         folder: the folder of the new repository, which is empty.
         source: Nereid's model repository.
         specs: the models.
-        defaults: maps a kind of model to default settings. The settings of a model replace them.
+        defaults: maps a kind of model to default settings. The settings of a model override these.
     """
     for spec in specs:
         settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
@@ -44,9 +44,10 @@ def _copy(
     Args:
         folder: the folder of the copy. Its name is the name of the model.
         source: the folder of the original.
-        settings: the settings of the copy. They replace all settings of the original. If empty, the
-            settings of the original are copied.
-        steps: maps the name of each step of an ensemble to the new name. Empty for other models.
+        settings: the settings of the copy. They replace all settings of the original. If the
+            mapping is empty, the settings of the original are copied.
+        steps: maps the old name of each model that an ensemble calls to the new name. Empty if the
+            copied model is no ensemble.
     """
     folder.mkdir(parents=True)
     (folder / "1").symlink_to((source / "1").resolve())

@@ -40,8 +40,8 @@ class ServedModels:
     def __init__(self, file: Path) -> None:
         """Read the file, and check the checkpoint of each model.
 
-        The messages of errors name the flag --config and the table of the model instead of the
-        setting models_file and the flag --model.
+        An error message names the flag --config instead of the setting models_file, and the table
+        of the model instead of the flag --model.
         """
         try:
             models = read_models_file(file)
@@ -63,7 +63,7 @@ class ServedModels:
 
     @property
     def pooling_models(self) -> list[PoolingModel]:
-        """The embedding models and rerankers to load at the start."""
+        """The embedding models and rerankers that the server loads when it starts."""
         return [
             PoolingModel(spec.kind, spec.path, spec.name)
             for spec in self._specs_at_start
@@ -108,8 +108,8 @@ class ServedModels:
             variables = {
                 f"{_PREFIXES[spec.kind]}{name}".upper(): value for name, value in settings.items()
             }
-            # The check always includes a language model, even if `spec` is a pooling model. It
-            # therefore needs the checkpoint of a language model.
+            # The check always includes a language model, even if `spec` is a pooling model. The
+            # check therefore needs the checkpoint of a language model.
             variables.setdefault("NEREID_MODEL", str(self.path))
             try:
                 startup_checks.check_model_settings(

@@ -42,8 +42,8 @@ class _ChatChunks(ChunkBuilder[Delta]):
     def add(self, item: Delta) -> list[Json]:
         """Return the chunks for a delta: one for its text, and one for its finish reason.
 
-        The text of a token is held back if it may be part of a marker. Such a token is reported in
-        a chunk with its log-probability and an empty delta.
+        If the text of a token may be a part of a marker, this text arrives with a later delta. The
+        chunk for the token then contains the log-probability of the token and an empty delta.
         """
         index = self.record(0, item)
         delta = self._view.apply(item)
@@ -84,7 +84,7 @@ def chat_completion(frame: CompletionFrame, totals: Sequence[Delta]) -> Json:
 
     Args:
         frame: the fields that do not depend on the choices.
-        totals: the sum of the deltas of each choice, in the order of the choices.
+        totals: for each choice, the sum of the deltas of this choice.
     """
     choices = [_whole_choice(frame, index, total) for index, total in enumerate(totals)]
     completion = frame.with_choices("chat.completion", choices)
@@ -95,8 +95,9 @@ def chat_completion(frame: CompletionFrame, totals: Sequence[Delta]) -> Json:
 def _whole_choice(frame: CompletionFrame, index: int, total: Delta) -> Json:
     """Return one choice of a whole completion.
 
-    Other servers have different names for two fields, so both names are filled: `reasoning` (vLLM)
-    and `reasoning_content` (SGLang, llama.cpp); `stop_reason` (vLLM) and `matched_stop` (SGLang).
+    Two of the fields have different names in other servers, so the choice contains both names. One
+    field is `reasoning` (vLLM) and `reasoning_content` (SGLang, llama.cpp). The other field is
+    `stop_reason` (vLLM) and `matched_stop` (SGLang).
     """
     calls = total.get("tool_calls")
     reasoning = total.get("reasoning")

@@ -35,7 +35,7 @@ class ChunkBuilder(ABC, Generic[ItemT]):
 
     @abstractmethod
     def opening(self) -> list[Json]:
-        """Return the chunks that come before the chunks for the first delta."""
+        """Return the chunks at the start of the stream, before the chunks for the first delta."""
 
     @abstractmethod
     def add(self, item: ItemT) -> list[Json]:

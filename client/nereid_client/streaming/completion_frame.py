@@ -21,7 +21,7 @@ class CompletionFrame:
         include_usage: whether a stream ends with a chunk that contains the token counts.
         continuous_usage: whether each chunk contains the token counts so far.
         tokens_as_ids: whether log-probabilities name a token as "token_id:17".
-        service_tier: the service tier in the response, None to leave it out.
+        service_tier: the service tier in the response. None if the response has no such field.
     """
 
     id: str
@@ -56,11 +56,11 @@ def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
     The tokens of a prompt are counted once, although all choices of the prompt report them. The
     generated tokens of all choices are added. The details are present if the backend reports them.
 
-    Example: two choices of one prompt with 5 prompt tokens and 2 and 3 generated tokens return
-    {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}.
+    Example: the only prompt has 5 tokens, and its two choices have 2 and 3 generated tokens. The
+    result is {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}.
 
     Args:
-        prompts: for each prompt, the usage of its choices. None is a choice without a usage so far.
+        prompts: for each prompt, the usage of its choices. None if a choice has no usage yet.
     """
     known = [[usage for usage in choices if usage] for choices in prompts]
     first_choices = [choices[0] for choices in known if choices]

@@ -1,7 +1,7 @@
 """Convert the postprocessor's deltas to text completion chunks, or to a whole text completion.
 
 A text completion may have several prompts. As in OpenAI's API, the choices are numbered across all
-prompts: choice `prompt * n + i` is the i-th choice of a prompt.
+prompts: the choice with the number `prompt * n + i` is the i-th choice of the prompt `prompt`.
 
 Example: with n=1, the delta {"text": "Hello"} of the second prompt becomes a chunk whose field
 `choices` is [{"index": 1, "text": "Hello", "logprobs": null, "finish_reason": null, ...}].
@@ -24,8 +24,10 @@ class CompletionOptions:
     """The options of a completion request that determine what a choice contains.
 
     Attributes:
-        echoes: for each prompt, the text that its choices start with ("" without `echo`).
-        logprobs: whether choices have log-probabilities. They include an echoed prompt.
+        echoes: for each prompt, the text at the start of its choices. The text is the prompt, or ""
+            without `echo`.
+        logprobs: whether choices have log-probabilities. If the prompt is echoed, the tokens of the
+            prompt also have log-probabilities.
         prompt_logprobs: whether choices have the field `prompt_logprobs`, in vLLM's format.
         token_ids: whether choices have token ids.
         only_prompt: whether generated tokens are dropped, because only the log-probabilities of
@@ -69,7 +71,7 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         ]
 
     def opening(self) -> list[Json]:
-        """Return one chunk with the prompt for each choice, if the request asks for an echo."""
+        """If the request asks for an echo, return one chunk for each choice with the prompt."""
         echoes = [echo for echo in self._options.echoes for _ in range(self.frame.num_choices)]
         return [
             self.chunk({"index": number, **_choice(echo, {})})
@@ -103,12 +105,12 @@ def completion(
     """Return a whole text completion.
 
     If more than `frame.num_choices` choices were generated for a prompt (`best_of`), only the best
-    ones are returned, the best first.
+    choices are returned. The best choice is first.
 
     Args:
         frame: the fields that do not depend on the choices.
         options: the options that decide what the choices contain.
-        totals: for each prompt, the sum of the deltas of each of its choices.
+        totals: for each prompt, a list with the sum of the deltas of each choice.
     """
     choices: list[Json] = []
     for prompt, choice_totals in enumerate(totals):

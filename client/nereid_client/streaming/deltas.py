@@ -1,8 +1,8 @@
 """Deltas: the messages in which the postprocessor sends the new output of a request.
 
-One delta contains the new text, tool calls, log-probabilities and token counts of one choice. This
-module merges deltas: all deltas of a choice into a whole completion (`fold`), or the deltas that
-arrive while the client is slow (`merged`).
+One delta contains the new text, tool calls, log-probabilities and token counts of one choice. The
+function `fold` merges all deltas of a choice into a whole completion. The function `merged` merges
+only the deltas that arrive while the client is slow.
 """
 
 import asyncio
@@ -79,9 +79,10 @@ class PromptLogprob(TypedDict):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each token of the prompt: a map from token ids, written as strings, to log-probabilities.
+"""The log-probabilities of a prompt. The list has one item for each token of the prompt.
 
-The map contains the token and the most probable tokens at its position. The first token has None.
+An item maps token ids, written as strings, to log-probabilities. It contains the token of the
+prompt and the most probable tokens at the same position. The item of the first token is None.
 """
 
 
@@ -108,7 +109,7 @@ class Delta(TypedDict, total=False):
 
 
 def merge(deltas: Iterable[Delta]) -> Delta:
-    """Return the sum of several deltas of one choice, in time linear in their total length.
+    """Merge several deltas of one choice, in time that is linear in their total length.
 
     Example: {"content": "a"} and {"content": "b", "finish_reason": "stop"} return
     {"content": "ab", "finish_reason": "stop"}.
@@ -196,7 +197,7 @@ def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
 
 
 async def fold(deltas: AsyncGenerator[Delta], num_choices: int = 1) -> list[Delta]:
-    """Merge all deltas of a stream. Return one delta for each choice, in the order of their index.
+    """Merge all deltas of a stream. Return one delta for each choice, sorted by the index.
 
     Raises: BackendError, also if a choice has no finish reason at the end of the stream.
     """
@@ -223,7 +224,7 @@ def unfinished_error() -> BackendError:
 async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> AsyncGenerator[Delta]:
     """Yield deltas. While the reader is busy, merge the deltas that arrive.
 
-    A slow reader therefore never delays the backend, and needs memory only for the text that the
+    A slow reader therefore never delays the backend, and the memory contains only the text that the
     reader has not read. Closing this generator closes `deltas`.
 
     Args:
@@ -316,7 +317,7 @@ class _Inbox:
             self._changed.set()
 
     async def pop_all(self) -> list[Delta]:
-        """Wait for deltas, and return all that have arrived. At the end, return an empty list."""
+        """Wait for deltas, and return the arrived deltas. At the end of the stream, return []."""
         while not self._waiting and not self._has_ended:
             self._changed.clear()
             await self._changed.wait()

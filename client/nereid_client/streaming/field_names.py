@@ -1,4 +1,4 @@
-"""Translates field names in errors from the names of chat completions to those of another API.
+"""Replaces the field names of chat completions in errors by the field names of another API.
 
 The Responses API and Anthropic's API translate their requests to chat completions. An error of the
 backend therefore names a field that the client has not sent.
@@ -21,7 +21,7 @@ class FieldNames:
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
-        # Example: the field of "messages[0].content is empty".
+        # Example: the pattern matches "messages" in "messages[0].content is empty".
         self._pattern = re.compile(rf"^({'|'.join(names)})(?=[:.\[ ]|$)")
 
     def rename(self, error: BackendError) -> ApiError:

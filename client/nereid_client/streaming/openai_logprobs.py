@@ -46,11 +46,11 @@ def prompt_logprobs(logprobs: PromptLogprobs) -> list[Json | None]:
 
 
 class CompletionLogprobs:
-    """Builds the field `logprobs` for one choice of a text completion, one delta after the other.
+    """Builds the field `logprobs` for one choice of a text completion, delta by delta.
 
     The field `text_offset` has the position of each token in the text of the choice, in
     characters. Some tokens are not in the text: the end token, hidden special tokens, and tokens
-    that a stop string cut off. They have the position of the next token.
+    that a stop string cut off. The position of such a token is the position of the next token.
 
     Example: the text "ab cd" of the tokens "ab" and " cd" returns {"tokens": ["ab", " cd"],
     "token_logprobs": [-0.1, -0.2], "top_logprobs": [{"ab": -0.1}, {" cd": -0.2}],
@@ -99,7 +99,7 @@ class CompletionLogprobs:
         return part
 
     def add(self, text: str, entries: Iterable[TokenLogprob], *, is_last: bool) -> Json:
-        """Return the part for one delta.
+        """Return the part of the field `logprobs` that describes one delta.
 
         Args:
             text: the text of the delta. The text of the delta's last tokens may be missing, and
@@ -189,7 +189,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Iterable[Json]) -> Json:
-    """Join the parts that were built for one choice to one field `logprobs`.
+    """Join all parts of one choice into one field `logprobs`.
 
     Example: {"tokens": ["a"], ...} and {"tokens": ["b"], ...} return {"tokens": ["a", "b"], ...}.
     """
@@ -213,10 +213,10 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
 
 
 def _first_token(text: str, others: Sequence[str]) -> str:
-    """Return the text of the first token of a prompt. The texts of the other tokens are known.
+    """Return the text of the first token of a prompt. `others` contains the other tokens' texts.
 
-    Example: "a cat" and [" cat"] return "a". If the other tokens are not the end of the text, the
-    first token is the text before the second one.
+    Example: "a cat" and [" cat"] return "a". If `text` does not end with the joined texts of the
+    other tokens, return the text before the second token.
     """
     rest = "".join(others)
     if text.endswith(rest):

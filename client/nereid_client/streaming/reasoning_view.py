@@ -21,10 +21,10 @@ class ReasoningView:
     _collected: dict[int, list[str]] = field(default_factory=dict)
 
     def apply(self, delta: Delta) -> Delta:
-        """Return the delta to send.
+        """Return the delta that the client receives instead of `delta`.
 
-        Example without streaming: {"reasoning": "a"}, {"reasoning": "b"}, {"content": "c"} become
-        {}, {}, {"content": "c", "reasoning": "ab"}.
+        Example: if reasoning is sent as a whole, the deltas {"reasoning": "a"}, {"reasoning": "b"},
+        {"content": "c"} become {}, {}, {"content": "c", "reasoning": "ab"}.
         """
         if self.streams_reasoning:
             return delta

@@ -52,12 +52,12 @@ def _encode(data: Mapping[str, Any]) -> bytes:
 class EventStream(Response):
     """A response that sends events as they arrive. It stops as soon as the client disconnects.
 
-    Starlette's StreamingResponse notices a disconnect only at its next write. A request in the
-    queue has nothing to write yet, although cancelling it early saves the most work.
+    Starlette's StreamingResponse notices a disconnect only at its next write. But a request in the
+    queue has nothing to write yet, and cancelling such a request saves the most work.
 
     Args:
-        events: the bytes to send. Each item costs a write to the socket. The response ends with
-            the item that ends with DONE, or else with the last item.
+        events: the bytes to send. Each item costs a write to the socket. The response ends after
+            an item that ends with DONE, or else after the last item.
         source: the generator that `events` reads from. It is closed separately, because `events`
             closes it only if `events` has started.
     """
@@ -99,8 +99,8 @@ class EventStream(Response):
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine, and return the result. Cancel the coroutine if the client disconnects.
 
-    Call this only after the body of the request has been read. Before, `receive` would return parts
-    of the body.
+    Call this function only after the body of the request has been read. Otherwise, `receive` would
+    return parts of the body.
 
     Raises: Disconnected.
     """

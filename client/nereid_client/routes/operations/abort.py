@@ -15,8 +15,9 @@ router = APIRouter(tags=["Operation"])
 async def abort_request(request: Request) -> dict[str, int]:
     """Abort running requests, and return the number of aborted requests.
 
-    A stream of an aborted request ends with an error. Another response has the status 499. A
-    response in the background is cancelled by its own route instead.
+    If the response to an aborted request is a stream, the stream ends with an error. Otherwise, the
+    response has the status 499. This route does not end background responses. The route
+    `/v1/responses/{response_id}/cancel` cancels a background response.
     """
     body = validate(AbortRequest, await read_body(request))
     running: RunningRequests = request.app.state.running_requests

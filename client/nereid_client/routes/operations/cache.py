@@ -16,8 +16,8 @@ router = APIRouter(tags=["Operation"])
 async def cache_statistics(request: Request, model: str | None = None) -> dict[str, Any]:
     """Return the counters of the prefix cache and of its sessions.
 
-    A session consists of the cached prefixes of all requests with the same `prompt_cache_key`. A
-    client with a key of the key file sees only its own sessions.
+    A session consists of the cached prefixes of all requests with the same `prompt_cache_key`. If a
+    client uses a key of the key file, the counters describe only the sessions of this client.
     """
     _select_model(request, model)
     statistics = await _call(request, {"cache": "statistics"})
@@ -26,7 +26,7 @@ async def cache_statistics(request: Request, model: str | None = None) -> dict[s
 
 @router.post("/v1/cache", summary="Retain the cached prefixes of a session for a longer time")
 async def extend_session(request: Request) -> dict[str, Any]:
-    """Retain the cached prefixes of a session for at least the given time from now on."""
+    """Retain the cached prefixes of a session at least until the given time has passed."""
     body = validate(ExtendSessionRequest, await read_body(request))
     _select_model(request, body.model)
     seconds = RETENTION_S[body.prompt_cache_retention]
@@ -53,8 +53,8 @@ async def drop_sessions(
 ) -> dict[str, Any]:
     """Remove the cached prefixes of a session, or all cached prefixes.
 
-    Blocks that running requests use stay in the cache. A client with a key of the key file removes
-    only the prefixes of its own sessions.
+    Blocks that running requests use stay in the cache. If a client uses a key of the key file, only
+    the prefixes of this client's sessions are removed.
     """
     _select_model(request, model)
     key = {} if prompt_cache_key is None else {"prompt_cache_key": prompt_cache_key}
@@ -75,9 +75,9 @@ def _select_model(request: Request, model: str | None) -> None:
 
 
 async def _call(request: Request, parameters: dict[str, str]) -> dict[str, Any]:
-    """Send a call about the prefix cache to the executor model, and return its answer.
+    """Send a call about the prefix cache to the executor model, and return the answer.
 
-    The call of a client of the key file is limited to the sessions of this client.
+    If the client uses a key of the key file, the call is limited to the sessions of this client.
     """
     client = current_client.get()
     if client.name:

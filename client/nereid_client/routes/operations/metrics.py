@@ -22,7 +22,7 @@ async def metrics(request: Request) -> Response:
     The frontend's metrics count the requests by route and status, the requests and tokens of each
     client, the requests that a limit of the frontend refused, and the requests that run now. The
     server's metrics are included if the setting metrics_url has their URL. This route needs no API
-    key, so that Prometheus can read it.
+    key, so that Prometheus can read the metrics.
     """
     request_metrics: RequestMetrics = request.app.state.metrics
     settings = context_of(request).settings

@@ -46,8 +46,9 @@ async def unload_lora_adapter(request: Request) -> Response:
 async def reload_weights(request: Request) -> dict[str, Any]:
     """Replace the weights of the language model without a restart of the server.
 
-    The response is sent after the change. Requests that arrive before the change is complete wait
-    for the new weights. If the server refuses the new checkpoint, the old weights stay in use.
+    The response is sent after the change. If another request arrives before the change is complete,
+    that request waits for the new weights. If the server refuses the new checkpoint, the old
+    weights stay in use.
     """
     _check_setting(request, "replace weights", code="weight_updates_disabled")
     # A client has a name only if its API key is in the key file. The key in NEREID_API_KEY gives no
@@ -78,7 +79,7 @@ def _check_setting(request: Request, action: str, *, code: str) -> None:
 
     Args:
         request: the HTTP request.
-        action: what the client wants to do, for the error message.
+        action: a phrase for the error message, such as "replace weights".
         code: the code of the error.
     """
     if not context_of(request).settings.allow_lora_updates:

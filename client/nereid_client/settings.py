@@ -266,7 +266,7 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
 
     Args:
         environment: the environment variables.
-        flags: maps the name of a setting to the value of its flag. Missing flags are not contained.
+        flags: maps the name of a setting to the value of its flag, if the flag is given.
 
     Raises: SettingsError that names the flag or the variable.
     """

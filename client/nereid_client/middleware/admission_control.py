@@ -187,8 +187,9 @@ class AdmissionControl:
 
     If a limit is exceeded, the response has the status 429. In the other cases, the status is 503.
 
-    GET, HEAD, OPTIONS and DELETE requests are always admitted, and so are requests that abort other
-    requests. Clients need these requests most when the server is overloaded or about to stop.
+    GET, HEAD, OPTIONS and DELETE requests are always admitted. Requests that abort other requests
+    are always admitted, too. Clients need such requests most when the server is overloaded or about
+    to stop.
 
     Args:
         app: the application that this middleware calls.

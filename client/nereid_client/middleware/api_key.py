@@ -34,7 +34,7 @@ class ApiKey:
     Args:
         app: the application that this middleware calls.
         key: the setting api_key, a key without limits. "" means that this setting is not used.
-        key_file: the clients with keys and limits of their own. None means that there is no file.
+        key_file: the clients with keys and limits of their own, or None if there is no key file.
         metrics: counts the rejected requests.
     """
 
@@ -102,7 +102,7 @@ def _key_in(headers: Headers) -> str:
     """Return the API key in the headers of a request, or "" if there is none.
 
     The key is the bearer token of the header Authorization. Anthropic's clients send the key in the
-    header x-api-key instead, and Azure's clients in the header api-key.
+    header x-api-key instead. Azure's clients send the key in the header api-key.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

@@ -94,7 +94,7 @@ class BodyLimit:
     def _length_error(self, content_length: str) -> ApiError | None:
         """Return an error if the header Content-Length exceeds the limit, or else None.
 
-        A very long number is not converted to an integer, because that takes quadratic time.
+        A very long number is not converted to an integer, because this conversion would take long.
         """
         if not (content_length.isdecimal() and content_length.isascii()):
             return None

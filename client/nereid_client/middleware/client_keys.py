@@ -101,8 +101,7 @@ class Client:
         name: the name of the client in the key file. "" if there is no key file, or if the client
             uses the key in the setting api_key.
         entry: the client's table in the key file.
-        share: the name of the client in the fair scheduling of requests. By default, the client's
-            name.
+        share: the name of the client in the fair scheduling of requests. The default is `name`.
         priority: the priority of the client's requests to the language model. None if each request
             can set its own priority.
         usages: stores how many requests and tokens the client has used.

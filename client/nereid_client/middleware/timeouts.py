@@ -49,7 +49,7 @@ class Timeouts:
         unread_s: the setting unread_timeout_s. If a client reads nothing of the response for this
             many seconds, the connection is closed. 0 means no limit.
         metrics: counts the requests that this middleware has ended.
-        running: the requests that run now. To abort a request, `running` changes its timeout.
+        running: the requests that run now. `running` aborts a request by changing its timeout.
     """
 
     def __init__(

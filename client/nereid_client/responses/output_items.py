@@ -122,7 +122,7 @@ class TextItem:
 
 @dataclass
 class CallItem:
-    """A function call.
+    """An output item that contains a function call.
 
     Attributes:
         index: the index of the item in the field `output` of the response.

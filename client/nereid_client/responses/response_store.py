@@ -71,7 +71,7 @@ class Limits:
     Attributes:
         count: the largest number of responses, including running responses. 0 turns the store off.
         num_bytes: the largest size of all responses, their conversations and their events.
-        age_s: the seconds from the end of a response until it is deleted.
+        age_s: the number of seconds for which a response stays in the store after its end.
     """
 
     count: int

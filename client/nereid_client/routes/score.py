@@ -96,7 +96,7 @@ def _cosine_similarities(vectors: Floats, num_queries: int) -> Floats:
     Example: for the vectors [q, d1, d2] and one query, the similarities are [q·d1, q·d2].
 
     Args:
-        vectors: [num_queries + num_documents, dimension]; all vectors have length 1.
+        vectors: an array [num_queries + num_documents, dimension]. All vectors have length 1.
         num_queries: 1, or the number of documents.
     """
     similarities: Floats = np.sum(vectors[:num_queries] * vectors[num_queries:], axis=1)

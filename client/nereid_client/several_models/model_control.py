@@ -153,7 +153,7 @@ class ModelControl:
             state.last_used = time.monotonic()
 
     async def load(self, spec: ModelSpec) -> None:
-        """Load a model for a client that has sent the request to load this model.
+        """Load a model. The route `/v1/models/{model_id}/load` calls this method.
 
         Raises: BackendError if the model cannot be loaded.
         """

@@ -132,7 +132,7 @@ def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str])
 
     Args:
         stored: the data type of the tensor in the file, such as "BF16".
-        num_dimensions: the number of dimensions of the tensor. Only matrices are rounded.
+        num_dimensions: the number of dimensions of the tensor. Only matrices are quantized.
         settings: the settings of the model.
     """
     if stored not in _FLOATS:

@@ -90,7 +90,7 @@ class ModelSpec(BaseModel):
 
     @property
     def steps(self) -> dict[str, str]:
-        """Maps each step of the ensemble to the name of the step's model in the model repository.
+        """A dict that maps each step of the ensemble to the name of the step's model.
 
         Example: {"tokenizer": "chat-tokenizer", "executor": "chat-executor", ...}.
         """

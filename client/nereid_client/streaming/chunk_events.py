@@ -44,8 +44,8 @@ class ChunkBuilder(ABC, Generic[ItemT]):
     def record(self, prompt: int, delta: Delta) -> int:
         """Record the usage and the finish reason of a delta.
 
-        Returns: the number of the choice that the delta belongs to. The choices are numbered across
-            all prompts.
+        Returns: the number of the choice to which the delta belongs. The choices are numbered
+            across all prompts.
         """
         choice = delta.get("index", 0)
         number = prompt * self.frame.num_choices + choice

@@ -60,7 +60,7 @@ def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
     result is {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}.
 
     Args:
-        prompts: for each prompt, the usage of its choices. None if a choice has no usage yet.
+        prompts: for each prompt, a list with the usage of each choice. None means no usage so far.
     """
     known = [[usage for usage in choices if usage] for choices in prompts]
     first_choices = [choices[0] for choices in known if choices]

@@ -248,13 +248,13 @@ async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> Asy
 async def interleaved(
     sources: Sequence[AsyncGenerator[Delta]],
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield the deltas of several generators as they arrive, with the number of the generator.
+    """Yield the deltas of several generators as they arrive, each with the generator's number.
 
     Example: (1, {"text": "a"}) is a delta of the second generator.
 
     Closing this generator closes all sources.
 
-    Raises: BackendError, the first one that a source raises.
+    Raises: the first BackendError that a source raises.
     """
     if len(sources) == 1:  # a single generator needs no tasks
         async with aclosing(sources[0]) as source:
@@ -285,7 +285,7 @@ _Queue = asyncio.Queue[tuple[int, Delta] | Exception | None]
 
 
 async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> None:
-    """Put the deltas of a source into the queue, and finally None or the error of the source."""
+    """Put the deltas of a source into the queue, and then None or the error of the source."""
     try:
         async with aclosing(source):
             async for delta in source:

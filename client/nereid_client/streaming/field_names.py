@@ -1,4 +1,4 @@
-"""Replaces the field names of chat completions in errors by the field names of another API.
+"""In errors, replaces the field names of chat completions by the field names of another API.
 
 The Responses API and Anthropic's API translate their requests to chat completions. An error of the
 backend therefore names a field that the client has not sent.

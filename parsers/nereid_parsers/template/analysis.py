@@ -49,7 +49,7 @@ differs between the two probes, and what the analysis finds for the template of 
                      T3  another function            the key `name` contains the name
                      T4 to T7  other arguments       the key `arguments` contains the arguments
                      T8  content before a call       a message can have content and calls
-    proof.py       Parse the renderings with the format. The result must be the probes again.
+    proof.py       Parse the renderings with the format. The result must be equal to the probes.
     report.py      Show the comparisons, the format and the samples.
 
 For the example, the result is the layout `Sections(Reasoning("<think>", "</think>"), None, tools)`.
@@ -57,7 +57,7 @@ Here `tools` declares that each call is a JSON object between `<tool_call>` and 
 
 The comparisons cannot show everything. The module known_formats.py declares the formats of
 templates whose renderings are ambiguous, the other ways in which a model family writes calls, and
-the tool calls of templates that render no tool calls.
+the formats of tool calls for templates that render no tool calls.
 """
 
 from __future__ import annotations

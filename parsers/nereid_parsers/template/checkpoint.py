@@ -95,7 +95,7 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
-    """Read the .jinja files of a checkpoint. Return the sources of the templates by their names.
+    """Read the .jinja files of a checkpoint. Return a dict of template names and sources.
 
     The files in additional_chat_templates/ have names such as "tool_use". The template in
     chat_template.jinja has the name "default".

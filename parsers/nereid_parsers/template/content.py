@@ -54,9 +54,8 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     """Find the markers around the content of an answer, and the markers that end the turn.
 
     Example: the rendered answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
-    `</answer>` and the end marker `<|im_end|>`. The name of this comparison in the report is C1.
-    The first conversation ends with the user's question, and the second conversation also contains
-    an answer.
+    `</answer>` and the end marker `<|im_end|>`. The report shows this comparison as C1. It compares
+    a conversation without an answer and the same conversation with an answer.
 
     Args:
         turn: The model's turn in the renderings. `turn.prober` renders the conversations.
@@ -88,8 +87,8 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
 
     Such a template also writes the markers if the content is empty. Example: a message without
     content is rendered as "<say></say><call>..", and a message with content is rendered as
-    "<say>CONTENT</say><call>..". So `<say>` and `</say>` are the markers. The name of this
-    comparison in the report is C2.
+    "<say>CONTENT</say><call>..". So `<say>` and `</say>` are the markers. The report shows this
+    comparison as C2.
 
     Returns:
         The markers, or None if there are no such markers.

@@ -78,7 +78,7 @@ class Switches:
 
     Attributes:
         variables: Pairs of name and value, such as (("enable_thinking", False),).
-        system: The text of a system message, such as "/no_think"; "" for no system message.
+        system: The text of a system message, such as "/no_think". "" if there is no such message.
     """
 
     variables: tuple[tuple[str, Any], ...] = ()

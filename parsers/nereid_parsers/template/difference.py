@@ -1,4 +1,4 @@
-"""Compare rendered texts token by token, so that no marker or word is cut in two.
+"""Compare rendered texts token by token, so that no marker or word is split.
 
 A marker is a piece of markup such as `<tool_call>`, `<|im_end|>` or `[TOOL_CALLS]`. All functions
 here split text into tokens first (`tokens`), so that a difference starts and ends at the boundary
@@ -115,7 +115,7 @@ def tokens(text: str) -> list[str]:
 
 
 def common_prefix(text: str, other: str, split: Split = tokens) -> str:
-    """Return the longest common prefix that does not cut a token in two.
+    """Return the longest common prefix that does not split a token.
 
     >>> common_prefix("<a><tool_call>", "<a><tool_result>")
     '<a>'
@@ -124,7 +124,7 @@ def common_prefix(text: str, other: str, split: Split = tokens) -> str:
 
 
 def common_suffix(text: str, other: str, split: Split = tokens) -> str:
-    """Return the longest common suffix that does not cut a token in two.
+    """Return the longest common suffix that does not split a token.
 
     >>> common_suffix("yes</call></all>", "no</recall></all>")
     '</all>'
@@ -148,7 +148,7 @@ def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
 
 
 def difference(left: str, right: str, split: Split = tokens) -> Difference:
-    """Split two texts where they differ, without cutting a token in two.
+    """Split two texts where they differ, but do not split a token.
 
     >>> difference("<a>yes</a>", "<a>no</a>")
     Difference(prefix='<a>', left='yes', right='no', suffix='</a>')

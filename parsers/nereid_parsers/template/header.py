@@ -161,8 +161,8 @@ def _header_in_prompt(added: str, renderings: Sequence[str]) -> str:
 def _longest_shared_prefix(added: str, rendering: str) -> str:
     r"""Return the longest prefix of `added` that occurs anywhere in `rendering`.
 
-    The prefix does not cut a token in two. White space alone does not count as a prefix. The result
-    is "" if no prefix occurs.
+    The prefix does not split a token. White space alone does not count as a prefix. The result is
+    "" if no prefix occurs.
 
     >>> _longest_shared_prefix("<|assistant|>\n<think>\n", "\n<|assistant|>\nHello")
     '<|assistant|>\n'

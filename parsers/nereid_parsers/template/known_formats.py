@@ -281,7 +281,7 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
     """Find the registered tool section whose markers are all in `known_markers`.
 
     If there are several such sections, return the section with the most markers. Return None if
-    there is no such section, or if two sections have the same largest number of markers.
+    there is no such section, or if two sections tie for the most markers.
 
     Example: the markers `<|tool_call_start|>` and `<|tool_call_end|>` belong to one section, which
     contains Python calls.

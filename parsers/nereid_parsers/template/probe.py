@@ -162,7 +162,7 @@ class Prober:
         )
 
     def record_finding(self, name: str, finding: str) -> None:
-        """Add a finding to the report, if the analysis made this finding without a comparison.
+        """Report a finding that the analysis has made without a comparison of renderings.
 
         The report then shows two equal renderings. For the arguments, see `record`.
         """
@@ -184,11 +184,11 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Find the form of messages in which the template renders a whole tool call.
+        """Return the first form in which the template renders a whole tool call.
 
-        Try variants of the attribute `form`. For example, the arguments of a tool call are an
-        object in some variants, and a JSON string in other variants. Return None if the template
-        renders the whole tool call in no variant.
+        The method tries variants of the attribute `form`. In some variants, the arguments of a tool
+        call are an object. In other variants, they are a JSON string. Return None if there is no
+        such form.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -281,9 +281,9 @@ def unmask_call_ids(text: str) -> str:
 def _shows_call(text: str) -> bool:
     r"""Return whether `text` contains the whole probe call: the name and both arguments.
 
-    Some texts are not accepted. If the arguments are printed as a Python dict, or as JSON inside a
-    JSON string, the template expects arguments in another form. If "None" precedes the tool call,
-    the template expects empty content in another form.
+    The result is False if the arguments are printed as a Python dict, or as JSON inside a JSON
+    string. The template then expects arguments in another form. The result is also False if "None"
+    precedes the tool call. The template then expects empty content in another form.
 
     >>> arguments = '"zqKeyOne": "zqValueOne", "zqKeyTwo": "zqValueTwo"'
     >>> _shows_call(f"zqFirstTool{{{arguments}}}"), _shows_call(f"None zqFirstTool{{{arguments}}}")

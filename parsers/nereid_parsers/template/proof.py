@@ -42,8 +42,8 @@ class Proof:
         name: The kind of message, such as "content and a tool call".
         prompt: The prompt before the message.
         text: The text that a model would generate for the message.
-        differs: The parts of the message that the parser did not return as they were rendered:
-            "reasoning", "content", "tool names" or "tool arguments".
+        differs: The parts of the message that the parser returned wrongly: "reasoning", "content",
+            "tool names" or "tool arguments".
     """
 
     name: str

@@ -10,7 +10,7 @@ R4  the string constants of the template    markers whose names refer to thinkin
 R5  a call without and with reasoning       the marker of a call that also ends reasoning
 
 R1 to R4 are tried in this order until one of them finds markers. Then R5 adds the marker of a call,
-if there is one.
+if this marker also ends reasoning.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
     There is one prompt for each setting of the template's thinking switches, for example
     `enable_thinking=False`. Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers
     are `<think>\n` and `\n</think>\n\n`. Return None if no prompt contains markers of reasoning.
-    The name of this comparison in the report is R2.
+    The report shows this comparison as R2.
     """
     for prompt in turn.prompts:
         closing = _closing_in_prompt(turn, prompt)
@@ -276,8 +276,8 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
 
     Example: "Write <think></think> and <answer></answer>" shows the markers of reasoning and the
-    markers around the content. Return None if no switch adds such instructions. The name of this
-    comparison in the report is R3.
+    markers around the content. Return None if no switch adds such instructions. The report shows
+    this comparison as R3.
     """
     for prompt in turn.prompts[1:]:
         if prompt.switches.system:
@@ -299,10 +299,11 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Declare a pair of markers as reasoning, and the first of `other_pairs` as a wrapper.
+    r"""Return the markup that consists of the given pairs of markers.
 
-    The wrapper encloses the content. The white space around the markers of reasoning is unknown. So
-    the result assumes that each marker is on a line of its own, as in most templates.
+    The pair `reasoning` encloses reasoning. The first of `other_pairs` encloses the content. The
+    white space around the markers of reasoning is unknown. So the result assumes that each of these
+    markers is on a line of its own, as in most templates.
 
     >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
     >>> markup = _markup_of_pairs(thinking, [answer])
@@ -343,7 +344,7 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
 def compare_reasoning_before_call(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Find the marker of a tool call that ends reasoning without a closing marker.
+    """Find the marker of a tool call, if this marker ends reasoning without a closing marker.
 
     Some templates omit the closing marker of reasoning before a tool call. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning. The report

@@ -140,7 +140,7 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last of several markers in `opening`, if a model may write this marker alone.
+    """Return the last marker of `opening`, if a model may write this marker alone.
 
     The result is a tuple with this marker. The tuple is empty if `opening` does not end with a
     marker, has only one marker, or ends with a marker that also occurs in other markup of the

@@ -1,4 +1,4 @@
-"""Find a conversation whose reasoning the template renders, and the fields of this reasoning."""
+"""Find out in which conversations, and from which message fields, a template renders reasoning."""
 
 from __future__ import annotations
 

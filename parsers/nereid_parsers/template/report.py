@@ -20,7 +20,7 @@ from nereid_parsers.template.conversation import TOOLS
 from nereid_parsers.template.difference import Comparison
 from nereid_parsers.template.proof import Proof
 
-CONTEXT_CHARS = 60  # characters shown before and after a difference
+CONTEXT_CHARS = 60  # the number of characters that are shown before and after a difference
 PROMPT_END_CHARS = 80  # the number of characters that are shown from the end of a prompt
 
 # A function that adds colour to a text for a terminal. Its arguments are the kind of the text, such
@@ -101,7 +101,7 @@ class Sample:
         name: The kind of message, such as "content and a tool call".
         prompt_end: The end of the prompt before the message.
         spans: Pairs of kind and text. The kinds are "reasoning", "content", "call" and "markup".
-        differs: The parts of the message that the parser did not return as they were rendered.
+        differs: The parts of the message that the parser returned wrongly, such as "content".
     """
 
     name: str

@@ -241,7 +241,7 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 
     Args:
         between: The text between the content and the name of the function.
-        header: The header of the model's turn. If `between` does not contain it, the result is ().
+        header: The header of the model's turn. The result is () if `between` contains no header.
     """
     if not header or header not in between:
         return ()

@@ -14,10 +14,10 @@ router = APIRouter(tags=["Operation"])
 
 @router.get("/v1/cache", summary="Statistics of the prefix cache")
 async def cache_statistics(request: Request, model: str | None = None) -> dict[str, Any]:
-    """Return the counters of the prefix cache and of its sessions.
+    """Return the counters of the prefix cache, and a list of the cache's sessions.
 
     A session consists of the cached prefixes of all requests with the same `prompt_cache_key`. If a
-    client uses a key of the key file, the counters describe only the sessions of this client.
+    client uses a key of the key file, the list contains only the sessions of this client.
     """
     _select_model(request, model)
     statistics = await _call(request, {"cache": "statistics"})

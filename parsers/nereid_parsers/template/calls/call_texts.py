@@ -32,10 +32,11 @@ class CallTexts(NamedTuple):
     Each text starts where the tool calls start. A text is "" if the template refuses the message.
 
     Attributes:
-        one_call: One tool call with one argument, a string.
+        one_call: One tool call with one argument, which is a string.
         two_arguments: One tool call with two arguments.
         number: One tool call whose argument is NUMBER_VALUE.
-        two_calls: Two calls with one argument each; "" if a message can have only one tool call.
+        two_calls: Two tool calls with one argument each. "" if a message can have only one tool
+            call.
         special_value: One tool call whose argument is SPECIAL_VALUE, a string that contains markup.
     """
 

@@ -1,7 +1,7 @@
 """Infer the format of tool calls that are written as JSON.
 
-Either the JSON contains the function's name, `{"name": "f", "arguments": {"a": 1}}`, or the name
-precedes the JSON, `f{"a": 1}`.
+There are two forms. In `{"name": "f", "arguments": {"a": 1}}`, the JSON contains the function's
+name. In `f{"a": 1}`, the name precedes the JSON.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 def _markup_of_two_named(text: str) -> ListMarkup | None:
     """Return the markup around two tool calls that consist of a name, followed by JSON.
 
-    Return None if one of the two names is not followed by JSON. Example: `<c>f{..}</c>,
-    <c>g{..}</c>` has `item_open` "<c>", `item_close` "</c>" and `separator` ", ".
+    Return None if no JSON follows one of the two names. Example: `<c>f{..}</c>, <c>g{..}</c>` has
+    `item_open` "<c>", `item_close` "</c>" and `separator` ", ".
     """
     first = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
     second = _find_json_arguments(text, SECOND_TOOL, SECOND_KEY)

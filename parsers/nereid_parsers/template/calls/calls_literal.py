@@ -93,7 +93,7 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
         return None
-    # `<call>f{a:<q>x<q>}</call>` is cut into `<call>`, `{`, `:<q>` and `<q>}</call>`.
+    # `<call>f{a:<q>x<q>}</call>` is split into `<call>`, `{`, `:<q>` and `<q>}</call>`.
     _, before_key, before_value, after_value = pieces
     colon_and_quote = before_value.strip()
     quote = colon_and_quote[1:].strip()

@@ -57,7 +57,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     pieces = split_at_words(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE)
     if pieces is None:
         return None
-    # `<c f><k>a</k>1<k>b</k>2</c>` is cut into `<c `, `><k>`, `</k>`, `<k>`, `</k>` and `</c>`.
+    # `<c f><k>a</k>1<k>b</k>2</c>` is split into `<c `, `><k>`, `</k>`, `<k>`, `</k>` and `</c>`.
     before_name, before_key, before_value, between_arguments, _, after = pieces
     if FIRST_KEY in between_arguments:
         return None  # The closing tag repeats the key: see `read_nested`.
@@ -67,7 +67,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=before_name, item_close=after)
     if markup is None:
         return None
-    # The text was cut at the last value, so `markup.item_close` also contains the closing tag of
+    # The text was split at the last value, so `markup.item_close` also contains the closing tag of
     # the last argument: `</k></c>`. This tag belongs to the markup of the arguments.
     arguments = list_markup(before_key, between_arguments, markup.item_close)
     calls = replace(markup, item_close=arguments.close)
@@ -213,8 +213,8 @@ def _add_quoted_variant(
     """Return a copy of `values` with the tags of quoted strings, if the template quotes strings.
 
     Some templates quote only strings that contain markup. Example: the string "a" is written as
-    `<v>a</v>`, and the string "a<b" as `<v><![CDATA[a<b]]></v>`. The result is the variant
-    `<v><![CDATA[..]]></v>`, with the variant `<v>..</v>` as its alternative.
+    `<v>a</v>`, and the string "a<b" is written as `<v><![CDATA[a<b]]></v>`. The result declares the
+    tags `<v><![CDATA[` and `]]></v>`, with the tags `<v>` and `</v>` as an alternative.
 
     Args:
         texts: The renderings of tool calls.
@@ -255,7 +255,7 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
     )
     if pieces is None:
         return None
-    # `f ~<a>1~</a>~<b>2~</b>` is cut into "", " ~", "", "~", "~<b>2~" and "".
+    # `f ~<a>1~</a>~<b>2~</b>` is split into "", " ~", "", "~", "~<b>2~" and "".
     before_name, before_first_tag, _, after_first_value, _, after = pieces
     marker = after_first_value.strip()
     if texts.two_calls:

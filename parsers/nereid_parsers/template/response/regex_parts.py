@@ -80,8 +80,9 @@ class _Reader:
     """A recursive-descent parser of a regular expression.
 
     Each `read_` method reads one element that starts at `position`, and moves `position` to the end
-    of the element. It returns the alternatives of the element, each as a tuple of pieces. An
-    element that matches no text, such as `^`, has one alternative without pieces: `[()]`.
+    of the element. The method returns the alternatives of the element. Each alternative is a tuple
+    of pieces. An element that matches no text, such as `^`, has one alternative without pieces, so
+    the method returns `[()]`.
     """
 
     def __init__(self, regex: str) -> None:
@@ -145,7 +146,7 @@ class _Reader:
     def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
         r"""Read the quantifier after `element`, if any, and return the quantified alternatives.
 
-        Examples: `a?` has two alternatives, `a` and an empty one. The quantifiers of `\s*` and
+        Examples: `a?` has two alternatives, `a` and the empty text. The quantifiers of `\s*` and
         `[^>]+` have no effect, because white space and fields already match any length. `a+` and
         `a*` are rejected, because a format cannot write a marker of unlimited length.
 

@@ -63,7 +63,7 @@ ANALYSIS_LIMITS = Limits()
 def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     """Return the limits for rendering one request. The limits grow with the size of the request.
 
-    No operation lengthens a text more than `tojson`, which can write six characters for one.
+    `tojson` lengthens a text more than other operations: one character can become six characters.
     """
     size = size_of(dict(variables), max_size=sys.maxsize)
     return Limits(

@@ -249,7 +249,7 @@ class AdmissionControl:
             self._num_checks -= 1
 
     def _observed(self, key: tuple[str, str], send: Send, started: float) -> Send:
-        """Return a wrapper of `send`. If the server rejects the request, the wrapper records this.
+        """Wrap the function `send`, so that a throttle records a rejection by the server.
 
         A rejection is a response with the status 503 and the header Retry-After. Only routes that
         call a model send such a response. In Anthropic's API, the status is 529.

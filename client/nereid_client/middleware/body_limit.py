@@ -12,7 +12,8 @@ from nereid_client.middleware.request_metrics import RequestMetrics
 from nereid_client.middleware.shared_budget import SharedBudget
 
 UPLOAD_PATH = "/v1/files"
-_ERROR_HEADERS = {"Connection": "close"}  # because the rest of the body is not read
+# After an error, the connection is closed, because the rest of the body is not read.
+_ERROR_HEADERS = {"Connection": "close"}
 _MAX_DIGITS = 20  # A Content-Length with more digits is not converted to an integer.
 
 

@@ -183,7 +183,7 @@ The backend and the response store read this variable, so the routes need not pa
 class KeyFile:
     """The API clients that a key file describes.
 
-    The object checks once a second whether the file has changed. If so, it reads the file again. If
+    The object checks once a second whether the file has changed, and reads a changed file again. If
     the changed file is damaged, the clients of the previous version stay valid, and the log
     contains the reason.
 
@@ -205,7 +205,7 @@ class KeyFile:
         self._path = path
         self._clock = clock
         self._usages = usages
-        self._clients: dict[str, Client] = {}  # the clients by name
+        self._clients: dict[str, Client] = {}  # maps names to clients
         # Pairs of the digest of an API key and the client that has this key.
         self._digests: list[tuple[bytes, Client]] = []
         self._version = self._current_version()

@@ -49,7 +49,7 @@ class RunningRequests:
         A client of the key file can abort only its own requests.
 
         Args:
-            caller: the request that aborts other requests. It is not aborted itself.
+            caller: the request that aborts other requests. This request itself is not aborted.
             ids: the ids of the requests. None aborts all requests.
         """
         now = asyncio.get_running_loop().time()

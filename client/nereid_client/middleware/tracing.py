@@ -48,7 +48,7 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle the request in a span. If the client sent a trace, the span belongs to it."""
+        """Handle the request in a span. The span continues the client's trace, if there is one."""
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -81,8 +81,8 @@ class BackgroundResponse:
         while True:
             # The order of the next three lines matters. `_changed` is read before the events. If
             # `record` then adds events, it also sets the object `changed`, so the wait below ends
-            # at once. `is_over` is also read before the events. If it is true, the list of events
-            # is complete.
+            # at once. `is_over` is also read before the events. If `is_over` is true, the list of
+            # events is complete.
             changed = self._changed
             is_over = self.builder.is_over
             new_events = (self.events or [])[position:]
@@ -125,7 +125,7 @@ class Responses:
         self._gate = gate
         self._limit_s = limit_s or None  # None means no limit
         self._metrics = metrics
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # the running responses by id
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # maps ids of responses to tasks
 
     def start(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
         """Start to generate a response in the background.

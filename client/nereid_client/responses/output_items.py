@@ -218,8 +218,8 @@ class LogprobMatcher:
             return all_entries
         text_end = text_begin + len(text_bytes)
         token_ends = list(accumulate(map(len, tokens)))
-        first_token = bisect_right(token_ends, text_begin)  # it contains the first byte of the text
-        last_token = bisect_left(token_ends, text_end)  # it contains the last byte of the text
+        first_token = bisect_right(token_ends, text_begin)  # the token with the text's first byte
+        last_token = bisect_left(token_ends, text_end)  # the token with the text's last byte
         text_entries = self._unassigned[first_token : last_token + 1]
         self._unassigned = self._unassigned[last_token + 1 :]
         return text_entries

@@ -105,7 +105,7 @@ class Store:
         self._limits = limits
         self._now = now
         self._worker = worker
-        self._running: dict[str, Running] = {}  # the running responses of this process, by id
+        self._running: dict[str, Running] = {}  # maps ids to running responses of this process
         self._timer: asyncio.TimerHandle | None = None  # the timer that deletes expired responses
         self._database = Database(path, _SCHEMA)
 

@@ -9,7 +9,7 @@ from nereid_client.middleware.client_keys import current_client
 
 Json = dict[str, Any]
 
-_OVERHEAD_BYTES = 64  # bytes of a Python object without its content, approximately
+_OVERHEAD_BYTES = 64  # the approximate size of a Python object without its content
 
 
 def current_client_name() -> str:

@@ -81,7 +81,7 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """The log-probabilities of a prompt. The list has one item for each token of the prompt.
 
-An item maps token ids, written as strings, to log-probabilities. It contains the token of the
+An item maps token ids, written as strings, to log-probabilities. The item contains the token of the
 prompt and the most probable tokens at the same position. The item of the first token is None.
 """
 

@@ -166,7 +166,7 @@ def _set_form(prober: Prober) -> bool:
         prober.undecided.append(f"The template does not render plain content: {why}")
     else:
         prober.form = content_form
-    call_form = prober.find_call_form()  # a variant of `prober.form`
+    call_form = prober.find_call_form()  # This form is a variant of `prober.form`.
     if call_form is not None:
         prober.form = call_form
     return call_form is not None

@@ -82,7 +82,7 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
             "Check the path."
         )
     config = _read_json(path / "tokenizer_config.json")
-    chat_template = _read_json(path / "chat_template.json")  # {} if the file does not exist
+    chat_template = _read_json(path / "chat_template.json")  # This is {} if no file exists.
     templates_in_json = chat_template.get("chat_template", config.get("chat_template"))
     response_template = config.get("response_template")
     return CheckpointText(

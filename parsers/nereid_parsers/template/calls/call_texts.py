@@ -258,7 +258,7 @@ def _mask_digit(text: str, index: int) -> str:
     >>> _mask_digit("0 zqFirstTool", 0)
     '\ue010 zqFirstTool'
     """
-    character = text[index : index + 1]  # "" if `text` is shorter.
+    character = text[index : index + 1]  # This is "" if the index is outside the text.
     if not character.isdigit():
         return text
     return text[:index] + COUNTER_MARK + text[index + 1 :]

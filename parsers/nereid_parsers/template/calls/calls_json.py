@@ -170,7 +170,8 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
     name_start = text.find(name)
-    brackets = [start for start in range(name_start) if text[start] in "{["]  # before the name
+    # The JSON value starts with a bracket that precedes the name.
+    brackets = [start for start in range(name_start) if text[start] in "{["]
     for start in brackets:
         span = _decode_json(text, start)
         if span is None or span.end <= name_start:

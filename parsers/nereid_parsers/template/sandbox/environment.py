@@ -43,8 +43,8 @@ _PROBE_TIME = datetime(2025, 6, 1, 12, 0, 0)
 # Filters that are slow or random, or that no chat template needs.
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
-_MAX_MESSAGE = 300  # characters of an error message
-_MAX_RAISED_MESSAGE = 500  # characters of the template's own error message
+_MAX_MESSAGE = 300  # the largest number of characters of an error message
+_MAX_RAISED_MESSAGE = 500  # the same limit for messages that the template itself raises
 
 
 class RenderRefused(Exception):

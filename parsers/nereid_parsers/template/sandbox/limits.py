@@ -17,13 +17,13 @@ from typing import Any
 
 from nereid_parsers.errors import TemplateError
 
-MAX_SOURCE = 1_000_000  # the number of characters of a template
+MAX_SOURCE = 1_000_000  # the largest number of characters of a template
 # The largest number of characters of Python code into which jinja2 may translate a template. Python
 # compiles this number of characters in up to 0.5 seconds, and compiling cannot be interrupted.
 MAX_CODE = 1_000_000
 MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
-MAX_BITS = 4096  # the number of bits of an integer
-_MAX_DEPTH = 100  # the number of levels of nested lists
+MAX_BITS = 4096  # the largest number of bits of an integer
+_MAX_DEPTH = 100  # the largest number of levels of nested lists
 
 _ITEM_SIZE = 16  # `size_of` adds this size for each value.
 _STEPS_PER_CLOCK = 64  # The clock is slow, so only every 64th step reads the clock.

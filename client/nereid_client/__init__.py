@@ -1,6 +1,6 @@
 """The OpenAI-compatible frontend of Nereid, and the `nereid` command.
 
-`app.py` is the entry point of the frontend, and `cli/main.py` is that of the command.
+`app.py` is the entry point of the frontend. `cli/main.py` is the entry point of the command.
 """
 
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible frontend. START HERE: `create_app` lists all parts of the application.
+"""The OpenAI-compatible frontend. START HERE: `create_app` creates the whole application.
 
 A chat completion passes through these modules:
 
@@ -117,10 +117,10 @@ def create_app(
 
     Args:
         settings: the settings of the frontend.
-        make_backend: creates the backend when the event loop is running. By default, the backend is
-            the Triton server at `settings.grpc_url`.
-        worker: the place of this process among several frontend processes. None if this is the only
-            frontend process.
+        make_backend: creates the backend. It is called when the event loop is running. By default,
+            the backend is the Triton server at `settings.grpc_url`.
+        worker: the number of this process, and the folder that all frontend processes share. None
+            if this is the only frontend process.
     """
 
     @asynccontextmanager
@@ -181,7 +181,7 @@ def _limit_state(
 ) -> tuple[SharedBudget, Usages]:
     """Return the counter of running requests, and the object that stores each API key's usage.
 
-    Several frontend processes share both objects through `database`.
+    If there are several frontend processes, they share the counts and the usage in `database`.
     """
     limit = settings.max_concurrent_requests
     if worker is None or database is None:
@@ -197,7 +197,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
-    """Add the middleware to the application. A request passes the last added middleware first."""
+    """Add the middleware. The middleware that is added last is the first to receive a request."""
     metrics = app.state.metrics
     app.add_middleware(
         BodyLimit,
@@ -254,7 +254,7 @@ async def _on_field_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Return the response for an error that Starlette raised, such as an unknown path."""
+    """Return the response for an exception of Starlette, for example for an unknown path."""
     if not isinstance(error, HTTPException):
         raise error
     route = f"{request.method} {request.url.path}"
@@ -269,7 +269,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    """Return a response with the status 500 for a bug. Starlette then logs the traceback."""
+    """Return the response for an unexpected exception. Starlette then logs the traceback."""
     request_id = getattr(request.state, "request_id", "unknown")
     message = (
         f"The server has a bug: it failed with an unexpected {type(error).__name__}. The log of "

@@ -1,4 +1,4 @@
-"""Functions that print messages of the `nereid` command, and the exception `CliError`."""
+"""Prints the messages of the `nereid` command, and defines the exception `CliError`."""
 
 import sys
 from collections.abc import Callable
@@ -26,6 +26,6 @@ def complain(line: str) -> None:
 
 
 def set_line_format(format_line: Callable[[str], str]) -> None:
-    """Set the function with which `say` and `complain` convert each line before they write it."""
+    """Set a function that converts each line before `say` or `complain` writes the line."""
     global _format_line  # the format applies to everything that this process prints
     _format_line = format_line

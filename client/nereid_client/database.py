@@ -11,13 +11,12 @@ _LOCK_TIMEOUT_S = 30.0
 class Database:
     """A connection to an SQLite database.
 
-    The content of the database is needed only while the processes run that share the database. The
-    database therefore does not flush changes to the disk, which would take most of the time of a
-    transaction.
+    The data is not needed after the processes that share the database have ended. Changes are
+    therefore not flushed to the disk. Flushing would take most of the time of a transaction.
 
     Args:
         path: the file, or ":memory:" for a database in the memory of this process.
-        schema: SQL statements that create the tables, unless the tables exist.
+        schema: SQL statements that create the tables if the tables do not exist.
     """
 
     def __init__(self, path: str, schema: str) -> None:

@@ -1,7 +1,7 @@
 """HTTP responses and server-sent events for errors, in the format of OpenAI or Anthropic.
 
-Most clients use OpenAI's API. A client of Anthropic's API is recognized by its path, `/v1/messages`
-and the paths below it, or by the header `anthropic-version`.
+A request uses Anthropic's API if its path is `/v1/messages` or a path below it, or if it has the
+header `anthropic-version`. All other requests use OpenAI's API.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
     Args:
         error: the error.
-        scope: the ASGI scope of the request. It determines the format.
+        scope: the ASGI scope of the request. The scope determines the format of the response.
     """
     if not uses_anthropic_api(scope):
         return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
@@ -57,7 +57,7 @@ def error_event(error: ApiError, scope: Scope) -> bytes:
 
     Args:
         error: the error.
-        scope: the ASGI scope of the request. It determines the format.
+        scope: the ASGI scope of the request. The scope determines the format of the event.
     """
     if uses_anthropic_api(scope):
         return sse.named_event(_anthropic_body(error, scope))
@@ -67,9 +67,10 @@ def error_event(error: ApiError, scope: Scope) -> bytes:
 def _anthropic_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     """Return the JSON body of an error in Anthropic's API.
 
-    Clients recognize a prompt that is too long by the first words of the message.
+    If the prompt is too long, the message begins with the words of Anthropic's own message, because
+    clients recognize the error by these words.
 
-    Example: a prompt with 9000 tokens returns {"type": "error", "error": {"type":
+    Example: the body for a prompt with 9000 tokens is {"type": "error", "error": {"type":
     "invalid_request_error", "message": "prompt is too long: 9000 tokens > 4096 maximum. ..."},
     "request_id": "..."}.
     """

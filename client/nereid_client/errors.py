@@ -5,9 +5,9 @@ FrontendError
 |  '- Disconnected   the client has closed the connection, so nobody reads the response
 '- BackendError      an error of the Triton server: a gRPC status code and a message
 
-The validators of the request bodies raise FieldError. This class is a ValueError, because pydantic
-converts only ValueErrors of a validator to a ValidationError. `from_validation` converts a
-ValidationError to an ApiError.
+The validators of the request bodies raise FieldError. FieldError is a subclass of ValueError,
+because pydantic catches a ValueError of a validator and raises a ValidationError instead.
+`from_validation` converts a ValidationError to an ApiError.
 """
 
 import json
@@ -111,7 +111,9 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-"""Maps an HTTP status to the `type` in the error body. `ApiError.body` has a default type."""
+"""Maps an HTTP status to the `type` in the error body.
+
+For other statuses, `ApiError.body` uses a default type."""
 
 _HTTP_STATUS_AND_CODE = {
     "INVALID_ARGUMENT": (400, None),
@@ -120,7 +122,9 @@ _HTTP_STATUS_AND_CODE = {
     "CANCELLED": (499, "cancelled"),
     "DEADLINE_EXCEEDED": (504, "timeout"),
 }
-"""Maps a gRPC status code to an HTTP status and OpenAI's error code. The default status is 500."""
+"""Maps a gRPC status code to an HTTP status and OpenAI's error code.
+
+For other gRPC status codes, the HTTP status is 500."""
 
 # Matches the waiting time in a message of the executor, such as "Try again in 4 s".
 _RETRY_AFTER = re.compile(r"again in (\d+) s\b")
@@ -136,8 +140,8 @@ _FIELD_PATH = re.compile(r"[a-z_][A-Za-z0-9_.\[\]]*")
 # Matches the beginning "temperature: " of the message "temperature: must be at least 0".
 _FIELD_AND_COLON = re.compile(rf"^({_FIELD_PATH.pattern}): ")
 # Matches a field name at the start of a sentence, such as "max_tokens" in "max_tokens must be at
-# least 1". A word with "_", "." or "[" is a field name. Most other words are not, such as "image"
-# in "image is too large", so the pattern lists the field names without these characters.
+# least 1". A word with "_", "." or "[" is always a field name. A word without these characters is
+# a field name only if the pattern lists it. Example: "image" in "image is too large" is not listed.
 _FIELD_IN_SENTENCE = re.compile(
     r"^([a-z]\w*(?:[_.\[]\w*\]?)+|temperature|seed|stop|regex|ebnf|n|tools|messages|prompt|input)"
     r" (?=(?:must|requires|is|can|cannot|does)\b)"
@@ -197,8 +201,9 @@ def to_api_error(error: FrontendError) -> ApiError:
     if status == 400:
         param, message = _split_field(message)
         if tokens_and_limit(message) is not None:
-            # Many clients recognize an input that is too long by OpenAI's error code or by the
-            # words of OpenAI's message. The error therefore contains this code and these words.
+            # OpenAI's API has an error code and a message for an input that is too long. Many
+            # clients look for this code or these words, so the error contains the code and the
+            # words.
             code = "context_length_exceeded"
             message = f"Input tokens exceed the configured limit: {message}"
         return ApiError(400, message, param=param, code=code)
@@ -207,9 +212,9 @@ def to_api_error(error: FrontendError) -> ApiError:
 
 
 def tokens_and_limit(message: str) -> tuple[int, int] | None:
-    """Return the number of tokens and the token limit in a message about an input that is too long.
+    """Parse an error message for an input that is too long.
 
-    Return None for any other message.
+    Return the number of tokens and the limit in the message. Return None for any other message.
 
     Example: "prompt has 9000 tokens; the limit is 4096 (max_model_len)" returns (9000, 4096).
     """
@@ -236,7 +241,8 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
 
     Args:
         error: pydantic's error.
-        place: the path of the object in the request body, such as "tools[0]". "" is the body.
+        place: the path of the object in the request body, such as "tools[0]". The path of the body
+            itself is "".
     """
     details = error.errors(include_url=False)
     if place:
@@ -269,7 +275,7 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
         stop=["a", 5]: "stop[1] must be a string, but the request has 5"
 
     Args:
-        details: the errors of one field: one error for each type that the field accepts.
+        details: the errors of one field. There is one error for each type that the field accepts.
     """
     field = _path(details[0])
     value = details[0]["input"]
@@ -287,7 +293,7 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
 def shown(value: object, limit: int = 80) -> str:
     """Convert a value to JSON text for an error message. The text has at most `limit` characters.
 
-    Example: `shown(["a"] * 99)` returns '["a", "a", ... "a", ...', 80 characters in all.
+    Example: `shown("abcdefgh", limit=8)` returns '"abcd...'.
     """
     text = json.dumps(value, default=repr)
     return text if len(text) <= limit else text[: limit - 3] + "..."
@@ -313,9 +319,9 @@ def _split_field(message: str) -> tuple[str | None, str]:
 
 
 def _retry_after(message: str) -> dict[str, str]:
-    """Return the header Retry-After with the number of seconds in an error message.
+    """Return the header Retry-After with the number of seconds that an error message contains.
 
-    If the message contains no time, the number is 1.
+    If the message contains no number of seconds, the header has the value 1.
 
     Example: "Try again in 4 s." returns {"Retry-After": "4"}.
     """

@@ -39,7 +39,8 @@ def run_frontend(
 
     Args:
         settings: the settings of the frontend.
-        worker: the place of this process among several frontend processes, or None.
+        worker: the number of this process, and the folder that all frontend processes share. None
+            if this is the only frontend process.
         make_backend: creates the backend. By default, the backend is the Triton server.
 
     Raises: SettingsError if a setting is wrong.
@@ -51,11 +52,11 @@ def run_frontend(
         gate.is_draining = True
 
     signal.signal(signal.SIGUSR1, drain)
-    # WorkerPool starts workers with SIGUSR1 blocked. A SIGUSR1 that has arrived during the start is
-    # handled now.
+    # WorkerPool blocks SIGUSR1 in a new worker process. If a SIGUSR1 has arrived since the process
+    # started, `drain` is called now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    # The objects that exist now live until the process ends. `freeze` makes the garbage collector
-    # ignore them, so that garbage collections are short and do not delay streams.
+    # All present objects are needed until the process ends. `freeze` makes the garbage collector
+    # ignore these objects, so that garbage collections are short and do not delay streams.
     gc.collect()
     gc.freeze()
     _raise_descriptor_limit()

@@ -39,7 +39,7 @@ _DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32, "UINT8": np.uint
 
 
 class TritonCalls:
-    """The gRPC calls of the frontend to a Triton server.
+    """Makes the frontend's gRPC calls to a Triton server.
 
     The object must be created in a running event loop. The first call opens a connection.
 
@@ -54,7 +54,7 @@ class TritonCalls:
     async def infer(self, request: Any) -> Any:  # noqa: ANN401 - protobuf messages
         """Send a ModelInferRequest and return the ModelInferResponse.
 
-        Cancelling the task cancels the call.
+        If the calling task is cancelled, the gRPC call is cancelled, too.
 
         Raises:
             grpc.RpcError: the call failed.
@@ -106,7 +106,7 @@ class TritonCalls:
         await self._control("RepositoryModelUnload", request)
 
     async def uses_memory(self, names: Sequence[str]) -> bool:
-        """Return whether one of the models is loaded, is being loaded or is being unloaded.
+        """Return whether at least one of the models in `names` is loaded, loading or unloading.
 
         Raises: BackendError.
         """
@@ -140,9 +140,9 @@ class TritonCalls:
         client: str = _OWN_CALLS,
         timeout: float | None = None,
     ) -> Any:  # noqa: ANN401 - a protobuf message
-        """Send a request and return the only response.
+        """Send a request and return its only response.
 
-        Cancel the call if the calling task is cancelled.
+        If the calling task is cancelled, cancel the gRPC call.
 
         Args:
             method: the name of the gRPC method.
@@ -174,10 +174,10 @@ class TritonCalls:
 
 
 class Stream:
-    """A streaming call: one request and its responses. The caller must call `let_end` or `cancel`.
+    """A gRPC call with one request and several responses. Call `let_end` or `cancel` at the end.
 
-    A separate task reads all responses, because the task that reads must never be cancelled. `read`
-    returns the responses that this task has read.
+    A separate task reads and stores all responses, because a task that reads from gRPC must never
+    be cancelled. `read` returns the stored responses one by one.
 
     Args:
         call: the stream call of grpc.aio.
@@ -262,7 +262,8 @@ def infer_request(
         request_id: the id of the request in the logs of the server.
         inputs: for each input its name, its data type (BOOL, INT32, UINT8 or BYTES) and its values.
             The shape is [num_values].
-        outputs: the names of the outputs to return. If empty, the server returns all.
+        outputs: the names of the outputs to return. If there are no names, the server returns all
+            outputs.
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     if traceparent := current_traceparent.get():
@@ -280,9 +281,9 @@ def infer_request(
 
 
 def encode_strings(strings: Iterable[bytes]) -> bytes:
-    r"""Return the content of a BYTES tensor.
+    r"""Encode strings as the content of a BYTES tensor.
 
-    The content has two parts for each string: its length as a little-endian uint32, and the string.
+    Before each string, the content contains the string's length as a little-endian uint32.
 
     Example: [b"ab"] returns b"\x02\x00\x00\x00ab".
     """
@@ -315,6 +316,6 @@ async def _await(call: Awaitable[Any]) -> Any:  # noqa: ANN401 - untyped library
 
 
 async def _wait_for_end(task: asyncio.Future[Any]) -> None:
-    """Wait until a task has ended. If the task failed or was cancelled, raise no exception."""
+    """Wait until a task has ended. Raise no exception, even if the task failed or was cancelled."""
     with suppress(grpc.RpcError, BackendError, asyncio.CancelledError):
         await task

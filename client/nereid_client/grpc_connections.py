@@ -1,4 +1,4 @@
-"""The gRPC connections to a Triton server, which are divided among the clients of the frontend."""
+"""Opens several gRPC connections to a Triton server, and assigns one to each client."""
 
 from collections import Counter
 from typing import Any
@@ -34,9 +34,10 @@ class Connection:
     def __init__(self, url: str) -> None:
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        # A stream has exactly one request. grpc.aio sends the one request of a unary call together
-        # with the metadata and the end of the requests, in one operation. The stub would use three
-        # operations and one more task. The server receives the same bytes.
+        # ModelStreamInfer allows many requests in a call, but the frontend sends only one. The
+        # function `unary_stream` sends the metadata, the request and the end of the requests in one
+        # operation. The method of the stub would need three operations and an additional task. The
+        # server receives the same bytes.
         self.start_stream = self._channel.unary_stream(
             _STREAM_METHOD,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,
@@ -50,11 +51,11 @@ class Connection:
 
 
 class Connections:
-    """Several connections to a Triton server, so that one client does not delay the others.
+    """Several connections to a Triton server, so that one client does not delay other clients.
 
-    A connection sends the requests of all its calls one after the other. While a client starts 200
-    calls with long prompts on a connection, a further call on this connection waits for more than
-    a second.
+    A connection sends the requests of its calls one after the other. If a client starts 200 calls
+    with long prompts on a connection, the next call on this connection waits for more than a
+    second.
 
     All running calls of a client use the same connection. A client without running calls gets the
     connection with the fewest running calls.
@@ -62,8 +63,8 @@ class Connections:
     Example: client A has 200 calls on the first connection. The first call of client B uses the
     second connection.
 
-    By default, gRPC would wait up to two minutes between two attempts to connect. These connections
-    reconnect within a second after a restart of the server.
+    By default, gRPC would wait up to two minutes between two attempts to connect. The options of
+    these connections limit this time to one second.
 
     Args:
         url: host:port of the server's gRPC endpoint.
@@ -77,7 +78,7 @@ class Connections:
     def start_call(self, client: str) -> Connection:
         """Return the connection for a new call of a client.
 
-        When the call has ended, `end_call` must be called.
+        The caller must call `end_call` when the call has ended.
         """
         connection = self._of_client.get(client)
         if connection is None:

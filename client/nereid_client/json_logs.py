@@ -1,9 +1,9 @@
-"""Writes each message of the log as a line with a JSON object, if log_format is "json".
+"""Writes each log message as a line with a JSON object, if the setting log_format is "json".
 
-The frontend writes its records with JsonFormatter. The Triton server and the models write plain
-lines, which `nereid serve` converts with JsonLines before it writes them to the log.
+The frontend formats its log records with JsonFormatter. The Triton server and the models write
+plain lines. `nereid serve` converts these lines with JsonLines, and writes them to the log.
 
-Example of a line (without the line break):
+Example of a line, wrapped here:
 
     {"time": "2026-01-31T12:00:00.123Z", "level": "info", "source": "frontend",
      "message": "POST /v1/chat/completions 200", "request_id": "a1", "duration_s": 1.5}
@@ -31,9 +31,10 @@ class JsonFormatter(logging.Formatter):
     """Formats the log records of the frontend."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the JSON object of a log record. Its message includes the traceback, if any.
+        """Convert a log record to JSON text.
 
-        The message contains the text of an exception, but never the body of a request.
+        If the record has an exception, the message in the JSON object includes the traceback. The
+        message never contains the body of a request.
         """
         # The parent class adds the traceback to the message.
         message = super().format(record)
@@ -59,19 +60,19 @@ class JsonLines(io.TextIOBase):
 
 
 class LinesWithoutMessages(io.TextIOBase):
-    """A text stream for standard output that omits the log messages of `nereid serve` itself.
+    """A text stream that omits the messages of `nereid serve` if the log is standard output.
 
-    `nereid serve` itself prints these messages to standard output, so the log must not repeat them.
+    `nereid serve` prints its messages to standard output, so the log must not repeat the messages.
 
     Args:
-        log: the file to which the other lines are written.
+        log: the file to which all other lines are written.
     """
 
     def __init__(self, log: IO[str]) -> None:
         self._log = log
 
     def write(self, line: str) -> int:
-        """Write one line, including its line break. Omit log messages of `nereid serve` itself."""
+        """Write one line, unless the line is a message of `nereid serve`. Write errors, too."""
         if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
             return 0
         return self._log.write(line)
@@ -82,8 +83,8 @@ def to_json_line(line: str, source: str) -> str:
 
     A line that is already a JSON object is returned unchanged.
 
-    Example: "E0131 12:00:00.1 7 x.cc:1] failed" has the level "error", and "nereid: error: ..." as
-    well. Other lines have the level "info".
+    Examples: the line "E0131 12:00:00.1 7 x.cc:1] failed" and the line "nereid: error: ..." get the
+    level "error". The line "loading" gets the level "info".
     """
     if line.startswith(_JSON_START):
         return line

@@ -1,7 +1,8 @@
 """The OpenAPI schema of the frontend, with a description of each request field.
 
-The routes read and validate the bodies themselves, so that error messages have OpenAI's format.
-FastAPI therefore does not know the types of the bodies, and this module adds them to the schema.
+The routes, and not FastAPI, validate the request bodies, so that error messages have OpenAI's
+format. FastAPI therefore does not know the types of the bodies. This module adds the types to the
+schema.
 """
 
 from typing import Any
@@ -79,7 +80,7 @@ FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadForm}
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI schema of an application, with the request bodies."""
+    """Return the OpenAPI schema of an application, including the types of the request bodies."""
     schema = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )

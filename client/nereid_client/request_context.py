@@ -1,4 +1,4 @@
-"""Functions that the routes share: read and validate a body, and identify a request."""
+"""Functions for all routes: they read and validate a request body, and select the model."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from nereid_client.streaming.completion_frame import CompletionFrame
 R = TypeVar("R", bound=BaseModel)
 
 _LARGE_BODY_BYTES = 1 << 20
-"""Larger bodies are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
+"""Bodies with more bytes are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
 
 _TOO_DEEP = "The JSON of the request body is nested too deeply. Send a body with less nesting."
 
@@ -87,7 +87,7 @@ class Contexts:
 
     @cached_property
     def by_name(self) -> dict[str, Context]:
-        """The contexts of the language models. The keys are the models' names and aliases."""
+        """Maps each name and each alias of a language model to the context of the model."""
         return {
             name: context
             for context in self.all
@@ -96,7 +96,11 @@ class Contexts:
 
 
 def name_of_model(request: Request) -> str:
-    """Return the model name for a response: the name of the selected adapter or language model."""
+    """Return the model name that a response contains.
+
+    If the request selects an adapter, return the name of the adapter. Otherwise, return the name of
+    the language model.
+    """
     return current_adapter.get() or context_of(request).settings.model_name
 
 
@@ -132,15 +136,15 @@ def select_context(request: Request, name: object) -> bool:
 
 
 def request_id_of(request: Request) -> str:
-    """Return the id of a request: the header X-Request-Id from the client, or else a random id."""
+    """Return the client's header X-Request-Id, or a random id if the request has no such header."""
     request_id: str = request.state.request_id
     return request_id
 
 
 def unique_request_id(request: Request) -> str:
-    """Return the id of the request with a random suffix, as an id for the backend.
+    """Return an id for the backend: the id of the HTTP request with a random suffix.
 
-    Clients may send the same X-Request-Id twice, but the backend requires unique ids.
+    Two requests may have the same X-Request-Id, but the backend requires unique ids.
     """
     return f"{request_id_of(request)}-{secrets.token_hex(4)}"
 
@@ -148,7 +152,8 @@ def unique_request_id(request: Request) -> str:
 def frame_for(request: Request, body: GenerationRequest, prefix: str) -> CompletionFrame:
     """Return the fields that all chunks of a completion have in common.
 
-    If the body contains a request id, the request can also be aborted by this id.
+    If the body contains a request id, register the id, so that clients can abort the request by
+    this id.
 
     Args:
         request: the HTTP request.
@@ -181,7 +186,7 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
 
     Raises:
         ApiError: 400 if the body is not a JSON object, or if its prompt is certainly longer than
-            max_model_len; 413 if the body is too large.
+            max_model_len. 413 if the body is too large.
         Disconnected: the client closed the connection.
     """
     if len(contexts_of(request).all) > 1:
@@ -246,14 +251,14 @@ async def _read_bytes(request: Request) -> bytes:
 
 
 async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
-    """Read a body. Stop reading if a prompt is certainly too long.
+    """Read a body. Stop as soon as a prompt in the body is certainly too long.
 
-    Each prompt is a string or a list of token ids. Neither can contain a quotation mark or an
-    opening bracket. If more than max_request_bytes arrive without such a character, they belong to
-    one prompt, which is then too long.
+    A prompt is a string or a list of token ids, so a quotation mark or an opening bracket begins
+    the prompt. If more than max_request_bytes bytes arrive without these characters, all of the
+    bytes belong to the same prompt.
 
-    Example: max_request_bytes is 5 MB, and the body is {"prompt": "aaa..."} with 40 MB. The request
-    is refused after about 5 MB.
+    Example: max_request_bytes is 5 MB, and the client sends the body {"prompt": "aaa..."} with
+    40 MB. The request is refused after about 5 MB.
 
     Raises:
         ApiError: 400 with the code context_length_exceeded.
@@ -275,10 +280,10 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
 
 async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
-    """Wait for the turn of this client, then parse a body and return its JSON object.
+    """Wait until this client may start a request, then parse a body and return its JSON object.
 
     The parser blocks the event loop. Large bodies are therefore parsed one at a time. After each
-    large body, the event loop serves other requests for as long as the parser has taken.
+    large body, other requests run for as long as the parser needed for the body.
 
     Raises: ApiError 400 if the body is not a JSON object.
     """
@@ -348,9 +353,9 @@ def validate(kind: type[R], body: dict[str, Any]) -> R:
 
 
 def to_json(value: object) -> str:
-    """Convert a value to JSON text for the backend. Non-ASCII text stays readable in logs.
+    """Convert a value to JSON text for the backend. Characters outside ASCII are not escaped.
 
-    Raises: ApiError 400 for text that is not Unicode, or for nesting that is too deep.
+    Raises: ApiError 400 if a text is not valid Unicode, or if the value is nested too deeply.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Let clients take turns in starting requests, so that one client cannot delay the others."""
+"""Lets clients start requests in turn, so that one client cannot delay the other clients."""
 
 import asyncio
 from collections import deque

@@ -1,6 +1,6 @@
-"""Converts metrics of the Triton server to vLLM's names and labels.
+"""Converts the names and labels of the Triton server's metrics to the names and labels of vLLM.
 
-Routers and dashboards that were made for vLLM can then read the metrics.
+Routers and dashboards for vLLM can then read the metrics.
 """
 
 import re
@@ -29,7 +29,7 @@ VLLM_METRICS = frozenset(
         "request_generation_tokens",
     }
 )
-"""The metrics that also exist in vLLM with the same meaning, without their prefix."""
+"""The names of the metrics that vLLM has with the same meaning. The names have no prefix."""
 
 _LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_count)?[{ ].*)$", re.M)
 _LABEL = 'model_name="llm"'

@@ -1,8 +1,8 @@
 """Read the field `cache_control` of Anthropic's API.
 
 The field marks the end of a prompt prefix that the server should cache. Nereid caches all prompts,
-so the position of the field has no effect. The member `ttl` of the field is a duration. For this
-duration, the server evicts the cached prefix of the request only after all other cached blocks.
+so the position of the field has no effect. The member `ttl` of the field is a duration. During this
+time, the server evicts other cached blocks before it evicts the prefix of the request.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,6 +25,8 @@ class _CacheControl(RequestBody):
 def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
     """Return the longest `ttl` of a request, or None if the request contains no cache_control.
 
+    A cache_control without a `ttl` has the `ttl` "5m".
+
     Example: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi",
     "cache_control": {"type": "ephemeral"}}]}]} returns "5m".
 
@@ -42,7 +44,7 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
 
 
 def _parts(body: Json) -> Iterator[tuple[str, Json]]:
-    """Yield each object that can have the field cache_control, with its path in the body."""
+    """Yield the path and the value of each object that can have the field cache_control."""
     yield "", body
     for name in ("tools", "system"):
         yield from _items(name, body.get(name))
@@ -53,7 +55,7 @@ def _parts(body: Json) -> Iterator[tuple[str, Json]]:
 
 
 def _items(name: str, value: object) -> Iterator[tuple[str, Json]]:
-    """Yield each object in a list, with its path in the body. Example of a path: "tools[0]."."""
+    """Yield the path and the value of each object in a list. Example of a path: "tools[0]."."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         if isinstance(item, Mapping):
             yield f"{name}[{index}].", item

@@ -30,11 +30,12 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
-    """Return the body of the chat completion that generates a message.
+    """Return the body of the chat completion that generates the answer to a request.
 
     Args:
         request: the request of Anthropic's API.
-        body: the request body as the client sent it. Unknown fields are passed on.
+        body: the request body as the client sent it. Fields that need no translation are copied
+            from this body.
     """
     chat = {
         name: value for name, value in body.items() if value is not None and name not in _TRANSLATED
@@ -54,7 +55,7 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
 
 
 def _tool_fields(request: CountTokensRequest) -> Json:
-    """Return the fields of the chat completion about tools, or {} if the request has no tools."""
+    """Return the tool fields of the chat completion, or {} if the request has no tools."""
     if not (tools := request.chat_tools):
         return {}
     fields: Json = {"tools": tools, "tool_choice": request.chat_tool_choice}
@@ -69,8 +70,8 @@ def _session_fields(body: Mapping[str, Any]) -> Json:
     Return an empty dict if the request has no cache_control.
 
     Requests with the same `metadata.user_id` belong to the same session. Agents send the id of the
-    conversation in this field. The fields prompt_cache_key and prompt_cache_retention take
-    precedence.
+    conversation in this field. If the body contains prompt_cache_key or prompt_cache_retention,
+    this field is not returned.
 
     Example: {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "a"}, ...} returns
     {"prompt_cache_retention": "5m", "prompt_cache_key": "a"}.
@@ -90,7 +91,10 @@ def _session_fields(body: Mapping[str, Any]) -> Json:
 
 _TRANSLATED = MessagesRequest.fields_of_frontend() | MessagesRequest.__annotations__.keys()
 _TRANSLATED |= CountTokensRequest.__annotations__.keys() | REFUSED_IN_MESSAGES.keys()
-"""Fields that the frontend itself evaluates, or that have another name in a chat completion."""
+"""Fields that are not copied to the chat completion.
+
+The frontend itself evaluates these fields, or they have another name in a chat completion.
+"""
 
 
 def _template_variables(request: CountTokensRequest) -> Json:

@@ -27,7 +27,7 @@ _REFUSED_BLOCKS = {
     "search_result": f"{_TEXT_ONLY}; send the result's text in a text block",
     "tool_reference": "Nereid has no tool search; send only tools to offer now",
 }
-"""Maps each type of block that is refused to the reason. Unknown types are refused, too."""
+"""Maps each refused type of block to the reason for the refusal. Unknown types are refused, too."""
 _BILLING_LINE = "x-anthropic-billing-header:"
 """The beginning of the line that `_without_billing_line` removes from a system prompt."""
 
@@ -108,9 +108,9 @@ _BLOCKS: dict[str, dict[str, type[_Block]]] = {
 def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json]) -> list[Json]:
     """Convert a conversation to the messages of a chat completion.
 
-    Consecutive messages of one role become one message, as in Anthropic's API. A system message at
-    the start of the conversation is added to the system prompt. A later system message becomes part
-    of the user's message, because many chat templates accept only one system message.
+    Consecutive messages with the same role become one message, as in Anthropic's API. A system
+    message at the start of the conversation is added to the system prompt. A later system message
+    becomes a user message, because many chat templates accept only one system message.
 
     Example: the message {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"},
     {"type": "text", "text": "Yes"}]} becomes {"role": "assistant", "content": "Yes", "reasoning":
@@ -137,8 +137,9 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
 def _chat_of_turns(turns: Sequence[_Turn]) -> list[Json]:
     """Convert the messages of the user and the assistant to chat messages.
 
-    Consecutive messages of one role become one message. The result of a tool call needs the name of
-    the function, which is in the block of the tool call.
+    Consecutive messages with the same role become one message. The chat message with the result of
+    a tool call also contains the name of the called function. Only the block of the tool call has
+    this name.
     """
     chat: list[Json] = []
     function_names: dict[str, str] = {}  # by the id of the tool call
@@ -190,7 +191,7 @@ def _read_blocks(content: object, place: str, kinds: Mapping[str, type[_Block]])
 def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) -> _Block:
     """Validate a block of a message and return it. Convert the content of a tool result to blocks.
 
-    Raises: FieldError if the type of the block is not one of `kinds`, or a field is wrong.
+    Raises: FieldError if the type of the block is not one of `kinds`, or if a field is wrong.
     """
     type_name = given.get("type") if isinstance(given, dict) else None
     if not isinstance(type_name, str) or type_name not in kinds:
@@ -231,8 +232,8 @@ def _without_billing_line(system: str) -> str:
     r"""Remove the billing line that Claude Code writes at the beginning of a system prompt.
 
     This coding agent sends the line for the statistics of Anthropic's servers. The line contains
-    hashes that differ between conversations, and in some versions between requests. With the line,
-    the prefix cache would therefore contain no token of the rest of the prompt.
+    hashes that change with each conversation, and in some versions with each request. After such a
+    line, no part of the prompt could be read from the prefix cache.
 
     Example: "x-anthropic-billing-header: cc_version=2.1; cch=0a1;\nBe brief." returns "Be brief."
     """
@@ -268,7 +269,7 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
     message: Json = {
         "role": "assistant",
         # A chat message contains only one text. The text before a tool call is therefore joined
-        # with the text after it.
+        # with the text after the call.
         "content": "".join(block.text for block in blocks if isinstance(block, _TextBlock)),
     }
     if reasoning:
@@ -281,11 +282,12 @@ def _assistant_message(blocks: Sequence[_Block]) -> Json:
 def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterator[Json]:
     """Yield the chat messages for the blocks of a user's message.
 
-    The results of tools come first, because chat templates expect them after the tool calls.
+    The results of tools come first, because chat templates expect the results directly after the
+    tool calls.
 
     Args:
         blocks: the blocks of the message.
-        names: maps the id of each tool call so far to the name of its tool.
+        names: maps the id of each earlier tool call to the name of the called tool.
     """
     for block in blocks:
         if isinstance(block, _ToolResultBlock):
@@ -325,7 +327,7 @@ def _image_url(block: _ImageBlock, place: str) -> str:
     Example: the source {"type": "base64", "media_type": "image/png", "data": "iVBO"} returns
     "data:image/png;base64,iVBO".
 
-    Raises: FieldError if the source has another type.
+    Raises: FieldError if the source contains neither base64 data nor a URL.
     """
     source = block.source
     kind, data, media_type = (source.get(name) for name in ("type", "data", "media_type"))

@@ -1,7 +1,10 @@
-"""Converts the backend's deltas to a message of Anthropic's API, and to the events of a stream.
+"""Converts the backend's deltas to a message of Anthropic's API, or to the events of a stream.
 
-The events of a stream are: message_start, ping, then for each block content_block_start, several
-content_block_delta and content_block_stop, and finally message_delta and message_stop.
+A stream consists of these events:
+
+1. message_start and ping
+2. for each block: content_block_start, several content_block_delta, content_block_stop
+3. message_delta and message_stop
 """
 
 import base64
@@ -23,7 +26,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageBuilder:
     """A message that is being generated.
 
-    `add` returns the events of a stream. `message` returns the whole message after the last delta.
+    `add` returns the events of a stream. After the last delta, `message` returns the whole message.
 
     Args:
         message_id: the id of the message.
@@ -59,9 +62,9 @@ class MessageBuilder:
         }
 
     def opening(self, first: Delta | None) -> list[Json]:
-        """Return the events at the start of the stream, before the events of the first delta.
+        """Return the events message_start and ping, which start the stream.
 
-        The events contain the token counts of the first delta.
+        message_start contains the token counts of the first delta.
         """
         self._usage = (first or {}).get("usage", self._usage)
         return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
@@ -88,7 +91,9 @@ class MessageBuilder:
     async def add_all(self, deltas: AsyncGenerator[Delta]) -> None:
         """Append all deltas of a stream.
 
-        Raises: ApiError, and BackendError, also if the stream has no finish reason.
+        Raises:
+            ApiError: the server aborted the request.
+            BackendError: a delta is invalid, or the stream ends without a finish reason.
         """
         async with aclosing(deltas):
             async for delta in deltas:
@@ -104,7 +109,7 @@ class MessageBuilder:
         Args:
             text: the text.
             kind: "text" or "thinking".
-            empty: the other fields of a block without text.
+            empty: the fields of a new block, except its type.
         """
         events = []
         if self._block is None or self._block.kind != kind:
@@ -143,7 +148,8 @@ class MessageBuilder:
     def _append(self, text: str) -> list[Json]:
         """Append a text to the current block, and return the event with this text.
 
-        Return no event if the text is empty, or if the client does not want the reasoning text.
+        Return no event if the text is empty, or if the text is reasoning that the client did not
+        request.
         """
         if self._block is None or not text:
             return []
@@ -208,7 +214,7 @@ class _Block:
         self._pieces: list[str] = []
 
     def add(self, text: str) -> Json:
-        """Append a text, and return the object `delta` for the event about this text."""
+        """Append a text to the block, and return the `delta` of the event with this text."""
         self._pieces.append(text)
         delta_type, key = _DELTAS[self.kind]
         return {"type": delta_type, key: text}
@@ -234,8 +240,8 @@ _DELTAS = {
 def _signature(reasoning: str) -> str:
     """Return the signature of a thinking block: a hash of the reasoning text.
 
-    Anthropic's servers sign reasoning in order to recognize it in a later request. Some clients
-    send back only reasoning with a signature. The frontend does not check signatures.
+    Anthropic's servers sign reasoning in order to recognize the reasoning in a later request. Some
+    clients send reasoning back only if it has a signature. The frontend does not check signatures.
     """
     return base64.b64encode(hashlib.sha256(reasoning.encode()).digest()).decode()
 
@@ -243,8 +249,10 @@ def _signature(reasoning: str) -> str:
 def _tool_input(arguments: str) -> Json:
     """Return the arguments of a tool call as an object.
 
-    Arguments that are not a JSON object, for example because max_tokens ended them, are returned in
-    one member. Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.
+    If the arguments are not a JSON object, return an object that contains their text. This happens,
+    for example, if the model reaches max_tokens inside the arguments.
+
+    Example: '{"a": ' returns {"unparsed_arguments": '{"a": '}.
     """
     try:
         parsed = json.loads(arguments or "{}")
@@ -257,7 +265,7 @@ def _usage(usage: Usage) -> Json:
     """Return the token counts in the format of Anthropic's API.
 
     The field input_tokens does not contain the tokens that were read from the prefix cache. The
-    field cache_creation_input_tokens is 0, because it is for servers that bill writes to the cache.
+    field cache_creation_input_tokens is 0, because Nereid does not bill writes to the cache.
     """
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     thinking = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)

@@ -1,6 +1,7 @@
 """The bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-A message also accepts the sampling fields of chat completions that Anthropic's API does not have.
+Both routes also accept sampling fields of chat completions, such as `min_p`, although Anthropic's
+API does not have these fields.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -51,7 +52,7 @@ REFUSED_IN_MESSAGES = {
     "request_id": Refusal(_USE_REQUEST_ID_HEADER),
     "rid": Refusal(_USE_REQUEST_ID_HEADER),
 }
-"""Maps each field that a message refuses to the reason. The fields belong to several APIs."""
+"""Maps each refused field to the reason for the refusal. The fields belong to several APIs."""
 
 _REFUSED_IN_TOOLS = {
     "defer_loading": Refusal("Nereid has no tool search; send only tools to offer now", _FALSE),
@@ -230,7 +231,7 @@ class MessagesRequest(CountTokensRequest):
 def _chat_tool(tool: Json, place: str) -> Json:
     """Return a tool in the format of chat completions.
 
-    Raises: FieldError if the client does not run the tool, or one of its fields is wrong.
+    Raises: FieldError if Anthropic's servers would have to run the tool, or if a field is wrong.
     """
     kind = tool.get("type")
     if kind not in (None, "custom"):

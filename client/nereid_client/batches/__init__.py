@@ -6,7 +6,7 @@ A client uploads a file of requests. The frontend runs these requests with the l
     multipart.py       reads an upload
     stored_batches.py  the batches on disk
     batch_lines.py     reads input files and writes result files
-    line_requests.py   sends one line to the application itself
+    line_requests.py   sends the request of one line to the frontend's own application
     batch_run.py       runs one batch
     batch_runner.py    runs all batches
     lifespan.py        starts and stops the runner with the application

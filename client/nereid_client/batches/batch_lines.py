@@ -57,7 +57,7 @@ class InputLine(NamedTuple):
 
 
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[InputLine]:
-    """Yield each line of an input file that is not blank.
+    """Yield the lines of an input file. Skip blank lines.
 
     Args:
         file: the input file.
@@ -77,7 +77,7 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[InputLine]:
 
 
 def count_lines(path: Path, max_bytes: int) -> int:
-    """Count the lines of an input file, without blank lines. Stop after MAX_LINES + 1 lines."""
+    """Count the non-blank lines of an input file. Stop after MAX_LINES + 1 lines."""
     count = 0
     with path.open("rb") as file:
         for _ in read_lines(file, max_bytes):
@@ -88,7 +88,7 @@ def count_lines(path: Path, max_bytes: int) -> int:
 
 
 class LineParser:
-    """Parses the lines of one input file, which must be passed in the order of the file.
+    """Parses the lines of one input file. The caller must pass the lines in the order of the file.
 
     Args:
         endpoint: the endpoint of the batch. The field `url` of each line must have this value.
@@ -126,9 +126,9 @@ class LineParser:
         return LineRequest(line.number, custom_id, _body(fields.get("body")))
 
     def _new_custom_id(self, fields: Mapping[str, Any]) -> str:
-        """Return the custom_id of a line, and store it so that later lines cannot have the same.
+        """Return the custom_id of a line. Store the id in order to find duplicates in later lines.
 
-        Raises: LineError if the custom_id is wrong, or if an earlier line has it, too.
+        Raises: LineError if the custom_id is wrong, or if an earlier line has the same custom_id.
         """
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_LENGTH:
@@ -149,7 +149,7 @@ class LineParser:
 def custom_id_in(content: bytes | None) -> str | None:
     """Return the custom_id of an input line, or None if the line has no valid custom_id.
 
-    The rest of the line may be wrong.
+    The other fields of the line may be invalid.
     """
     try:
         custom_id = _parse_object(content or b"").get("custom_id")
@@ -169,9 +169,9 @@ def result_line(
 ) -> bytes:
     """Return a line of a result file.
 
-    The id of this line contains the number of the input line. After a restart, `ResultFile` reads
-    these numbers to find the input lines that have a result already. The id must be the first
-    member, because the regular expression `_LINE_OF_ID` expects it there.
+    The id of the result line contains the number of the input line. After a restart, `ResultFile`
+    reads these numbers to find the input lines that already have a result. The id must be the first
+    member of the JSON object, because the regular expression `_LINE_OF_ID` requires this position.
 
     Args:
         batch_id: the id of the batch.
@@ -193,14 +193,15 @@ class ResultFile:
     or a full disk can leave such a line.
 
     Args:
-        path: the path of the file. Its folder is created with the first line.
+        path: the path of the file. The folder of the file is created before the first line is
+            written.
 
     Attributes:
         answered: the numbers of the input lines whose results were in the file when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the line numbers of the results that an existing file already contains."""
+        """Open the file if it exists, and read the numbers of the input lines with results."""
         self._path = path
         self._file: BinaryIO | None = None  # opened for the first line
         self._num_bytes = 0  # the size of the complete lines

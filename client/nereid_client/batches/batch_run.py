@@ -28,9 +28,9 @@ _UNSENT = {
     "expired": ("batch_expired", "The batch expired before this request was finished."),
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was finished."),
 }
-"""Maps the final status of a batch to the error that each line without a response receives.
+"""Maps the final status of a batch to the error for each line without a response.
 
-An error is a pair of the code and the message."""
+An error consists of a code and a message."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class BatchRun:
     """Runs one batch.
 
     Args:
-        batch: the batch. It has not ended.
+        batch: the batch, which must not have ended.
         store: the store that contains the batch.
         sender: sends the requests of lines.
         slots: limits the number of lines that run at the same time.
@@ -71,7 +71,7 @@ class BatchRun:
         self._recorded: set[int] = set()  # the numbers of the lines whose results are stored
 
     def cancel(self) -> None:
-        """Stop the running requests of the batch, and end it with the status "cancelled"."""
+        """Stop the running requests of the batch, and end the batch with the status "cancelled"."""
         self._is_cancelled = True
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
@@ -247,6 +247,6 @@ class BatchRun:
 
 
 def _first_leaf(group: BaseExceptionGroup[OSError]) -> OSError:
-    """Return the first OSError in an exception group and the groups inside it."""
+    """Return the first OSError in an exception group. The group may contain further groups."""
     first = group.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,9 +1,11 @@
 """Sends the requests of a batch to the frontend's own application.
 
-Each line of the input file contains one request. After an overload, a request is sent again.
+Each line of the input file contains one request. If the server is overloaded, the request is sent
+again later.
 
-A request passes through the same middleware and routes as a request from the network. The request
-has no API key. Its client is the client that created the batch, and its priority is the lowest one.
+A request of a batch passes through the same middleware and routes as a request from the network.
+The request has no API key. Its client is the client that created the batch, and its priority is the
+lowest one.
 """
 
 import asyncio
@@ -77,7 +79,7 @@ class LineSlots:
         gate: counts all running requests.
 
     Attributes:
-        is_paused: whether no further line may start. `acquire` then waits.
+        is_paused: whether new batch requests must wait. While it is True, `acquire` waits.
     """
 
     def __init__(self, limit: int, gate: Gate) -> None:
@@ -88,7 +90,7 @@ class LineSlots:
         self._num_running = 0
 
     async def acquire(self) -> None:
-        """Wait until the limits allow that one more batch request runs."""
+        """Wait until one more batch request may run."""
         await self._slots.acquire()
         try:
             while self.is_paused or not self._has_room():
@@ -99,7 +101,7 @@ class LineSlots:
         self._num_running += 1
 
     def release(self) -> None:
-        """Record that a batch request has ended, so that the next one may run."""
+        """Record that a batch request has ended, so that the next request may run."""
         self._num_running -= 1
         self._slots.release()
 
@@ -122,10 +124,10 @@ class LineSender:
         self._is_ready = is_ready
 
     async def send(self, path: str, body: bytes, client: Client) -> LineResponse:
-        """Send a request and return the response. Send the request again after an overload.
+        """Send a request and return the response. If the server is overloaded, try again later.
 
-        The waits between the attempts become longer. If the server fails during the request, the
-        request is repeated only a few times, because the request itself may be the cause.
+        The waiting time becomes longer with each attempt. If the server fails during the request,
+        the request is repeated only a few times, because the request itself may be the cause.
 
         Args:
             path: the path of the route.

@@ -47,7 +47,7 @@ class FormReader:
         # The header that is being parsed.
         self._header_name = b""
         self._header_value = b""
-        # The part of the form that is being parsed.
+        # The form part that is being parsed.
         self._disposition = b""  # the value of the part's header Content-Disposition
         self._name = ""
         self._is_file = False
@@ -72,7 +72,7 @@ class FormReader:
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of the body.
 
-        Raises: ApiError 400 if the body is not a valid form, or the errors of `write`.
+        Raises: ApiError 400 if the body is not a valid form, and the errors that `write` raises.
         """
         try:
             self._parser.write(data)

@@ -1,6 +1,6 @@
 """Stores batches on disk.
 
-FOLDER/batches/BATCH_ID/batch.json       the batch; only the process that runs it writes the file
+FOLDER/batches/BATCH_ID/batch.json       the batch; only the process that runs the batch changes it
 FOLDER/batches/BATCH_ID/input            a link to the content of the input file
 FOLDER/batches/BATCH_ID/cancel           exists if a client has cancelled the batch
 FOLDER/batches/BATCH_ID/output/content   the responses so far

@@ -2,7 +2,7 @@
 
 FOLDER/files/FILE_ID/content         the bytes
 FOLDER/files/FILE_ID/metadata.json   the file object
-FOLDER/uploads/FILE_ID/content       an incomplete file, which is moved to FOLDER/files at its end
+FOLDER/uploads/FILE_ID/content       an incomplete upload; it is moved to FOLDER/files at the end
 """
 
 import errno
@@ -21,8 +21,8 @@ from typing import Any
 from nereid_client.errors import ApiError
 
 KEEP_S = 30 * 24 * 3600
-"""The seconds from the upload of a file to its deletion, as in OpenAI's API. An ended batch is
-deleted this many seconds after the time in its field `expires_at`.
+"""A file is deleted this number of seconds after its upload, as in OpenAI's API. An ended batch is
+deleted this number of seconds after the time in its field `expires_at`.
 """
 _UPLOAD_TIME_S = 24 * 3600  # an unfinished upload that is older than this was interrupted
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,4 @@
-"""HTTP requests of the `nereid` command. The variable NEREID_API_KEY contains the API key."""
+"""Sends the HTTP requests of the `nereid` command, with the API key in NEREID_API_KEY."""
 
 import http.client
 import json
@@ -13,8 +13,8 @@ from nereid_client.console import CliError
 Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-# Requests ignore the proxy in the environment variables, because a proxy could not reach a server
-# on this machine.
+# If environment variables name a proxy, requests do not use the proxy, because it could not reach a
+# server on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -71,7 +71,7 @@ def fetch_json(url: str, body: Json | None = None) -> Json:
 def events_of(response: http.client.HTTPResponse) -> Iterator[Json]:
     """Yield the chunks in a stream of server-sent events.
 
-    Raises: CliError for an error in the stream.
+    Raises: CliError if a chunk contains an error.
     """
     for line in response:
         if line.startswith(b"data: {"):

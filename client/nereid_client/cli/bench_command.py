@@ -109,7 +109,7 @@ class _Load:
     def summary(self) -> Json:
         """Return the benchmark's results so far: counts, requests per second and latencies.
 
-        The units are parts of the keys, such as `elapsed_s`.
+        The keys contain the units, such as the seconds in `elapsed_s`.
         """
         elapsed_s = max(self._end - self._start, 1e-9)
         good = [sample for sample in self.samples if not sample.error]
@@ -145,7 +145,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _measure(url: str, body: Json) -> Sample:
-    """Send a request, read its stream, and return the measurements."""
+    """Send a request, read the streamed response, and return the measurements."""
     start = time.perf_counter()
     first_token_s = 0.0
     num_tokens = 0
@@ -168,8 +168,8 @@ def _has_text(choice: Json) -> bool:
 def _table(summary: Json) -> Table:
     """Return a table of the benchmark's results so far.
 
-    The latencies have one column for each of `_STATISTICS`. The columns are empty while no request
-    has succeeded.
+    A row with latencies has one column for each of `_STATISTICS`. These columns are empty until a
+    request has succeeded.
 
     Args:
         summary: the result of `_Load.summary`.

@@ -96,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _image_part(file: Path) -> Json:
-    """Return the content part of an image file, which contains the file as a data URL.
+    """Return a content part that contains an image file as a data URL.
 
-    Raises: CliError if the file cannot be read, or if its name does not end like an image's.
+    Raises: CliError if the file cannot be read, or if its name has no extension of an image format.
     """
     media_type = mimetypes.guess_type(file)[0] or ""
     if not media_type.startswith("image/"):
@@ -111,7 +111,7 @@ def _image_part(file: Path) -> Json:
 
 
 def _user_message(text: str, images: Sequence[Json]) -> Json:
-    """Return a user message with the content parts of images and a text."""
+    """Return a user message that contains the content parts of images, followed by a text."""
     content = [*images, {"type": "text", "text": text}] if images else text
     return {"role": "user", "content": content}
 
@@ -163,7 +163,7 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
 
     Args:
         events: the chunks of a stream.
-        collect: is called with each piece of the content.
+        collect: a function that is called with each piece of the content.
     """
     is_dim = False
     for event in events:

@@ -1,4 +1,4 @@
-"""The commands `nereid doctor` and `nereid config show`, which check and show the configuration."""
+"""`nereid doctor` and `nereid config show`: check the configuration, and show the settings."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def doctor(context: typer.Context, as_json: JsonOption = False) -> None:
 def describe_checkpoint(arguments: list[str]) -> list[dict[str, object]]:
     """Run the backend's checks of a checkpoint, and return the results.
 
-    The backend runs in a process of its own, because the client must not import the backend.
+    The backend runs in a separate process, because the client package must not import the backend.
 
     Raises: CliError if the process fails.
     """

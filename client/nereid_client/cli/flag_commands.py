@@ -1,7 +1,7 @@
-"""The commands `serve`, `chat`, `template` and `install-server`. Their flags use argparse.
+"""Runs the commands `serve`, `chat`, `template` and `install-server`, which use argparse.
 
-Each of these commands is a module of this package with the functions `add_parser` and `run`. Their
-flags and their descriptions are also the source of the pages about settings and the command line.
+Each of these commands is a module of this package with the functions `add_parser` and `run`. The
+pages about the settings and the command line are generated from the flags of these commands.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def run_flags(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of these commands."""
+    """Return the argument parser for all commands that use argparse."""
     parser = argparse.ArgumentParser(
         prog="nereid",
         description="Serve Hugging Face models on a Triton server, with an OpenAI-compatible API.",

@@ -1,8 +1,8 @@
 """`nereid install-server`: install the Triton server that the PyTriton wheel contains.
 
 The wheel contains a complete `tritonserver`, its Python backend, and one stub for each version of
-Python. The command `tritonserver --model-repository ...` needs three more things in a virtual
-environment. This module adds:
+Python. In a virtual environment, the command `tritonserver --model-repository ...` also needs three
+things that the wheel does not contain. This module adds these things:
 
 - a copy of the stub for the running Python, in the folder where the backend expects it
 - the path of libpython
@@ -10,9 +10,9 @@ environment. This module adds:
 
     DIR/nvidia_pytriton.libs/                       the server's own libraries
     DIR/pytriton/tritonserver/bin/tritonserver
-    DIR/pytriton/tritonserver/backends/python/      libtriton_python.so, and the stub, copied from
-    DIR/pytriton/tritonserver/python_backend_stubs/3.11/triton_python_backend_stub
-    <sys.prefix>/bin/tritonserver                   the launcher written here
+    DIR/pytriton/tritonserver/python_backend_stubs/ the stubs for all versions of Python
+    DIR/pytriton/tritonserver/backends/python/      libtriton_python.so, and the copy of one stub
+    <sys.prefix>/bin/tritonserver                   the launcher
 """
 
 import argparse
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     libpython = find_libpython()
     target: Path = args.target.resolve()
     server = target / "pytriton" / "tritonserver"
-    # The stamp is written after the installation. If the installation is interrupted, there is no
-    # stamp, and the next run installs everything again.
+    # The stamp is a file that is written after the installation. If the installation is
+    # interrupted, there is no stamp, and the next run installs everything again.
     stamp = target / ".nereid-wheel"
     if not (stamp.is_file() and stamp.read_text() == args.wheel):
         _pip_install(args.wheel, target)

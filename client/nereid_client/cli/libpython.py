@@ -15,8 +15,9 @@ from nereid_client.console import CliError
 def libpython_name() -> str:
     """Return the file name of the library libpython, such as `libpython3.11.so.1.0`.
 
-    Python's own variable INSTSONAME names the static library if Python was built without the shared
-    one, as in Debian. The stub needs the shared library in any case.
+    Python's configuration variable INSTSONAME is not used. If Python was built without the shared
+    library, as in Debian, this variable names the static library. The stub needs the shared
+    library.
     """
     return f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
 
@@ -26,7 +27,7 @@ def find_libpython() -> Path:
 
     The folders of the running Python are searched before the folders of the dynamic loader.
 
-    Raises: CliError if there is none. The message names the package to install.
+    Raises: CliError if the library was not found. The message names the package to install.
     """
     name = libpython_name()
     for folder in _own_folders():
@@ -61,7 +62,7 @@ def _own_folders() -> list[Path]:
 
 
 def _from_loader_cache(name: str) -> Path | None:
-    """Return the path of the library in the dynamic loader's cache, or None."""
+    """Return the path of the library `name` in the dynamic loader's cache, or None."""
     for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not in the PATH of every user
         try:
             listing = subprocess.run(

@@ -27,7 +27,7 @@ _FLAG_COMMANDS = {
 
 
 class _FlagCommand(TyperCommand):
-    """A typer command that passes all arguments on unparsed, even "--" and "--help".
+    """A typer command that does not parse its arguments, not even "--" and "--help".
 
     argparse parses the arguments later.
     """

@@ -1,4 +1,4 @@
-"""The options that several commands share, and functions that print tables and JSON."""
+"""Options and functions that several commands share, such as functions that print tables."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 
 def _cell(value: object) -> str:
-    """Return the text of a table cell, in which square brackets are escaped for rich."""
+    """Return the text of a table cell. Escape "[", which would begin markup for the library rich."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text.replace("[", r"\[")
 
@@ -67,7 +67,7 @@ def read_stdin() -> str:
 
 
 def texts_or_stdin(texts: Sequence[str]) -> list[str]:
-    """Return the texts from the command line, or else the lines of the standard input.
+    """Return `texts`, or the non-blank lines of the standard input if `texts` is empty.
 
     Raises: CliError if there is no text.
     """

@@ -1,4 +1,4 @@
-"""`nereid complete`, `embed`, `rerank` and `models`: one request to a running server."""
+"""`nereid complete`, `embed`, `rerank` and `models`: send one request to a running server."""
 
 import sys
 from typing import Annotated

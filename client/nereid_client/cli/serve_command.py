@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> ServePlan:
-    """Check all settings, and return the plan of the processes to start, without starting them.
+    """Check all settings, and return a plan that describes the processes to start.
 
     Raises: CliError.
     """
@@ -124,8 +124,8 @@ def make_plan(args: argparse.Namespace) -> ServePlan:
 def _check_frontend_settings(environment: dict[str, str]) -> Settings:
     """Check the settings of the frontend, and return them.
 
-    Mutates: environment. If the variables of the batch folder or of an API key for the supervisor
-        are missing, they are added.
+    Mutates: environment. A missing variable for the batch folder is added. If there is a key file,
+        a missing variable for the supervisor's API key is also added.
 
     Raises: CliError if a setting is wrong.
     """
@@ -170,9 +170,9 @@ class _OneLanguageModel:
 
 
 def _several_models(args: argparse.Namespace) -> ServedModels | None:
-    """Return the models that the file in --config describes, or None without --config.
+    """Return the models that the file of the flag --config describes. Without a file, return None.
 
-    The environment variable NEREID_MODELS_FILE can replace the flag.
+    The environment variable NEREID_MODELS_FILE can name the file instead of the flag.
 
     Raises: CliError if the file is wrong, or if another flag describes a model.
     """
@@ -188,7 +188,8 @@ def _several_models(args: argparse.Namespace) -> ServedModels | None:
 def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, str]:
     """Return the environment variables of the Triton server and of the frontend.
 
-    The result contains the variables of this process. A flag replaces the variable of its setting.
+    The result contains the variables of this process. If a flag sets a setting, the value of the
+    flag replaces the value of the setting's variable.
     """
     environment = dict(os.environ)
     flags = {engine_variable(flag): flag for flag in ENGINE_FLAGS}

@@ -28,10 +28,10 @@ def server_command(
         # model twice: once to complete its configuration, and once to load it.
         "--disable-auto-complete-config",
         # With eight threads, all models load at the same time. The threads use little CPU time,
-        # because each of them only waits for the process of its model.
+        # because each thread only waits for the process of one model.
         "--model-load-thread-count=8",
-        # This prefix of the shared memory regions makes it possible to find and delete the regions
-        # of a killed server.
+        # The names of the server's shared memory regions begin with this prefix. `nereid serve`
+        # uses the prefix to find and delete the regions of a killed server.
         f"--backend-config=python,shm-region-prefix-name={shm_prefix}",
     ]
     if log_level == "debug":
@@ -64,8 +64,8 @@ def find_tritonserver(given: Path | None) -> Path:
 def find_repository(given: Path | None) -> Path:
     """Return the path of the model repository.
 
-    If `given` is None, return the first folder `model_repository` that exists. It is looked up in
-    the working folder, then in Nereid's checkout, and then in the installed wheel `nereid`.
+    If `given` is None, search for the folder `model_repository` in the working folder, in Nereid's
+    checkout and in the installed wheel `nereid`, in this order.
     """
     if given is not None:
         return given.expanduser().absolute()

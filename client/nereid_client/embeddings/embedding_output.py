@@ -1,7 +1,7 @@
-"""Encode vectors and scores as JSON, in the formats of OpenAI, vLLM, Jina, Cohere, SGLang and TEI.
+"""Encodes vectors and scores as JSON, in the formats of OpenAI, vLLM, Jina, Cohere, SGLang and TEI.
 
-The encoding of thousands of vectors takes long. A response is therefore encoded in parts, and other
-requests run between two parts.
+It takes a long time to encode thousands of vectors. A response is therefore encoded in several
+steps, and other requests run between two steps.
 """
 
 import asyncio
@@ -108,7 +108,7 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
 
 
 def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
-    """Return a function that packs the signs of an array into bytes, and writes them as JSON text.
+    """Return a function that packs the signs of an array into bytes, and encodes the bytes as JSON.
 
     Eight numbers become one byte. The bit of a positive number is 1, and the bit of any other
     number is 0. The first of the eight numbers becomes the highest bit. Example: the array
@@ -135,7 +135,7 @@ WRITERS: Mapping[str, Callable[[Floats], str]] = {
 
 
 def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Response:
-    """Return a JSON response. The value of one member is given as JSON text.
+    """Return an HTTP response with a JSON object. One member of the object is already encoded.
 
     Example: the members {"model": "a"}, the name "data" and the encoded member "[[0.5]]" return
     the body {"data":[[0.5]],"model":"a"}.
@@ -143,14 +143,14 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
     Args:
         members: the other members of the object, at least one.
         name: the name of the encoded member.
-        encoded: the JSON of this member.
+        encoded: the JSON text of the encoded member's value.
     """
     body = f'{{"{name}":{encoded},{_encode(dict(members))[1:]}'
     return Response(body, media_type="application/json")
 
 
 def encode_object(encoded_members: Mapping[str, str]) -> str:
-    """Join the JSON texts of members into the JSON text of an object.
+    """Return the JSON text of an object whose members are already encoded as JSON.
 
     Example: {"float": "[[0.5]]", "int8": "[[127]]"} returns '{"float":[[0.5]],"int8":[[127]]}'.
     """
@@ -199,7 +199,7 @@ def ranking(
 
 
 def jina_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:
-    """Return the list `results` in the format of Jina, vLLM and Cohere."""
+    """Return the ranked documents as the list `results`, in the format of Jina, vLLM and Cohere."""
     return [
         {"index": document.index, "relevance_score": document.score}
         | ({} if document.text is None else {"document": {"text": document.text}})

@@ -23,10 +23,11 @@ from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import ModelInputs
 
 _PROMPTS = {"query": ("query",), "documents": ("document", "passage", "corpus")}
-"""The possible names of the prompt that the embedding model prepends, by input tensor.
+"""Maps each input of a reranker to the possible names of the embedding model's prompt for it.
 
-A prompt is a text that the embedding model puts before each text. The first name for which the
-model has a prompt is used. With the prompt "query", a model such as ColBERT also adds mask tokens.
+A prompt is a text that the embedding model puts before each input text. If the model has several of
+the prompts, the first name is used. With the prompt "query", a model such as ColBERT also adds mask
+tokens.
 """
 
 
@@ -38,8 +39,9 @@ def uses_late_interaction(served: ServedModel) -> bool:
 async def choose_scorer(request: Request, name: str | None) -> ServedModel:
     """Return the model that scores the documents: a reranker, or an embedding model.
 
-    Return the reranker with the name `name`. If there is no such reranker, return the embedding
-    model with this name, if it uses late interaction. None selects any served model.
+    Return the reranker with the name `name`. If there is no such reranker, but an embedding model
+    with this name uses late interaction, return the embedding model. If `name` is None, a model
+    with any name is suitable.
 
     Raises: ApiError 400 or 404 if there is no such model.
     """
@@ -69,7 +71,7 @@ async def late_interaction(
         served: the embedding model.
         inputs: the input tensors of a reranker: `query`, and `documents` or `parts`. There is one
             query for all documents, or one query for each document.
-        truncate: whether texts that are too long are cut.
+        truncate: whether to truncate texts that are too long.
     """
     queries = await _embed_tokens(request, served, inputs, "query", truncate=truncate)
     documents = await _embed_tokens(request, served, inputs, "documents", truncate=truncate)
@@ -99,10 +101,11 @@ async def _embed_tokens(
         inputs: the input tensors of a reranker.
         tensor: the name of the tensor with the texts, "query" or "documents". If a document is an
             image, all documents are in the tensor "parts" instead.
-        truncate: whether texts that are too long are cut.
+        truncate: whether to truncate texts that are too long.
     """
     source = tensor if tensor in inputs.tensors else "parts"
-    # The tensor "parts" has the same name in the inputs of a reranker and of an embedding model.
+    # Rerankers and embedding models have the input "parts". The input "texts" exists only for
+    # embedding models.
     target = "parts" if source == "parts" else "texts"
     texts = ModelInputs({target: inputs.tensors[source]}, {target: inputs.fields[source]})
     prompts = served.info.get("prompts", {})

@@ -1,7 +1,4 @@
-"""Functions that the routes for embedding models and rerankers share.
-
-They select the model for a request, and call it.
-"""
+"""Functions for the routes of embedding models and rerankers: they select and call a model."""
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -49,15 +46,15 @@ _OUTPUTS = {
     "classify": "the probabilities of labels",
     "token_classify": "the probabilities of labels for each token",
 }
-"""Descriptions of the kinds of output, which error messages contain."""
+"""Maps each kind of output to a description for error messages."""
 _CHAT_ROUTE = "POST /v1/chat/completions"
 
 
 @asynccontextmanager
 async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Set `app.state.pooling` while the application runs.
+    """Set `app.state.pooling` when the application starts. Close its backend at the end.
 
-    A test may set `app.state.make_pooling`, a function that returns another backend.
+    Tests can set `app.state.make_pooling` to a function that returns another backend.
     """
     make: Callable[[], PoolingBackend] | None = getattr(app.state, "make_pooling", None)
     contexts: Contexts = app.state.contexts
@@ -105,8 +102,8 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     targets = [target for kind in kinds for target in models.targets if target.kind == kind]
     for target in targets:
         if name is not None and target.names and name not in target.names:
-            # All possible names are known. A model that cannot have the requested name is therefore
-            # not loaded.
+            # `target.names` contains all names of this model. The requested name is not one of
+            # these names, so the model is not loaded.
             candidates.append(target.names[0])
             continue
         try:
@@ -130,10 +127,9 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
 
 
 async def check_language_model(request: Request, name: str | None) -> None:
-    """Check that a request to the language model does not name another model.
+    """Select the language model `name` for a request.
 
-    Select the language model with this name for the request. If the name is that of a LoRA adapter,
-    select the adapter and its language model.
+    If a LoRA adapter has this name, select the adapter and the language model of the adapter.
 
     Raises: ApiError 404 that names the language model. If the request names an embedding model or
         a reranker, the message also gives the route of that model.
@@ -143,8 +139,7 @@ async def check_language_model(request: Request, name: str | None) -> None:
         await context_of(request).adapters.select(None, context_of(request).settings.model_name)
         return
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
-    # If the name belongs to a pooling model, the server need not be asked for the names of its
-    # adapters.
+    # If a pooling model has this name, no adapter has it, so the server is not queried.
     possible_contexts = contexts.all if name not in pooling_names else ()
     for context in possible_contexts:
         if await context.adapters.select(name, context.settings.model_name):
@@ -201,13 +196,13 @@ def require_kind(served: ServedModel, kind: str) -> None:
 
 
 def require_full_length(served: ServedModel, name: str, value: int | None) -> None:
-    """Raise an error if a request asks to cut texts to fewer tokens than the model allows.
+    """Check that a request does not truncate texts to fewer tokens than the model's limit.
 
-    The server can cut texts only to the model's limit.
+    The server can truncate texts only to the model's limit.
 
     Args:
         served: the model.
-        name: the name of the field with the number of tokens after which texts are cut.
+        name: the name of the field with the number of tokens to which texts are truncated.
         value: the value of this field. None if the request does not have the field.
 
     Raises: ApiError 400 that names the limit.
@@ -226,7 +221,7 @@ def require_full_length(served: ServedModel, name: str, value: int | None) -> No
 async def call_model(
     request: Request, served: ServedModel, inputs: ModelInputs, options: Mapping[str, Any]
 ) -> PoolingOutputs:
-    """Call a pooling model and count its tokens. Cancel the call when the client disconnects.
+    """Call a pooling model, and count the tokens. If the client disconnects, cancel the call.
 
     Args:
         request: the HTTP request, whose body has been read.
@@ -262,7 +257,7 @@ def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendE
 
     Args:
         error: the error of the backend. An error that names no tensor is returned unchanged.
-        fields: the name of the request field of each tensor.
+        fields: maps the name of each tensor to the name of its request field.
     """
     tensor = re.split(r"\W", error.message, maxsplit=1)[0]
     if tensor not in fields:
@@ -271,7 +266,7 @@ def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendE
 
 
 def _problem(error: BackendError | TimeoutError) -> ApiError:
-    """Return the error for a request if the requested model is not served or does not answer."""
+    """Return the ApiError for a model that is not served or does not answer."""
     if isinstance(error, TimeoutError):
         error = BackendError("UNAVAILABLE", "The model does not answer. Try again.")
     if error.code == "NOT_FOUND":

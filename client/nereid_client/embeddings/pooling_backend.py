@@ -47,7 +47,8 @@ class PoolingTarget:
     Attributes:
         kind: "embedding" or "rerank".
         model: the name of the model in the model repository.
-        names: the names of the model in requests. By default, the model itself knows its name.
+        names: the names of the model in requests. If there are no names, the name is read from the
+            properties of the model.
     """
 
     kind: str
@@ -59,7 +60,7 @@ _DEFAULT_TARGETS = (PoolingTarget(EMBEDDING, EMBEDDING), PoolingTarget(RERANK, R
 
 
 class Residence(Protocol):
-    """An object that knows which models are loaded, and that loads models."""
+    """Loads models of the model repository, and reports which models are loaded."""
 
     async def is_loaded(self, model: str) -> bool:
         """Return whether a model of the repository is loaded."""
@@ -107,7 +108,7 @@ class PoolingBackend(Protocol):
     """A backend that computes embeddings and scores."""
 
     async def infer(self, call: PoolingCall) -> PoolingOutputs:
-        """Call a model and return its outputs. Cancelling the task cancels the call.
+        """Call a model and return its outputs. If the task is cancelled, cancel the call.
 
         Raises: BackendError.
         """
@@ -156,8 +157,8 @@ class PoolingModels:
         residence: loads models. None if all models are always loaded.
 
     Attributes:
-        backend: the same backend.
-        targets: the same pooling models.
+        backend: the argument `backend`.
+        targets: the argument `targets`.
     """
 
     def __init__(
@@ -193,9 +194,9 @@ class PoolingModels:
         return self._known[model]
 
     async def all(self) -> list[ServedModel]:
-        """Return all pooling models that are served. Models that do not answer are left out.
+        """Return all pooling models that are served. Skip a loaded model that does not answer.
 
-        The models that are not loaded stay unloaded. They are returned without properties.
+        This method loads no models. A model that is not loaded is returned without properties.
         """
         models = []
         for target in self.targets:

@@ -1,4 +1,4 @@
-"""Converts the probabilities of each token's labels to the labelled parts of a text."""
+"""Finds the labelled sections of a text, from the label probabilities of the text's tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,15 @@ from nereid_client.embeddings.pooling_backend import PoolingOutputs
 Offsets = npt.NDArray[np.int32]
 
 _OUTSIDE = "O"
-"""The label of tokens that are outside all labelled parts."""
+"""The label of a token that belongs to no labelled section."""
 
 
 def tokens_of(outputs: PoolingOutputs) -> list[tuple[Floats, Offsets]]:
     """Split the outputs of a token classifier into one pair of arrays for each text.
 
-    Returns: for each text the probabilities, [num_tokens, num_labels], and the index of each
-        token's first character and the index after its last character, [num_tokens, 2].
+    Returns: for each text, the probabilities, [num_tokens, num_labels], and the offsets,
+        [num_tokens, 2]. The offsets of a token are the index of its first character and the index
+        after its last character.
     """
     ends = np.cumsum(outputs.arrays["num_tokens"])[:-1]
     probabilities = np.split(outputs.arrays["probabilities"], ends)
@@ -39,7 +40,8 @@ def labelled_tokens(
     Args:
         text: the text.
         probabilities: [num_tokens, num_labels], float32.
-        offsets: the characters of each token, [num_tokens, 2].
+        offsets: for each token, the index of its first character and the index after its last
+            character, [num_tokens, 2].
         labels: the labels, in the order of the probabilities.
     """
     tokens = _best_labels(text, probabilities, offsets, labels)
@@ -96,7 +98,7 @@ def _split_label(label: str) -> tuple[str, str]:
 
 
 def _group(text: str, name: str, tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the tokens of a group as one labelled part of the text."""
+    """Convert the tokens of a group to one labelled section of the text."""
     start, end = tokens[0]["start"], tokens[-1]["end"]
     # In some tokenizers, a token includes the space before its word.
     start += len(text[start:end]) - len(text[start:end].lstrip())

@@ -1,4 +1,4 @@
-"""The calls of the language model on the Triton server.
+"""Calls the language model on the Triton server.
 
 - triton_backend.py: the protocol `Backend`, and its implementation over gRPC
 - client_backend.py: adds the client of a request to each call, and counts the client's tokens

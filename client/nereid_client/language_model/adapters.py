@@ -7,16 +7,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 
 current_adapter: ContextVar[str] = ContextVar("current_adapter", default="")
-"""The name of the adapter that the current request selects; empty for the model without one."""
+"""The name of the adapter that the current request selects, or "" if it selects no adapter."""
 
 ChangeAdapters = Callable[[Mapping[str, str]], Awaitable[list[str]]]
-"""A function that sends parameters to the server and returns the names of all adapters; see
-`Backend.change_adapters`.
+"""A function that sends parameters to the server and returns the names of all adapters.
+
+`Backend.change_adapters` describes the parameters.
 """
 
 
 class Adapters:
-    """The names of the adapters that the server has loaded."""
+    """Lists, loads and unloads the adapters on the server, and selects one for a request."""
 
     def __init__(self, change: ChangeAdapters) -> None:
         """Store `change`, the function that lists, loads and unloads adapters on the server."""
@@ -54,8 +55,8 @@ class Adapters:
         """Replace the weights of the language model. The adapters are loaded again.
 
         Args:
-            path: the folder of the new checkpoint on the server; "" for the present folder.
-            running_requests: "finish" or "refuse".
+            path: the folder of the new checkpoint on the server. "" selects the present folder.
+            running_requests: "finish" or "refuse", as described in `ReloadRequest`.
 
         Raises: BackendError if the checkpoint is not suitable.
         """
@@ -68,7 +69,7 @@ class Adapters:
         adapter.
 
         Args:
-            name: the name of an adapter or of another model; None for the language model.
+            name: the name of an adapter or of another model. None means the language model.
             language_model: the name of the language model without an adapter.
 
         Raises: BackendError.

@@ -24,7 +24,8 @@ class MarkerFormat:
 
     Attributes:
         markers: the markers, which must be special tokens of the tokenizer.
-        template: the prompt, in which {prefix} and {suffix} stand for the two texts.
+        template: the pieces of the prompt. The pieces "{prefix}" and "{suffix}" are replaced by the
+            two texts.
     """
 
     markers: tuple[str, ...]
@@ -59,7 +60,7 @@ class FillInMiddle:
     text in the gap.
 
     Args:
-        backend: the backend of the model, whose tokenizer is compared with the formats.
+        backend: the backend of the language model.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -70,7 +71,7 @@ class FillInMiddle:
         """Return the prompt for the text before the gap and the text after the gap.
 
         Raises:
-            ApiError: 400 if the tokenizer lacks the markers of all known formats.
+            ApiError: 400 if the tokenizer has the markers of no known format.
             BackendError: the tokenizer does not answer.
         """
         if self._format is None:
@@ -93,7 +94,7 @@ class FillInMiddle:
         )
 
     async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
-        """Return whether the tokenizer encodes each marker as one token, and decodes it unchanged.
+        """Return whether each marker is one token of the tokenizer.
 
         Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
         therefore decodes each token, and compares the decoded text with the marker.

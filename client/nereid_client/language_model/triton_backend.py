@@ -14,11 +14,11 @@ from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
-# The first model that the ensemble calls, and two of its output tensors.
+# The ensemble first calls the tokenizer model. Its output tensors have these names.
 TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
-# The second model that the ensemble calls, and its output tensor, which contains JSON text.
+# The ensemble then calls the executor model. Its output tensor has this name and contains JSON.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
 # Words in the error messages of the Triton server.
@@ -37,15 +37,16 @@ class Generation:
     Exactly one of `text_input`, `input_ids` and `chat_request` contains the prompt.
 
     Attributes:
-        request_id: the id of the request in the logs of the server. It must be unique among the
-            requests that run.
+        request_id: the id of the request in the logs of the server. The id must be unique among the
+            running requests.
         text_input: the prompt as text.
         input_ids: the prompt as token ids.
         chat_request: the prompt as the JSON body of a chat completion.
-        sampling_parameters: a JSON object, for `text_input` and `input_ids`.
+        sampling_parameters: the sampling parameters for `text_input` or `input_ids`, as JSON text.
         with_text: whether deltas contain the unparsed text in the key `text`.
         num_choices: the number of choices. The stream ends when all choices have ended.
-        client_id: the client that sent the request, for fair scheduling. "" if it is unknown.
+        client_id: the client that sent the request, for fair scheduling. "" if the client is
+            unknown.
         client_weight: the weight of the client in fair scheduling.
         priority: replaces the priority in the JSON object, unless it is None.
         lora_name: the LoRA adapter of the request. If it is empty, the field `lora_name` of the
@@ -102,9 +103,10 @@ class Backend(Protocol):
         """Load or unload a LoRA adapter, and return the names of all adapters.
 
         Args:
-            parameters: `{"load_lora": name, "lora_path": folder}`, `{"unload_lora": name}`, or
-                `{"list_loras": "true"}`, which changes nothing, or `{"reload_weights": folder,
-                "running_requests": "finish"}`, which replaces the weights of the model.
+            parameters: one of these mappings. `{"load_lora": name, "lora_path": folder}` and
+                `{"unload_lora": name}` change the adapters. `{"list_loras": "true"}` changes
+                nothing. `{"reload_weights": folder, "running_requests": "finish"}` replaces the
+                weights of the model.
 
         Raises: BackendError.
         """
@@ -136,16 +138,16 @@ class Backend(Protocol):
 
 
 class TritonBackend:
-    """The ensemble on a Triton server.
+    """Calls the ensemble on a Triton server.
 
-    Each request has its own gRPC stream. All streams share one gRPC channel.
+    Each request has its own gRPC stream. All running streams of a client share one connection.
 
     The object must be created in a running event loop. The first call opens the connection.
 
     Args:
         url: host:port of the server's gRPC endpoint.
         ensemble: the name of the ensemble in the model repository.
-        tokenizer, executor: the names of the first two steps of the ensemble.
+        tokenizer, executor: the names of the first two models that the ensemble calls.
     """
 
     def __init__(
@@ -166,8 +168,8 @@ class TritonBackend:
 
         If the generator is closed before the last response, the gRPC stream is cancelled. After the
         last response or an error, the stream is not cancelled, because Triton server 2.51 can crash
-        if a stream is cancelled while the stream ends (issues 7368 and 8034 of the Triton server),
-        and many clients disconnect as soon as they receive a finish reason.
+        if a stream is cancelled while it ends (issues 7368 and 8034 of the Triton server). This
+        would happen often, because many clients disconnect when they receive a finish reason.
         """
         outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
         # With the header `triton_grpc_error`, the Triton server would send the code of an error as
@@ -294,8 +296,8 @@ class TritonBackend:
 
     def _request(self, model: str, generation: Generation, outputs: list[str]) -> Any:
         request = infer_request(model, generation.request_id, _inputs(generation), outputs)
-        # The tokenizer model lets clients take turns. It needs the id of the client before it
-        # parses the JSON text of the request, so the id is sent as a parameter, too.
+        # The tokenizer model lets clients take turns. The model needs the id of the client before
+        # the model parses the JSON text of the request, so the id is also sent as a parameter.
         if generation.client_id:
             request.parameters["client_id"].string_param = generation.client_id
         return request
@@ -303,7 +305,8 @@ class TritonBackend:
     def _call_error(self, error: grpc.RpcError) -> BackendError:
         """Return a BackendError for a unary call that failed.
 
-        For an error of a model, gRPC's code is INTERNAL, and the message contains the model's code.
+        If a model returned the error, gRPC's code is INTERNAL, and the message contains the code
+        that the model chose.
         """
         code: str = error.code().name
         model_error = read_error(error.details() or code)
@@ -334,7 +337,7 @@ def unreachable_message(url: str) -> str:
 
 
 def read_error(text: str) -> BackendError:
-    """Convert an error message of the Triton server to a BackendError, without prefixes.
+    """Convert an error message of the Triton server to a BackendError. Remove the prefixes.
 
     Example: "in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer" returns
     BackendError("INVALID_ARGUMENT", "seed: must be an integer"). docs/reference/tensors.md
@@ -371,8 +374,8 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
 def _with_fields(text: str, generation: Generation) -> str:
     """Append fields about the client and the LoRA adapter to a JSON object that is given as text.
 
-    A client cannot replace these fields. If an object has the same key twice, JSON parsers use the
-    last value.
+    If the object already contains one of these fields, it contains the key twice. JSON parsers then
+    use the last value, so a client cannot replace the appended value.
 
     Example: '{"n": 1}' returns '{"n": 1, "client_id": "a", "client_weight": 1.0}'.
     """

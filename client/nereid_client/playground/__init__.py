@@ -3,9 +3,9 @@
 The page is one HTML document that contains its style and its scripts, so that the browser loads no
 other file.
 
-If the server requires an API key, it sends the playground only to requests with the key. A browser
-cannot send a key when it opens a page. The browser then receives the sign-in page, which asks the
-user for the key and requests the playground with this key.
+If the server requires an API key, it sends the playground only in response to requests with the
+key. A browser cannot send the key when a user opens the page, so the browser first receives the
+sign-in page. The sign-in page asks the user for the key, and requests the playground with this key.
 """
 
 import base64
@@ -62,9 +62,9 @@ _PLAYGROUND = _page("page.html", _STYLE, _SCRIPT)
 _SIGN_IN = _page("sign_in.html", _STYLE, _SIGN_IN_SCRIPT)
 
 # The browser runs only the scripts of the playground and of the sign-in page, and connects only to
-# this server. After the sign-in, the script of the sign-in page replaces the content of the page by
-# the playground. The browser still applies the policy of the sign-in page then, so this policy must
-# also allow the scripts of the playground.
+# this server. After the sign-in, the script of the sign-in page replaces the content of the page
+# with the playground, but the browser continues to apply the policy of the sign-in page. This
+# policy must therefore also allow the scripts of the playground.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
     f"style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)} {_hash(_SIGN_IN_SCRIPT)}; "

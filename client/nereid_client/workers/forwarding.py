@@ -1,4 +1,4 @@
-"""Forward requests from one worker to another over Unix sockets."""
+"""Forwards requests from one worker to another worker over Unix sockets."""
 
 import asyncio
 import json
@@ -79,16 +79,16 @@ async def ask_other_workers(request: Request, body: dict[str, Any]) -> list[Any]
 
 
 def place_of(request: Request) -> WorkerPlace:
-    """Return the place of this worker."""
+    """Return the number of this worker, and the folder that all workers share."""
     place: WorkerPlace = request.app.state.worker
     return place
 
 
 class _WorkerResponse:
-    """The response of another worker, which is read from a connection.
+    """Reads the response of another worker from a connection.
 
     Attributes:
-        status: the HTTP status, after `read_headers`.
+        status: the HTTP status of the response. It is 0 until `read_headers` has returned.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -121,8 +121,8 @@ class _WorkerResponse:
     async def body(self) -> AsyncGenerator[bytes]:
         """Yield the body of the response as it arrives. Close the connection at the end."""
         try:
-            # One read can return any number of parts, even none. The first parts can arrive
-            # together with the headers, before this loop starts.
+            # Each call of `_read` can add any number of parts, even none. The first parts can
+            # arrive together with the headers, before this loop starts.
             while self._parts or not self._is_complete:
                 if self._parts:
                     received = b"".join(self._parts)
@@ -159,7 +159,7 @@ class _WorkerResponse:
 
 
 async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) -> _WorkerResponse:
-    """Send a copy of a request, with another body, to another worker.
+    """Send a request with a given body to another worker. The headers are those of `request`.
 
     Returns: the response, whose status and headers have arrived.
 

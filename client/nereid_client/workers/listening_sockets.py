@@ -11,9 +11,9 @@ def listening_socket(host: str, port: int, *, is_shared: bool = True) -> socket.
 
     Args:
         host: the address.
-        port: the port. 0 selects a free one.
+        port: the port. 0 selects a free port.
         is_shared: whether other sockets of this user may be bound to the same address. If several
-            of them listen, the kernel gives each new connection to one of them.
+            sockets listen at this address, the kernel gives each new connection to one socket.
 
     Raises: OSError if the address is in use.
     """

@@ -1,4 +1,4 @@
-"""The place of a worker: its number, and the files that all workers share."""
+"""Describes one of several workers: its number, and the files that all workers share."""
 
 import json
 import os
@@ -16,8 +16,8 @@ class WorkerPlace:
     """The number of a worker, and the folder that all workers share.
 
     Attributes:
-        number: the number of this worker, from 0.
-        count: the number of all workers.
+        number: the number of this worker. The first worker has the number 0.
+        count: how many workers there are.
         folder: the folder with the shared files.
         port: the port on which all workers listen.
     """
@@ -29,7 +29,7 @@ class WorkerPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "WorkerPlace | None":
-        """Return the place of this process, or None if the process is not a worker."""
+        """Return the WorkerPlace of this process, or None if the process is not a worker."""
         text = environment.get(_VARIABLE)
         return cls(**json.loads(text)) if text else None
 

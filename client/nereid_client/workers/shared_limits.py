@@ -1,7 +1,7 @@
-"""Stores the running requests and the usage of each client in a database of all workers.
+"""Stores the running requests and the usage of each client in a database that all workers share.
 
-A worker checks the limits and counts the new request in one transaction. The limits are therefore
-as exact with several workers as with one worker.
+When a request arrives, a worker checks the limits and counts the request in one transaction. The
+limits are therefore as exact with several workers as with one worker.
 """
 
 from contextlib import AbstractContextManager, closing
@@ -56,7 +56,7 @@ class RequestsOfWorkers(SharedBudget):
         return int(self._database.row(query, (client,))[0])
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Run the `with` block while no other worker changes the counts."""
+        """Run the `with` block in a transaction. No other worker can change the counts meanwhile."""
         return self._database.transaction()
 
     def add(self, client: str, amount: int) -> None:
@@ -75,7 +75,7 @@ class RequestsOfWorkers(SharedBudget):
 
 
 class UsagesOfWorkers(Usages):
-    """Stores how much of their limits the clients have used, in all workers together.
+    """Stores how much of its limits each client has used in all workers together.
 
     Args:
         database: the database that all workers share.

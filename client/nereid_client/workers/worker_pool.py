@@ -24,9 +24,9 @@ from nereid_client.workers.listening_sockets import listening_socket, with_dupli
 from nereid_client.workers.place import WorkerPlace
 
 _CHECK_EVERY_S = 0.05
-# A worker that is still running this long after SIGTERM is killed. A worker needs up to 5 s to
-# finish its responses, and `nereid serve` kills the pool after 8 s, so the value is between these
-# times.
+# If a worker does not end within this number of seconds after SIGTERM, it is killed. A worker needs
+# up to 5 s to finish its responses, and `nereid serve` kills the pool after 8 s, so the value is
+# between these times.
 _STOP_TIMEOUT_S = 7.0
 _RESTARTS = RestartPolicy(max_restarts=5, backoff_s=1.0)
 _FOLDER_PREFIX = "nereid-frontend-"  # the process id of the pool is appended
@@ -35,9 +35,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_settings(settings: Settings) -> None:
-    """Check that several workers support all settings.
+    """Check that all settings can be used with several workers.
 
-    Raises: SettingsError if they do not support a setting, or if the key file is wrong.
+    Raises: SettingsError if a setting requires a single worker, or if the key file is wrong.
     """
     count = settings.frontend_workers
     if settings.models_file:
@@ -62,8 +62,8 @@ class _Worker:
     """The state of one worker.
 
     Attributes:
-        place: the place of the worker among all workers.
-        process: the process of the worker that was started last.
+        place: the number of the worker, and the folder that all workers share.
+        process: the process that was started last for this worker.
         restarts: counts the restarts, and determines the wait before the next restart.
         restart_at: the time of time.monotonic() at which the worker is restarted. None if no
             restart is planned.
@@ -80,11 +80,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """The workers of a frontend.
+    """Starts, restarts and stops the workers of a frontend.
 
     Args:
         settings: the settings of the frontend.
-        command: the command of a worker.
+        command: the command that starts a worker.
     """
 
     def __init__(self, settings: Settings, command: Sequence[str]) -> None:
@@ -99,8 +99,9 @@ class WorkerPool:
 
         After SIGUSR1, the workers accept no new requests.
 
-        Returns: 0 after a signal; 1 if the port is in use. If a worker could not start or has ended
-            too often, the exit code of this worker, or 1 if the worker was killed.
+        Returns: 0 after a signal, and 1 if the port is in use. If a worker could not start or has
+            ended too often, the result is the exit code of this worker. The result is 1 if a signal
+            killed this worker.
 
         Raises: SettingsError if a setting does not allow several workers.
         """

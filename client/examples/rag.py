@@ -49,7 +49,7 @@ class Found:
 
 
 class Library:
-    """Passages with their vectors, and clients of the server that embeds, reranks and answers."""
+    """Stores passages with their vectors, and calls the three models of the server."""
 
     def __init__(self, base_url: str, api_key: str, passages: list[str]) -> None:
         self._openai = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -65,7 +65,7 @@ class Library:
         self._http.close()
 
     def find(self, question: str, num_retrieved: int, num_kept: int) -> list[Found]:
-        """Return the most relevant passages, best first.
+        """Return the most relevant passages. The best passage comes first.
 
         The `num_retrieved` passages with the highest cosine similarity are reranked, and the best
         `num_kept` of these are returned.
@@ -89,7 +89,7 @@ class Library:
         ]
 
     def answer(self, question: str, found: list[Found]) -> str:
-        """Return the chat model's answer; the passages are in the system message."""
+        """Return the chat model's answer. The system message contains the passages."""
         passages = "\n".join(passage.text for passage in found)
         reply = self._openai.chat.completions.create(
             model=self._chat,
@@ -117,7 +117,7 @@ class Library:
         return names
 
     def _embed(self, texts: list[str], prompt_name: str | None) -> npt.NDArray[np.float32]:
-        """Return one vector of length 1 per text, as a float32 array of shape [n, dim]."""
+        """Return one normalized vector for each text, as a float32 array of shape [n, dim]."""
         extra = {"prompt_name": prompt_name} if prompt_name else {}
         reply = self._openai.embeddings.create(model=self._embedder, input=texts, extra_body=extra)
         return np.array([item.embedding for item in reply.data], dtype=np.float32)

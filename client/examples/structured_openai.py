@@ -1,4 +1,4 @@
-"""Ask for several answers that match a JSON schema, and print the most probable one first.
+"""Ask for several answers that match a JSON schema, and print the most probable answer first.
 
 .venv/bin/python client/examples/structured_openai.py "Invent a person." --n 3
 

@@ -1,4 +1,4 @@
-"""Let the model call a tool: run the calls, send the results back, and print the answer.
+"""Let the model call a tool: run the tool calls, send the results back, and print the answer.
 
 .venv/bin/python client/examples/tools_openai.py "What is the weather in Paris?"
 

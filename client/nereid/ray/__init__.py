@@ -3,9 +3,9 @@
     serve run nereid.ray:app model=/models/my-model num_gpus=1 max_replicas=4
 
 The application has two deployments. Each replica of `Server` runs `nereid serve` with its own GPUs.
-Each replica of `Ingress` receives HTTP requests. `PrefixRouter` selects a server for each request:
-the server that has received the longest prefix of the prompt. If this server has many more requests
-than another one, the router selects the server with the fewest requests.
+Each replica of `Ingress` receives HTTP requests. For each request, `PrefixRouter` selects the
+server that has received the longest prefix of the prompt. If this server has many more requests
+than another server, the router selects the server with the fewest requests.
 
 The extra `ray` installs the requirements: `pip install nereid[ray]`.
 """

@@ -71,7 +71,7 @@ async def _body(
 
 
 def _lost() -> ApiError:
-    """Return the error for a request to a server that has failed, or whose node has failed."""
+    """Return the error for a request whose server or node has failed."""
     return ApiError(
         503,
         "The server that processed this request has failed. Send the request again.",

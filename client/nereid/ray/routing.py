@@ -1,4 +1,4 @@
-"""Selects the server that has received the longest prefix of a request's prompt before.
+"""Selects the server that has already received the longest prefix of a request's prompt.
 
 The prefix cache of this server probably contains the prefix.
 """
@@ -20,11 +20,11 @@ _MAX_EXTRA_REQUESTS = 8
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return the hashes of prefixes of the prompt: the first 256 characters, the first 512, ...
+    """Return hashes of the prompt's first 256 characters, of its first 512 characters, and so on.
 
-    If two prompts begin with the same 256 * n characters, their first n hashes are equal. There are
-    at most 64 hashes. If the prompt needs fewer, the last hash is the hash of the whole prompt. If
-    the body contains no prompt, there are no hashes.
+    If two prompts begin with the same 256 * n characters, their first n hashes are equal. The
+    result contains at most 64 hashes. For a shorter prompt, the last hash is that of the whole
+    prompt. If the body contains no prompt, the result is empty.
     """
     try:
         fields = json.loads(body)
@@ -43,11 +43,11 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type check
-    """Selects the server that has received the longest prefix of a request's prompt before.
+    """Selects the server that has already received the longest prefix of a request's prompt.
 
     The server with the fewest requests is selected in two cases: no server has received the first
     characters of the prompt, or the server with the longest prefix has many more requests than
-    another one. A router counts only the requests that it has sent itself.
+    another server. A router counts only the requests that it has sent itself.
     """
 
     def initialize_state(self, max_extra_requests: int = _MAX_EXTRA_REQUESTS) -> None:
@@ -66,7 +66,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return a list with the best server, and then a list with all servers.
+        """Return two lists. The first list contains the best server, the second list all servers.
 
         If the best server accepts no requests, Ray tries the servers of the second list.
         """
@@ -87,22 +87,22 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
     def _server_with_prefix(
         self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
     ) -> RunningReplica | None:
-        """Return the server that has received the longest prefix.
+        """Return the server that has received the longest of the prefixes with these hashes.
 
-        If several servers have received this prefix, return the last of them. If no server has
-        received any of the prefixes, return None.
+        If several servers have received this prefix, return the server that received it last. If no
+        server has received any of the prefixes, return None.
         """
         by_id = {server.replica_id: server for server in servers}
         ids = (self._last_server.get(one) for one in reversed(hashes))
         return next((by_id[one] for one in ids if one in by_id), None)
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Count a request that is sent."""
+        """Increase the number of the server's running requests."""
         super().on_send_request(replica_id)
         self._num_requests[replica_id] += 1
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Count a request that has ended."""
+        """Decrease the number of the server's running requests."""
         super().on_request_completed(replica_id, internal_request_id)
         self._num_requests[replica_id] -= 1
         if self._num_requests[replica_id] <= 0:  # Ray also reports requests that were not sent

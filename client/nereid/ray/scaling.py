@@ -46,5 +46,5 @@ class ScaleWithLoad:
         return (current if abs(load - 1) <= _TOLERANCE else current * load), {}
 
     def _load(self, name: str, values: Mapping[Any, float]) -> float:
-        """Return the average of a gauge over the servers, divided by its target."""
+        """Return the average of a gauge over all servers, divided by the target for this gauge."""
         return sum(values.values()) / len(values) / self._targets[name]

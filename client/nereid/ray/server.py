@@ -183,8 +183,8 @@ class Server:
 def _load(page: str) -> dict[str, float]:
     """Read the waiting sequences and the use of the KV cache from the text of a metrics page.
 
-    A server with several engine processes has one line for each process. The numbers of waiting
-    sequences are added, and the average is the use of the KV cache.
+    The page of a server with several engine processes has one line for each process. The numbers of
+    waiting sequences are added. The use of the KV cache is the average over all processes.
 
     Example: "nereid:num_requests_waiting 3" returns {"num_requests_waiting": 3.0}.
     """

@@ -50,7 +50,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 
 def _cell(value: object) -> str:
-    """Return the text of a table cell. Escape "[", which would begin markup for the library rich."""
+    """Return the text of a table cell. Escape "[", which begins markup of the library rich."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text.replace("[", r"\[")
 

@@ -29,9 +29,10 @@ class AbortRequest(RequestBody):
 
     @property
     def ids(self) -> set[str] | None:
-        """The ids of the requests to abort, or None for all requests.
+        """The ids of the requests to abort. None means all requests.
 
-        The id of a completion consists of a prefix and the id of its request.
+        The id of a completion consists of a prefix, such as "chatcmpl-", and the id of the request.
+        The result also contains the ids without these prefixes.
         """
         if self.abort_all:
             return None

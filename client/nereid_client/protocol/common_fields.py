@@ -35,7 +35,7 @@ class Origin(Enum):
 
 VLLM, SGLANG, LLAMA_CPP = Origin.VLLM, Origin.SGLANG, Origin.LLAMA_CPP
 FRONTEND_ONLY = "frontend only"
-"""Marks a field that only the frontend reads and does not send to the backend."""
+"""Marks a field that the frontend reads but does not send to the backend."""
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -47,9 +47,9 @@ INT64_LIMIT = 2**63
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/+=@-]{1,128}$")]
 
 # An unknown field name is treated as a typing error if difflib's similarity ratio between this name
-# and a known name is at least this value. Example: "max_token" is a typing error, because its ratio
-# with "max_tokens" is 0.94. llama.cpp's field "return_tokens" is not one, because its ratio with
-# "return_token_ids" is 0.92.
+# and a known name is at least this value. Example: "max_token" is treated as a typing error,
+# because the ratio between "max_token" and "max_tokens" is 0.94. llama.cpp's field "return_tokens"
+# is ignored, because the ratio between "return_tokens" and "return_token_ids" is 0.92.
 _TYPING_ERROR = 0.93
 # At most this many unknown field names are compared with the known names, because the comparison of
 # thousands of names would take seconds.
@@ -69,7 +69,7 @@ class GenerationRequest(RequestBody):
     """The fields that chat completions, completions and responses have in common.
 
     Attributes:
-        refused: the tables of fields that a subclass refuses, in addition to `REFUSED`.
+        refused: tables of the fields that a subclass refuses in addition to the fields in `REFUSED`.
     """
 
     refused: ClassVar[tuple[Mapping[str, Refusal], ...]] = ()
@@ -285,7 +285,8 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
     """Raise an error if the name of an unknown field is similar to the name of a known field.
 
     Other unknown fields are ignored, because clients send fields of other APIs. Examples:
-    `max_token` and `maxTokens` are refused with a hint at `max_tokens`, and `num_ctx` is ignored.
+    `max_token` and `maxTokens` are refused with an error that suggests `max_tokens`. `num_ctx` is
+    ignored.
 
     Args:
         body: the request body.
@@ -310,5 +311,5 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a field name in lower case, without "_" and "-". "maxTokens" returns "maxtokens"."""
+    """Return a field name in lower case without "_" and "-", such as "maxtokens" for "maxTokens"."""
     return name.lower().replace("_", "").replace("-", "")

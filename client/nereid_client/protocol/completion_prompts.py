@@ -1,4 +1,4 @@
-"""The prompts of a completion: texts or lists of token ids."""
+"""Reads the prompts of a completion. A prompt is a text or a list of token ids."""
 
 from nereid_client.errors import FieldError, shown
 from nereid_client.protocol.request_body import check_token_ids
@@ -16,7 +16,7 @@ def read_prompts(value: object) -> tuple[Prompt, ...]:
         [1, 2]        -> ((1, 2),)
         [[1, 2], [3]] -> ((1, 2), (3,))
 
-    Raises: FieldError if the value has another type.
+    Raises: FieldError if the value has none of these forms.
     """
     if isinstance(value, str):
         return (value,)

@@ -1,6 +1,6 @@
 """Request bodies of the embedding routes, in the formats of OpenAI, vLLM, Cohere and TEI.
 
-Like the servers of these formats, Nereid ignores fields that are not declared here.
+Fields that are not declared here are ignored, as on the servers that define these formats.
 """
 
 import json
@@ -19,7 +19,7 @@ _REFUSED_PARTS = {
     **dict.fromkeys(VIDEO_PARTS, "Nereid reads no videos; send frames as images"),
     **dict.fromkeys(AUDIO_PARTS, "Nereid reads no audio; send a transcript as text"),
 }
-"""Maps the key of a refused content part to the reason, and to what clients can send instead."""
+"""Maps the key of a refused content part to the reason for the refusal and an alternative."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class ModelInputs:
 
     Attributes:
         tensors: maps the name of a tensor to its values.
-        fields: maps the name of a tensor, or of an option, to the request field with its value. If
-            an error of the model names the tensor, the response names the field instead.
+        fields: maps the name of a tensor or an option to the request field that contains its value.
+            If an error of the model names the tensor, the error response names the field instead.
     """
 
     tensors: Mapping[str, Sequence[Any]]
@@ -86,7 +86,7 @@ class PoolingRequest(RequestBody):
 
     @property
     def truncates(self) -> bool | None:
-        """Whether the server cuts texts that are too long. None means the default of the server."""
+        """Whether the server truncates texts that are too long. None means the server's default."""
         if self.truncate_prompt_tokens is not None:
             return True
         return self.truncate == "END" if isinstance(self.truncate, str) else self.truncate
@@ -118,7 +118,7 @@ class EmbeddingOptions(PoolingRequest):
         return self
 
     def options(self) -> dict[str, Any]:
-        """Return the JSON object that the model `embedding` receives in its input `options`."""
+        """Return the JSON object for the input `options` of the model `embedding`."""
         return {
             "dimensions": self.dimensions,
             "normalize": self.normalize,
@@ -169,11 +169,14 @@ class EmbeddingRequest(EmbeddingOptions):
         return self.encoding_format or "float" if given in (None, "float") else str(given)
 
     def options_for(self, prompts: Iterable[str]) -> dict[str, Any]:
-        """Return the JSON object that the model `embedding` receives in its input `options`.
+        """Return the JSON object for the input `options` of the model `embedding`.
+
+        If the request contains no prompt, the field input_type selects a prompt of the checkpoint.
+        The value "passage" selects the prompt "passage", or the prompt "document" if there is no
+        prompt "passage".
 
         Args:
-            prompts: the names of the checkpoint's prompts. If no prompt is given, the field
-                input_type selects one. Its value "passage" also selects the prompt "document".
+            prompts: the names of the checkpoint's prompts.
         """
         options = self.options()
         if options["prompt_name"] or options["prompt"]:
@@ -200,7 +203,7 @@ class VectorsRequest(EmbeddingRequest):
 
     @property
     def classifier_options(self) -> dict[str, Any]:
-        """The JSON object that a classifier receives in its input tensor `options`."""
+        """The JSON object for the input `options` of a classifier."""
         activation = "none" if self.use_activation is False else None
         return {"activation": activation, "truncate": self.truncates}
 
@@ -253,7 +256,7 @@ class CohereEmbedRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
-        """Check that exactly one of texts, images and inputs is given, and that it is valid."""
+        """Check that exactly one of texts, images and inputs is given, and that its value is valid."""
         names = ("texts", "images", "inputs")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:
@@ -277,11 +280,13 @@ class CohereEmbedRequest(RequestBody):
         return ModelInputs(inputs.tensors, {**inputs.fields, "dimensions": "output_dimension"})
 
     def options(self, prompts: Iterable[str]) -> dict[str, Any]:
-        """Return the JSON object that the model `embedding` receives in its input `options`.
+        """Return the JSON object for the input `options` of the model `embedding`.
+
+        The field input_type selects a prompt of the checkpoint. The value "search_query" selects
+        the prompt "search_query", or the prompt "query" if there is no prompt "search_query".
 
         Args:
-            prompts: the names of the checkpoint's prompts. If `input_type` is "search_query", the
-                prompt "search_query" is selected, or else the prompt "query".
+            prompts: the names of the checkpoint's prompts.
         """
         input_type = self.input_type or ""
         names = (input_type, input_type.removeprefix("search_"))
@@ -325,7 +330,7 @@ def read_inputs(value: object, field: str) -> ModelInputs:
         value: the value of the field.
         field: the name of the field, for error messages.
 
-    Raises: FieldError if the value has another type.
+    Raises: FieldError if the value has none of these forms.
     """
     if isinstance(value, str | dict):
         value = [value]
@@ -360,7 +365,7 @@ def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:
 def refuse_videos_and_audio(part: dict[str, Any], field: str, place: str) -> None:
     """Check that a content part has no video and no audio.
 
-    Raises: FieldError that names the key of the part, and what to send instead.
+    Raises: FieldError that names the key of the part and an alternative.
     """
     for name, remedy in _REFUSED_PARTS.items():
         if part.get(name) is not None:

@@ -1,4 +1,4 @@
-"""Checks of the fields `response_format`, `tool_choice` and `logit_bias`."""
+"""Checks the fields `response_format`, `tools`, `tool_choice` and `logit_bias`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,14 +9,15 @@ RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _MAX_BIAS = 100
 
 _SCHEMA_FIELDS = {"json_object": ("schema", "value"), "json_schema": ("schema",)}
-"""Maps the type of a response format to the names that other servers use for the schema field."""
+"""Maps the type of a response format to the names of the schema field in the APIs of other servers.
+"""
 
 
 def check_response_format(value: Mapping[str, Any], field: str, schema_field: str) -> None:
     """Check that a response format has a known type, and that a json_schema contains a schema.
 
     Args:
-        value: the response format, in OpenAI's form for chat completions.
+        value: the response format, in OpenAI's format for chat completions.
         field: the path of the response format in the body, for the error.
         schema_field: the path of the schema in the body, for the error message.
 
@@ -39,8 +40,8 @@ def check_response_format(value: Mapping[str, Any], field: str, schema_field: st
 def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Convert a response format to the format that OpenAI defines for chat completions.
 
-    Other servers expect the schema in another field: llama.cpp in `schema`, and TGI in `value` of a
-    json_object.
+    Clients of other servers send the schema in another field. Clients of llama.cpp send the schema
+    in the field `schema`. Clients of TGI send a json_object with the schema in the field `value`.
 
     Example: `{"type": "json_object", "schema": S}` becomes
     `{"type": "json_schema", "json_schema": {"name": "answer", "schema": S}}`.
@@ -49,7 +50,7 @@ def to_openai_response_format(value: Mapping[str, Any], field: str) -> dict[str,
         value: the response format of the request.
         field: the path of the response format in the body, for the error.
 
-    Raises: FieldError if the value of such a field is not a schema.
+    Raises: FieldError if the value of the schema field is not a schema.
     """
     has_openai_schema = value.get("json_schema") is not None
     possible_fields = _SCHEMA_FIELDS.get(str(value.get("type")), ())
@@ -78,7 +79,7 @@ def _check_schema(schema: object, field: str, schema_field: str) -> None:
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     """Check that all tools of a chat are functions. Refuse other types, such as custom tools.
 
-    Raises: FieldError that names the first such tool.
+    Raises: FieldError that names the first tool of another type.
     """
     for index, tool in enumerate(tools):
         kind = tool.get("type", "function")
@@ -96,10 +97,10 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
     The known forms are none, auto, required, one function, and OpenAI's allowed_tools.
 
     Args:
-        choice: the field `tool_choice`, in OpenAI's form for chat completions.
-        tools: the field `tools`, in the same form.
+        choice: the field `tool_choice`, in OpenAI's format for chat completions.
+        tools: the field `tools`, in OpenAI's format for chat completions.
 
-    Raises: FieldError if the form is unknown, or the request does not have the tools.
+    Raises: FieldError if the form is unknown, or if the request does not contain a named tool.
     """
     if choice in ("none", "auto"):
         return
@@ -130,7 +131,7 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
         names = [_function_name(choice)]
     elif isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice.get("allowed_tools"))
-    has_only_names = all(names)  # the name of a function without a name is None
+    has_only_names = all(names)  # `_function_name` returns None for a function without a name
     if names and has_only_names:
         return names
     raise FieldError(
@@ -144,8 +145,8 @@ def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
 def _allowed_names(allowed: object) -> list[object]:
     """Return the names of the functions in an object `allowed_tools`.
 
-    Return an empty list if the object has no known form. The name of a function without a name is
-    None.
+    Return an empty list if the object has no known form. For a function without a name, the list
+    contains None.
     """
     if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
         return []

@@ -1,10 +1,10 @@
 """Request bodies of chat completions and completions.
 
 The checks in this module are fast. They find most errors without a call of the backend. The
-backend checks every field again, because gRPC clients send requests to it directly.
+backend checks every field again, because gRPC clients send requests directly to the backend.
 
-Unknown fields are ignored. Only a name that is similar to a known name is refused as a typing
-error (see `refuse_typing_errors`).
+Unknown fields are ignored, unless the name is similar to the name of a known field. Such a name is
+refused as a typing error (see `refuse_typing_errors`).
 
 The limits are those of OpenAI's API. Fields such as `top_k`, `min_p` and `min_tokens` are
 extensions of vLLM and SGLang.
@@ -99,8 +99,8 @@ class ChatCompletionRequest(GenerationRequest):
     def passed_on(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the body that the tokenizer model receives.
 
-        Fields that are null are left out, because null means that a field is not given. Fields
-        that only the frontend reads are left out too.
+        Fields with the value null are left out, because null means that a field is not given.
+        Fields that only the frontend reads are also left out.
         """
         frontend_fields = self.fields_of_frontend()
         fields = {
@@ -211,14 +211,15 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_generated(self) -> int:
-        """The number of choices to generate for each prompt. The best ones are returned."""
+        """The number of choices to generate for each prompt. The best choices are returned."""
         return max(self.best_of or 1, self.num_choices)
 
     def sampling_parameters(self) -> dict[str, Any]:
         """Return the JSON object for the ensemble's input `sampling_parameters`.
 
-        The engine generates `n` choices and does not know `best_of`. The object therefore has the
-        larger of both numbers as `n`, and the frontend later selects the best choices.
+        The engine generates `n` choices, and does not support `best_of`. In the returned object,
+        `n` is therefore the larger of `n` and `best_of`. The frontend later selects the best
+        choices.
 
         Example: {"prompt": "a", "max_tokens": 5, "best_of": 3} returns {"max_tokens": 5, "n": 3}.
         """
@@ -240,4 +241,4 @@ class CompletionRequest(GenerationRequest):
 PASSED_ON = (
     CompletionRequest.model_fields.keys() - CompletionRequest.fields_of_frontend()
 ) | REFUSED_BY_BACKEND
-"""The fields of a completion that the ensemble receives."""
+"""The fields of a completion that the frontend sends to the ensemble."""

@@ -117,7 +117,9 @@ REFUSED_BY_BACKEND = frozenset(
         *("xtc_probability", "samplers", "n_probs"),
     }
 )
-"""Fields that the frontend sends to the backend. The backend refuses them, for gRPC clients too."""
+"""Fields that the backend refuses, because gRPC clients can also send these fields.
+
+The frontend sends the fields to the backend unchanged."""
 
 
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:

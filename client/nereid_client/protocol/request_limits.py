@@ -1,9 +1,9 @@
 """The limits on the size of a request to the language model.
 
-The tokenizer model derives the limits from max_model_len and publishes them. The frontend checks a
-body against them before it parses the body or sends it to the Triton server, so that a hostile body
-costs only a few milliseconds. The tokenizer model checks the same limits again, because gRPC
-clients send requests to it directly.
+The tokenizer model derives the limits from max_model_len and publishes the limits. The frontend
+checks the size of a body before it parses the body or sends it to the Triton server, so that a
+hostile body costs only a few milliseconds. The tokenizer model checks the same limits again,
+because gRPC clients send requests directly to the Triton server.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _ITEMS_PER_MESSAGE = 4
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits on the size of a request that are checked by the frontend.
+    """The limits that the frontend checks for each request.
 
     Attributes:
         max_model_len: the largest number of tokens in the prompt and the output together.
@@ -59,7 +59,7 @@ class RequestLimits:
         """Check the number of bytes of one prompt while the body is being read.
 
         Args:
-            num_bytes: the bytes of the prompt that have arrived, in JSON.
+            num_bytes: the number of bytes of the prompt's JSON text that have arrived so far.
 
         Raises: ApiError 400 with the code context_length_exceeded.
         """
@@ -98,7 +98,7 @@ class RequestLimits:
 
         Args:
             prompt: the prompt. A value of another type is not checked here.
-            is_truncated: whether the server cuts a list of token ids that is too long.
+            is_truncated: whether the server truncates a list of token ids that is too long.
         """
         if isinstance(prompt, str) and len(prompt) > self.max_prompt_bytes:
             raise self._error(
@@ -120,7 +120,7 @@ class RequestLimits:
 
 
 class PublishedLimits:
-    """The limits that the tokenizer model publishes. They are cached for some seconds.
+    """Fetches the limits that the tokenizer model publishes, and caches them for some seconds.
 
     Args:
         fetch: returns the limits of the tokenizer model as a mapping from name to limit. An empty
@@ -145,8 +145,8 @@ class PublishedLimits:
         when the frontend sends it to the Triton server.
         """
         if self._clock() >= self._expires:
-            # The new expiry time is set before the fetch, so that other requests use the previous
-            # limits meanwhile instead of fetching new ones.
+            # The new expiry time is set before the fetch. During the fetch, other requests use the
+            # previous limits and do not fetch the limits again.
             self._expires = self._clock() + _MAX_AGE_S
             try:
                 async with asyncio.timeout(_FETCH_TIMEOUT_S):
@@ -159,7 +159,7 @@ class PublishedLimits:
 
 
 def _limits_of(published: Mapping[str, int]) -> RequestLimits | None:
-    """Return the published limits as an object, or None if one of them is missing.
+    """Return the published limits as an object, or None if at least one limit is missing.
 
     The mapping of the tokenizer model can contain other keys, which are ignored.
     """

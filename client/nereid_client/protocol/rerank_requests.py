@@ -1,7 +1,7 @@
 """Request bodies of the rerank, score and classify routes.
 
-The bodies have the formats of vLLM, Jina, Cohere, SGLang and TEI. Like the servers of these
-formats, Nereid ignores fields that are not declared here.
+The bodies have the formats of vLLM, Jina, Cohere, SGLang and TEI. Fields that are not declared here
+are ignored, as on the servers that define these formats.
 """
 
 import json
@@ -93,7 +93,7 @@ class RerankRequest(PoolingRequest):
         return _pair_inputs([self.query], self.ranked_documents, "query", field)
 
     def options(self) -> dict[str, Any]:
-        """Return the JSON object that the model `rerank` receives in its input `options`."""
+        """Return the JSON object for the input `options` of the model `rerank`."""
         is_raw = self.raw_scores or self.use_activation is False
         return {
             "activation": "none" if is_raw else None,
@@ -222,7 +222,7 @@ class ScoreRequest(PoolingRequest):
 
     @property
     def embedding_inputs(self) -> ModelInputs:
-        """The input tensor of an embedding model. It contains the queries, then the documents."""
+        """The input tensor of an embedding model: the queries, followed by the documents."""
         inputs: list[Document] = [*self.query_texts, *self.scored_documents]
         name, values = document_tensor(inputs, "texts")
         return ModelInputs({name: values}, {name: self.document_field})
@@ -254,7 +254,7 @@ class ClassifyRequest(PoolingRequest):
 
 
 def text_of(value: object, field: str, place: str) -> str:
-    """Return a text, or the text of a content part.
+    """Return the text in a value, which is a text or a content part.
 
     Examples: "a", {"text": "a"}, [{"text": "a"}] and vLLM's {"content": [{"text": "a"}]} all
     return "a".
@@ -327,7 +327,7 @@ def _documents_of(field: str, value: object) -> list[Document]:
 
 
 def _document_of(value: object, field: str, place: str) -> Document:
-    """Return a text, or an image as `{"image": ...}`.
+    """Convert a value to a document: a text, or an image as `{"image": ...}`.
 
     Example: [{"type": "image_url", "image_url": {"url": "data:"}}] returns {"image": "data:"}.
     """

@@ -1,7 +1,7 @@
-"""The body of `POST /v1/responses`, and the checks that the frontend makes itself.
+"""The body of `POST /v1/responses`, and the checks of this body in the frontend.
 
-The fields follow OpenAI's API reference of November 2026. A response also accepts the sampling
-fields of chat completions that OpenAI's Responses API does not have.
+The fields follow OpenAI's API reference of November 2026. The route also accepts sampling fields of
+chat completions, such as `min_p`, although OpenAI's Responses API does not have these fields.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ REFUSED_IN_RESPONSES = {
     "request_id": Refusal(_USE_REQUEST_ID_HEADER),
     "rid": Refusal(_USE_REQUEST_ID_HEADER),
 }
-"""Maps each field that a response refuses to the reason. The fields belong to several APIs."""
+"""Maps each refused field to the reason for the refusal. The fields belong to several APIs."""
 
 _NO_SUMMARY = "Nereid does not summarize; auto and detailed return the whole reasoning"
 _REFUSED_IN_REASONING = {
@@ -215,8 +215,8 @@ class ResponsesRequest(GenerationRequest):
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
         tools = self.chat_tools
         names = [tool["function"]["name"] for tool in tools or ()]
-        # A call of the model has only the joined name. If two tools had the same joined name, the
-        # namespace of the call would be unknown.
+        # A tool call that the model generates contains the joined name of namespace and function.
+        # If two tools had the same joined name, the namespace of the call would be unknown.
         for name in functions_in_namespaces(self.tools or ()):
             if names.count(name) > 1:
                 raise FieldError(
@@ -244,7 +244,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def summary(self) -> str | None:
-        """The requested kind of summary of the reasoning.
+        """The kind of reasoning summary that the request asks for.
 
         None means that the request does not ask for a summary.
         """
@@ -254,14 +254,14 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response has log-probabilities, because of `include` or `top_logprobs`."""
+        """Whether the request asks for log-probabilities with `include` or `top_logprobs`."""
         return INCLUDE_LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
     def format(self) -> Json:
         """The field text.format. The default is plain text.
 
-        Raises: FieldError if it is not an object.
+        Raises: FieldError if the field is not an object.
         """
         given = (self.text or {}).get("format")
         if given is None:
@@ -274,7 +274,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def response_format_of_text(self) -> Json | None:
-        """The field text.format as a chat completion's response_format. None means plain text."""
+        """The field text.format, converted to a response_format. None means plain text."""
         given = self.format
         if given.get("type") == "text":
             return None
@@ -300,7 +300,7 @@ class ResponsesRequest(GenerationRequest):
         return None if self.tool_choice is None else to_chat_tool_choice(self.tool_choice)
 
     def passed_on(self, body: Mapping[str, Any]) -> Json:
-        """Return the fields that have the same names in a chat completion."""
+        """Return the fields of the body that have the same names in a chat completion."""
         return {
             name: value
             for name, value in body.items()
@@ -310,4 +310,7 @@ class ResponsesRequest(GenerationRequest):
 
 _TRANSLATED = frozenset(ResponsesRequest.__annotations__) - {"parallel_tool_calls"}
 _TRANSLATED |= ResponsesRequest.fields_of_frontend()
-"""Fields that the frontend itself evaluates, or that have another name in a chat completion."""
+"""Fields that are not copied to the chat completion.
+
+The frontend itself evaluates these fields, or they have another name in a chat completion.
+"""

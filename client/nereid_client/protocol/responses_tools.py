@@ -1,4 +1,4 @@
-"""Translate the fields `tools` and `tool_choice` from the Responses API to chat completions."""
+"""Translates the fields `tools` and `tool_choice` from the Responses API to chat completions."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -87,7 +87,8 @@ def chat_name(namespace: str | None, name: str) -> str:
 def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
     """Return the functions of all namespaces.
 
-    The keys are the functions' names in the chat, and the values are pairs of namespace and name.
+    A key is the name of the function in a chat completion. A value consists of the namespace and
+    the name of the function.
 
     Example: a function "read" in the namespace "files" is {"files__read": ("files", "read")}.
     """
@@ -102,8 +103,8 @@ def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]
 def to_chat_tools(tool: Json, place: str) -> list[Json]:
     """Convert a function or a namespace to a list of functions in the format of chat completions.
 
-    The name and the description of a namespace become prefixes of the name and the description of
-    each of its functions.
+    The name of a namespace is put before the name of each of its functions, and the description of
+    the namespace is put before the description of each function.
 
     Example: the function "read" in the namespace "files" with the description "Local files."
     returns [{"type": "function", "function": {"name": "files__read", "description":
@@ -113,7 +114,7 @@ def to_chat_tools(tool: Json, place: str) -> list[Json]:
         tool: a member of the field `tools`: a function or a namespace.
         place: the path of the tool in the body, such as "tools[0]".
 
-    Raises: FieldError if the tool has another type, or one of its fields is wrong.
+    Raises: FieldError if the tool has another type, or if a field of the tool is wrong.
     """
     if tool.get("type") != "namespace":
         return [_to_chat_tool(_function(tool, place))]
@@ -142,7 +143,7 @@ def _to_chat_tool(function: FunctionTool) -> Json:
 def _function(tool: Json, place: str) -> FunctionTool:
     """Validate a member of the field `tools`, and return it as a function.
 
-    Raises: FieldError if the tool is not a function, or one of its fields is wrong.
+    Raises: FieldError if the tool is not a function, or if a field of the tool is wrong.
     """
     if tool.get("type") != "function":
         raise FieldError(

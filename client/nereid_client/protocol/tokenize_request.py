@@ -50,8 +50,8 @@ class TokenizeRequest(RequestBody):
         """Return the chat in the tokenizer model's format, or None if the request has a prompt.
 
         Args:
-            body: the body as the client sent it. Fields that are not declared here belong to the
-                chat too.
+            body: the body as the client sent it. Fields that this class does not declare also
+                belong to the chat.
         """
         if self.messages is None:
             return None
@@ -62,7 +62,7 @@ class TokenizeRequest(RequestBody):
         }
 
     def sampling_parameters(self) -> dict[str, Any] | None:
-        """Return the parameters that the tokenizer model needs for a prompt, or None for a chat."""
+        """Return the parameters for tokenizing a prompt. Return None if there are no parameters."""
         if self.messages is not None or self.add_special_tokens is None:
             return None
         return {"add_special_tokens": self.add_special_tokens}

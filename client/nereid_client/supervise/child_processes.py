@@ -1,8 +1,8 @@
-"""Start, observe and end the child processes of `nereid serve`, with all their descendants.
+"""Starts, observes and ends the child processes of `nereid serve`, with all their descendants.
 
-If a Triton server is killed, its Python stub processes and their children continue to run. This
-process therefore becomes the parent of all descendants whose parent ends (`adopt_orphans`). All
-processes that it has started stay below it in the process tree, so it can find and end them.
+If a Triton server is killed, its Python stub processes and their children continue to run. When
+the parent of such a process ends, `nereid serve` therefore becomes the new parent
+(`adopt_orphans`). `nereid serve` can then find and end all of its descendants.
 """
 
 import collections
@@ -23,8 +23,8 @@ from typing import IO, Protocol
 MESSAGE_PREFIX = "nereid:"
 """The prefix of log lines that `nereid serve` also prints in the terminal."""
 ERROR_PREFIX = "nereid: error:"
-"""The prefix of the log line in which a model reports a wrong setting, a damaged checkpoint, or
-that it has stopped."""
+"""A model writes a log line with this prefix if it rejects a setting or the checkpoint, or if it
+has stopped."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ERROR_LINES = 5
@@ -37,11 +37,11 @@ _STUB_DIED = "is not healthy"
 _CRASH_CODES = {-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 ZOMBIE = "Z"
-"""The state of a process that has ended, but for which its parent has not waited yet."""
+"""The state of a process that has ended, before its parent has read the exit status."""
 
 
 class Waiter(Protocol):
-    """The type of a function that waits for some time. It returns True if the caller must hurry.
+    """A function that waits for some time, and that returns True if the caller must hurry.
 
     Example: `threading.Event.wait`.
     """
@@ -54,22 +54,23 @@ class Waiter(Protocol):
 class ChildProcess:
     """A program that runs in a child process. Its output goes to a log file, line by line.
 
-    The program starts in a session of its own, so that Ctrl-C in the terminal does not reach it.
+    The program starts in a separate session, so that Ctrl-C in the terminal does not reach it.
 
     Args:
         name: the name of the program, for messages.
         command: the command with its arguments.
         environment: all environment variables of the program.
         log: the log file.
-        on_line: is called with each line of the output that starts with `nereid:`, except errors.
+        on_line: a function that is called with each line of the output that starts with `nereid:`,
+            except errors.
         files: the file descriptors that the program inherits.
 
     Attributes:
         errors: the last lines that a Triton server marked as errors.
-        refusals: the reasons of the lines that start with `nereid: error:`. A model writes such a
+        refusals: the reasons in the lines that start with `nereid: error:`. A model writes such a
             line if it rejects a setting or the checkpoint, or if it has stopped.
-        refused_at: the time of the first of these lines, by time.monotonic. Without such a line, it
-            is infinity, which is later than any time.
+        refused_at: the time of time.monotonic() at which the first of these lines arrived. If there
+            is no such line, the time is infinity.
         tail: the last lines of the output, without tables.
         crash: the line with which a Triton server reports its crash, or None. Version 2.51 can
             hang in its signal handler instead of ending, and then keeps its ports open.
@@ -124,8 +125,8 @@ class ChildProcess:
     def has_crashed(self) -> bool:
         """Whether the program crashed.
 
-        It crashed if a signal such as SIGSEGV ended it or if one of its stubs broke, but not if it
-        exited or was killed with SIGKILL.
+        The result is True if a signal such as SIGSEGV ended the program, or if one of its stub
+        processes died. The result is False if the program exited or was killed with SIGKILL.
         """
         is_stub_dead = any(_STUB_DIED in line for line in self.errors)
         return self.crash is not None or self.exit_code in _CRASH_CODES or is_stub_dead
@@ -154,7 +155,8 @@ class ChildProcess:
 
         Args:
             grace_s: the seconds between SIGTERM and SIGKILL.
-            wait: waits between two checks. If it returns True, the program is killed at once.
+            wait: a function that waits between two checks. If the function returns True, the
+                program is killed at once.
         """
         if self._process.poll() is None:
             self._process.terminate()
@@ -207,7 +209,8 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
 
     Args:
         grace_s: the seconds between SIGTERM and SIGKILL.
-        wait: waits between two checks. If it returns True, SIGKILL is sent at once.
+        wait: a function that waits between two checks. If the function returns True, SIGKILL is
+            sent at once.
         keep: ids of processes that continue to run, with their descendants.
 
     Returns: the names and ids of the processes that were running, such as "python3 (17)".
@@ -238,7 +241,7 @@ class Process:
         name: the first 15 characters of the program's name.
         state: a letter such as R, S, D or T. Z means that the process is a zombie: it has ended,
             but its parent has not waited for it.
-        exit_status: how a zombie ended, in the format of waitpid.
+        exit_status: the exit status of a zombie, in the format of os.waitpid.
     """
 
     pid: int
@@ -249,7 +252,7 @@ class Process:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the process is a zombie that a crash signal, such as SIGSEGV, has ended."""
+        """Whether the process is a zombie that ended because of a signal such as SIGSEGV."""
         return self.state == ZOMBIE and -os.WTERMSIG(self.exit_status) in _CRASH_CODES
 
 
@@ -350,7 +353,7 @@ def _process(entry: Path) -> Process | None:
 def _reap(pid: int) -> bool:
     """Return whether a process has ended. Reap the process if it has ended.
 
-    A zombie that another process must reap has ended, too.
+    Return True also for a zombie that another process must reap.
     """
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid

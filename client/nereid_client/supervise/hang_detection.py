@@ -1,8 +1,8 @@
 """Detects a model that hangs: its processes are alive, but they do not answer requests.
 
 Test requests are sent only while requests of clients are running, because a hang without requests
-harms nobody. The server's metrics are no proof that the server works: it can generate tokens for
-old requests although its tokenizer hangs and accepts no new requests.
+harms nobody. The server's metrics do not prove that the server works. The server can continue to
+generate tokens for old requests while its tokenizer hangs and accepts no new requests.
 """
 
 import json
@@ -64,7 +64,7 @@ class HangWatch(threading.Thread):
         frontend: the frontend, which counts its running requests.
         metrics_url: the URL of the server's metrics, which count the language model's requests.
         http_url: the base URL of the Triton server's HTTP endpoint.
-        probe: the small request. Any answer proves that the model works, even an error.
+        probe: the test request. Any response proves that the model works, even an error.
         limit_s: the setting hang_timeout, in seconds. The thread sends a test request after each
             quarter of this time, but at least every 30 s. A test request may take three quarters
             of this time.

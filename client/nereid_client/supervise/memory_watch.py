@@ -1,4 +1,4 @@
-"""Restarts processes of the server that use too much memory.
+"""Kills a process of the server if the process uses too much memory.
 
 When the memory of the machine is exhausted, the kernel chooses the process to kill. It may choose
 the Triton server or this supervisor. The memory watch instead kills the process that uses the most
@@ -37,7 +37,8 @@ class ProcessMemory:
     Attributes:
         pid: the process id.
         name: a description for messages, such as "the engine process".
-        num_bytes: the resident memory without the pages of files, which the kernel can drop.
+        num_bytes: the resident memory in bytes. The cached pages of files are not counted, because
+            the kernel can free these pages.
     """
 
     pid: int

@@ -45,9 +45,9 @@ class PoolingModel:
     """A pooling model that `nereid serve` serves.
 
     Attributes:
-        kind: its name in the model repository, "embedding" or "rerank".
-        path: the folder of its checkpoint.
-        name: its name in the API.
+        kind: the name of the model in the model repository, "embedding" or "rerank".
+        path: the folder of the checkpoint.
+        name: the name of the model in the API.
     """
 
     kind: str
@@ -75,15 +75,16 @@ def add_flags(group: "argparse._ArgumentGroup") -> None:
 def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[PoolingModel]:
     """Return the pooling models to serve.
 
-    A flag selects the checkpoint of a model. Without the flag, an environment variable selects it,
-    and without the variable, it is the demo checkpoint, if it exists. The model is not served
-    if it has no checkpoint, or if the value is "none".
+    The checkpoint of a model is the value of a flag, or else the value of an environment variable.
+    If neither is set, the demo checkpoint is used. A model is not served if the value is "none", or
+    if no value is set and there is no demo checkpoint.
 
     Args:
         args: the flags of `nereid serve`.
-        repository: the model repository. A demo is served only if it has the model.
+        repository: the model repository. A demo checkpoint is used only if this repository
+            contains the model.
 
-    Raises: CliError if a path is not a checkpoint, or the model repository lacks the model.
+    Raises: CliError if a path is not a checkpoint, or if the model repository lacks the model.
     """
     models = []
     for flag, (kind, demo_folder, _) in _FLAGS.items():
@@ -128,17 +129,17 @@ def environment(models: Sequence[PoolingModel]) -> dict[str, str]:
 
 
 class PoolingWarmUp(threading.Thread):
-    """A thread that sends a request to each pooling model until the model answers it.
+    """A thread that sends requests to each pooling model until the model answers.
 
     Args:
         frontend: a client of the frontend.
         models: the pooling models.
-        is_ready: set when the server is ready. Until then, the frontend would log each request as
-            a failure.
+        is_ready: an event that is set when the server is ready. The thread waits for this event,
+            because the frontend would log each earlier request as a failure.
 
     Attributes:
-        curls: a shell command with a request that works, for each model that has answered.
-        failure: the reason why a model cannot answer, or None if there is none.
+        curls: for each model that has answered, a shell command with a request that works.
+        failure: the reason why a model cannot answer, or None if no model has failed.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class PoolingWarmUp(threading.Thread):
     def run(self) -> None:
         """Send an example request to each model until the model answers.
 
-        The models load at the same time, so `run` can check one model after the other.
+        The models load at the same time, so this method can wait for one model after the other.
         """
         self._is_ready.wait()
         for model in self._models:

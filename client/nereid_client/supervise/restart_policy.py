@@ -13,9 +13,9 @@ class RestartPolicy:
     """The limits on restarts.
 
     Attributes:
-        max_restarts: the number of restarts in a row. 0 means that nothing is restarted.
-        backoff_s: the seconds before the second restart in a row. The time doubles for each
-            further restart. The first restart is immediate.
+        max_restarts: the largest number of consecutive restarts. 0 means that nothing is restarted.
+        backoff_s: the waiting time before the second consecutive restart, in seconds. The time
+            doubles with each further restart. The first restart is immediate.
     """
 
     max_restarts: int

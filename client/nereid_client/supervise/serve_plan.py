@@ -34,8 +34,8 @@ class ServePlan:
     Attributes:
         server: the Triton server.
         frontend_program: the frontend.
-        shm_prefix: the prefix of the names of the server's shared memory.
-        log_path: the log file of both programs; STANDARD_OUTPUT for the standard output.
+        shm_prefix: the prefix of the names of the server's shared memory regions.
+        log_path: the log file of both programs. STANDARD_OUTPUT means the standard output.
         log_format: "text", or "json" for a log with one JSON object on each line.
         model: the folder of the language model's checkpoint.
         pooling_models: the pooling models to serve.

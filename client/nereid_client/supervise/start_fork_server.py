@@ -17,8 +17,8 @@ from typing import IO
 from nereid_client.supervise.child_processes import ChildProcess
 
 ADDRESS_VARIABLE = "_NEREID_FORK_SERVER"
-"""The environment variable in which the Triton models find the name of the fork server's abstract
-Unix socket. If the variable exists already, `nereid serve` starts no fork server."""
+"""The Triton models read the name of the fork server's abstract Unix socket from this environment
+variable. If the variable is already set, `nereid serve` starts no fork server."""
 # The fork server is needed only if the model repository contains this model.
 _MODEL = "executor"
 _PACKAGE = "nereid_backend"

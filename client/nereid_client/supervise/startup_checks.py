@@ -156,7 +156,8 @@ def check_ports(addresses: Mapping[str, tuple[str, int]]) -> None:
     """Check that all ports are valid, different and free.
 
     Args:
-        addresses: the host and the port on which each server will listen, by the flag of the port.
+        addresses: maps the flag of each port to the host and the port on which a server will
+            listen.
 
     Raises: CliError.
     """

@@ -1,15 +1,16 @@
-"""Find stub processes that have died, and stub processes that the server has given up.
+"""Finds stub processes that have died, and stub processes that the server wrongly considers dead.
 
 The Triton server runs each Python model in a stub process.
 
 Triton server 2.51 does not notice that a stub process has died. Its health routes still report that
-it is ready, requests of that model may wait forever, and the stub is not restarted. The process
-table shows that the stub has died: the stub stays a zombie until the server ends. If the server
-unloads a model, it reaps the stub at once, so a stub that stays a zombie has died unexpectedly.
+the server is ready, requests to the model may wait forever, and the stub is not restarted. In the
+process table, the dead stub stays a zombie until the server ends. If the server unloads a model, it
+reaps the stub at once, so a stub that stays a zombie has died unexpectedly.
 
 Triton server 2.65 and later remove a dead stub from the process table when a client asks whether
-its model is ready. They then report that the model is not ready, but do not restart the stub. A
-stub of a loaded model that disappears has therefore died, unless the server can unload models.
+the stub's model is ready. These versions then report that the model is not ready, but do not
+restart the stub. If the stub of a loaded model disappears, it has therefore died, unless the server
+can unload models.
 
 If a starting stub receives no CPU time for a second, the server assumes that the stub has died. The
 server then waits for the end of the stub. The stub is still running, so the server waits forever.
@@ -75,7 +76,7 @@ class StubWatch:
         self._waiting_since: float | None = None
 
     def dead_model(self) -> str | None:
-        """Return the name of a model whose stub process has died, or None if all are alive."""
+        """Return the name of a model whose stub process has died, or None if no stub has died."""
         now = self._clock()
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S

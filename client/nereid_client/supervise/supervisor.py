@@ -31,7 +31,9 @@ _FRONTEND_GRACE_S = 8.0
 _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_CHECK_EVERY_S = 0.1
-_LAST_RESPONSES_S = 1.0  # seconds in which a model that ends itself can answer waiting requests
+# After a model has reported that it stops, the model has this number of seconds to answer the
+# waiting requests.
+_LAST_RESPONSES_S = 1.0
 
 
 class Supervisor:
@@ -62,7 +64,7 @@ class Supervisor:
         return self._programs[1]
 
     def run(self) -> int:
-        """Run the programs. At the end, stop all their processes and delete their shared memory.
+        """Run the programs. At the end, stop all processes and delete the shared memory.
 
         Returns: the exit code: 0 after a signal, 1 after a failure, 2 for a wrong setting.
         """
@@ -74,7 +76,7 @@ class Supervisor:
                 self._end_all()
 
     def _run(self, log: IO[str]) -> int:
-        """Run the programs until a signal arrives, or until a program may not be restarted."""
+        """Run the programs until a signal arrives, or until a program must not be restarted."""
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
@@ -146,7 +148,7 @@ class Supervisor:
     def _handle_failures(self) -> int | None:
         """Find the programs that have failed, and plan their restarts.
 
-        Returns: the exit code if a program may not be restarted again, else None.
+        Returns: the exit code if a program must not be restarted again, else None.
         """
         for program in self._programs:
             failure = None if program.restart_at is not None else self._failure_of(program)
@@ -166,7 +168,7 @@ class Supervisor:
     def _plan_restart(self, program: SupervisedProgram, failure: str) -> int | None:
         """End a failed program, and set the time of its restart.
 
-        Returns: the exit code if the program may not be restarted again, else None.
+        Returns: the exit code if the program must not be restarted again, else None.
         """
         # A program that exits during the first start has a wrong setting or a wrong checkpoint, so
         # a restart would not help. A program that crashes is always restarted.
@@ -182,7 +184,7 @@ class Supervisor:
         return None
 
     def _server_failure(self) -> str | None:
-        """Return the reason why the running server does not answer, or None if it works."""
+        """Return the reason why the running server does not answer, or None if the server works."""
         server = self._server
         if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
             # A model has stopped, and it rejects all further requests.

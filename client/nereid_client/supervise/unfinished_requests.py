@@ -1,4 +1,4 @@
-"""Count the requests that are running, so that a server can finish them before it stops."""
+"""Counts the running requests, so that a server can finish the requests before it stops."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def count_running(frontend: FrontendClient, page: str | None) -> int:
 
     Args:
         frontend: the frontend.
-        page: the text of the Triton server's metrics, None if they could not be read.
+        page: the text of the Triton server's metrics. None if the metrics could not be read.
     """
     in_executors = sum(int(float(count)) for count in _GAUGE.findall(page or ""))
     return max(_count_in_frontend(frontend), in_executors)

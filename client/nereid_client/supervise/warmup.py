@@ -1,4 +1,4 @@
-"""Wait until the language model has loaded and answered its first request."""
+"""Waits until the language model has been loaded and has answered its first request."""
 
 import threading
 import time
@@ -11,13 +11,13 @@ _UNAVAILABLE = (None, 429, 503)  # None means that the frontend did not answer
 
 
 class WarmUp(threading.Thread):
-    """A thread that sends requests until the language model answers one.
+    """A thread that sends requests until the language model answers.
 
     Attributes:
         stage: a description of the current stage of the start.
         curl: a shell command with a request that works. None until the model has answered.
-        failure: the reason why the model cannot answer, or None if there is none.
-        is_ready: set as soon as the frontend reports that the server is ready.
+        failure: the reason why the model cannot answer, or None if the model has not failed.
+        is_ready: an event that is set when the frontend reports that the server is ready.
     """
 
     def __init__(self, frontend: FrontendClient) -> None:
@@ -29,7 +29,7 @@ class WarmUp(threading.Thread):
         self._frontend = frontend
 
     def run(self) -> None:
-        """Wait until the model is ready, then request one token from it."""
+        """Wait until the model is ready, then send a request for one token."""
         while self._frontend.get_status("/health/ready") != 200:
             time.sleep(_POLL_EVERY_S)
         self.is_ready.set()

@@ -1,4 +1,4 @@
-"""Find incomplete weight files in a checkpoint. Only the headers of the files are read.
+"""Finds incomplete weight files in a checkpoint. Only the headers of the files are read.
 
 Reading the headers finds an interrupted download in milliseconds. Loading the weights would take
 seconds or minutes.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_LENGTH_BYTES = 8  # bytes of the number at the start of a file, which is the length of the header
+_LENGTH_BYTES = 8  # a file starts with the header's length, which has this number of bytes
 _MAX_HEADER_BYTES = 100_000_000  # bytes; the safetensors library has the same limit
 _LFS_POINTER = b"version https://git-lfs"
 

@@ -56,7 +56,7 @@ class RequestsOfWorkers(SharedBudget):
         return int(self._database.row(query, (client,))[0])
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Run the `with` block in a transaction. No other worker can change the counts meanwhile."""
+        """Run the `with` block in a transaction. No other worker changes the counts meanwhile."""
         return self._database.transaction()
 
     def add(self, client: str, amount: int) -> None:

@@ -125,7 +125,7 @@ class WorkerPool:
                 self._end_all()
 
     def _run(self, folder: Path, port: int) -> int:
-        """Run the workers until a signal arrives or a worker may not be restarted."""
+        """Run the workers until a signal arrives or a worker must not be restarted."""
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
@@ -148,7 +148,7 @@ class WorkerPool:
     def _check(self, worker: _Worker) -> int | None:
         """Restart a worker if it has ended, unless the workers accept no new requests.
 
-        Returns: the exit code of the frontend if the worker may not be restarted, else None.
+        Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
         if self._is_draining:
             return None
@@ -164,7 +164,7 @@ class WorkerPool:
     def _plan_restart(self, worker: _Worker, code: int, now: float) -> int | None:
         """Clean up after a worker that ended with the exit code `code`, and plan its restart.
 
-        Returns: the exit code of the frontend if the worker may not be restarted, else None.
+        Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
         # A worker creates its socket when it is ready. Without a socket, the worker has failed
         # during its start, and a new worker would fail, too.

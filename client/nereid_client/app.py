@@ -117,8 +117,8 @@ def create_app(
 
     Args:
         settings: the settings of the frontend.
-        make_backend: creates the backend. It is called when the event loop is running. By default,
-            the backend is the Triton server at `settings.grpc_url`.
+        make_backend: a function that creates the backend after the event loop has started. By
+            default, the backend is the Triton server at `settings.grpc_url`.
         worker: the number of this process, and the folder that all frontend processes share. None
             if this is the only frontend process.
     """

@@ -225,8 +225,8 @@ def tokens_and_limit(message: str) -> tuple[int, int] | None:
 def from_validation(error: ValidationError) -> ApiError:
     """Return an ApiError 400 that describes the first wrong field of a request body.
 
-    Example: the message is "temperature must be at most 2, but the request has 2.5" and the param
-    is "temperature".
+    Example: the error for the temperature 2.5 has the message "temperature must be at most 2, but
+    the request has 2.5" and the param "temperature".
     """
     return from_field_error(first_field_error(error))
 
@@ -330,7 +330,7 @@ def _retry_after(message: str) -> dict[str, str]:
 
 
 def _requirement(detail: ErrorDetails) -> str:
-    """Return the end of an error message that starts with "FIELD must be".
+    """Return the words of an error message that come after "FIELD must be".
 
     Examples: "at most 2", "a string" and "'float' or 'base64'".
     """

@@ -8,8 +8,8 @@ awaits an operation:
 - The method `cancel` of a call would cancel the tasks of gRPC. This module cancels only the
   underlying call, and the tasks that await the call then end by themselves.
 
-The memory of a failed operation is not freed either, so a stream that is cancelled before its first
-response still leaks about 100 bytes.
+gRPC also leaks the memory of a failed operation. A stream that is cancelled before its first
+response therefore still leaks about 100 bytes.
 """
 
 import asyncio
@@ -260,8 +260,8 @@ def infer_request(
     Args:
         model: the name of the model in the model repository.
         request_id: the id of the request in the logs of the server.
-        inputs: for each input its name, its data type (BOOL, INT32, UINT8 or BYTES) and its values.
-            The shape is [num_values].
+        inputs: the name, the data type (BOOL, INT32, UINT8 or BYTES) and the values of each input
+            tensor. The shape of a tensor is [num_values].
         outputs: the names of the outputs to return. If there are no names, the server returns all
             outputs.
     """

@@ -60,9 +60,10 @@ class JsonLines(io.TextIOBase):
 
 
 class LinesWithoutMessages(io.TextIOBase):
-    """A text stream that omits the messages of `nereid serve` if the log is standard output.
+    """A text stream for a log on standard output. Lines that start with "nereid:" are omitted.
 
-    `nereid serve` prints its messages to standard output, so the log must not repeat the messages.
+    `nereid serve` itself prints these lines to standard output, so the log must not repeat the
+    lines. Only lines that start with "nereid: error:" are still written to the log.
 
     Args:
         log: the file to which all other lines are written.
@@ -72,7 +73,7 @@ class LinesWithoutMessages(io.TextIOBase):
         self._log = log
 
     def write(self, line: str) -> int:
-        """Write one line, unless the line is a message of `nereid serve`. Write errors, too."""
+        """Write one line to the log, or omit the line if it starts with "nereid:"."""
         if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
             return 0
         return self._log.write(line)

@@ -237,7 +237,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     """Read the JSON object in the body of a request.
 
     Raises:
-        ApiError: 400 if the body is not a JSON object, 413 if it is too large.
+        ApiError: 400 if the body is not a JSON object, 413 if the body is too large.
         Disconnected: the client closed the connection.
     """
     return await _parse_object(request, await _read_bytes(request))

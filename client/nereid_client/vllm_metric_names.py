@@ -29,7 +29,7 @@ VLLM_METRICS = frozenset(
         "request_generation_tokens",
     }
 )
-"""The names of the metrics that vLLM has with the same meaning. The names have no prefix."""
+"""The names, without the prefix, of the metrics that have the same meaning in vLLM."""
 
 _LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_count)?[{ ].*)$", re.M)
 _LABEL = 'model_name="llm"'
@@ -55,7 +55,7 @@ def with_vllm_names(page: str, model_name: str) -> str:
         start, name, rest = match.groups()
         if name not in VLLM_METRICS:
             return match[0]
-        # A server with several engine processes adds the label `engine` to the gauges itself.
+        # A server with several engine processes has already added the label `engine` to its gauges.
         labels = model_label if _ENGINE_LABEL in rest else f'{model_label},{_ENGINE_LABEL}0"'
         return f"{start}vllm:{name}{rest.replace(_LABEL, labels, 1)}"
 

@@ -54,8 +54,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         """Set the options.
 
         Args:
-            max_extra_requests: the largest difference between the requests of the server with the
-                longest prefix and the requests of the server with the fewest requests.
+            max_extra_requests: the server with the longest prefix is selected only if it has at
+                most this number of requests more than the server with the fewest requests.
         """
         self._max_extra_requests = max_extra_requests
         self._last_server: OrderedDict[bytes, ReplicaID] = OrderedDict()

@@ -70,8 +70,7 @@ def _session_fields(body: Mapping[str, Any]) -> Json:
     Return an empty dict if the request has no cache_control.
 
     Requests with the same `metadata.user_id` belong to the same session. Agents send the id of the
-    conversation in this field. If the body contains prompt_cache_key or prompt_cache_retention,
-    this field is not returned.
+    conversation in this field. The result does not contain a field that the body already contains.
 
     Example: {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "a"}, ...} returns
     {"prompt_cache_retention": "5m", "prompt_cache_key": "a"}.

@@ -142,7 +142,7 @@ def _chat_of_turns(turns: Sequence[_Turn]) -> list[Json]:
     this name.
     """
     chat: list[Json] = []
-    function_names: dict[str, str] = {}  # by the id of the tool call
+    function_names: dict[str, str] = {}  # maps the id of a tool call to the name of the function
     for role, group in itertools.groupby(turns, key=operator.attrgetter("role")):
         blocks = [block for turn in group for block in turn.blocks]
         if role == "assistant":
@@ -311,7 +311,7 @@ def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterat
 
 
 def _parts(blocks: Sequence[_Block]) -> list[Json]:
-    """Convert the text and image blocks of a user's message to the parts of a chat message."""
+    """Convert the text and image blocks of a user's message to content parts of a chat message."""
     parts: list[Json] = []
     for block in blocks:
         if isinstance(block, _ImageBlock):

@@ -104,7 +104,7 @@ class MessageBuilder:
     def _add_text(self, text: str, kind: str, empty: Json) -> list[Json]:
         """Append a text to the current block.
 
-        If the kind of the current block is not `kind`, start a new block first.
+        If the current block has another type than `kind`, start a new block first.
 
         Args:
             text: the text.

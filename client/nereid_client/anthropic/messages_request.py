@@ -22,7 +22,7 @@ _NOT_IN_ANTHROPIC = "Anthropic's API has the field {} instead"
 _USE_REQUEST_ID_HEADER = "a message has a random id; the header X-Request-Id names a request"
 
 REFUSED_IN_MESSAGES = {
-    # Fields of Anthropic's API. Some of them exist only in its beta version.
+    # Fields of Anthropic's API. Some of these fields exist only in the beta version of the API.
     "container": Refusal("Nereid runs no code"),
     "mcp_servers": Refusal("the client calls the tools, also those of MCP servers", _EMPTY),
     "compaction": Refusal("Nereid does not compact conversations"),

@@ -34,7 +34,7 @@ class LineRequest:
     """The request in one line of an input file.
 
     Attributes:
-        number: the number of the line in the file, from 1.
+        number: the number of the line in the file. The first line has the number 1.
         custom_id: the id that the client gave to the request.
         body: the JSON body of the request.
     """
@@ -48,7 +48,7 @@ class InputLine(NamedTuple):
     """A line of an input file.
 
     Attributes:
-        number: the number of the line in the file, from 1.
+        number: the number of the line in the file. The first line has the number 1.
         content: the bytes of the line. None if the line is larger than the limit.
     """
 

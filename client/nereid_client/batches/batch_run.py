@@ -65,7 +65,7 @@ class BatchRun:
         self._client = client
         self._max_line_bytes = max_line_bytes
         self._folder = store.folder(batch.id)
-        self._timeout: asyncio.Timeout | None = None  # ends when the batch expires
+        self._timeout: asyncio.Timeout | None = None  # cancels the requests when the batch expires
         self._is_cancelled = False
         self._save_due = 0.0  # the time after which the counts are saved again
         self._recorded: set[int] = set()  # the numbers of the lines whose results are stored

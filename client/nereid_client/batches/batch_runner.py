@@ -1,7 +1,7 @@
 """Runs all batches in a folder.
 
 Several frontends may use the same folder. Only one of them can lock the file `lock` in the folder,
-and only this frontend runs batches. When this frontend ends, another one locks the file.
+and only this frontend runs batches. When this frontend ends, another frontend locks the file.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ class BatchRunner:
         store: the batches.
         sender: sends the requests of lines.
         slots: limits the number of lines that run at the same time.
-        gate: the gate that admits requests to the application. When the application stops, the
-            gate is draining, and all batches stop.
+        gate: the gate that admits requests to the application. All batches stop when the gate
+            admits no new requests, because the application is then about to stop.
         key_file: the clients in the key file. None if there is no key file.
         max_line_bytes: the largest size of a line.
     """
@@ -57,8 +57,8 @@ class BatchRunner:
         # Maps the id of each running batch to the run and its task.
         self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._ended: set[str] = set()  # the ids of the batches that this process has ended
-        self._clients: dict[str, Client] = {}  # one `Client` for each client name
-        self._lock: BinaryIO | None = None  # the locked file, once this process has the lock
+        self._clients: dict[str, Client] = {}  # maps the name of a client to its `Client` object
+        self._lock: BinaryIO | None = None  # the locked file; None if this process has no lock
         self._clean_due = 0.0  # the time after which expired files are deleted again
         self._wake_up = asyncio.Event()
         self._loop_task = asyncio.create_task(self._run())

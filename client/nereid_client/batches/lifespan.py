@@ -1,4 +1,4 @@
-"""Starts the batch runner when the application starts, and stops it with the application."""
+"""Starts and stops the batch runner when the application starts and stops."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -23,8 +23,8 @@ from nereid_client.middleware.api_key import CLIENT_OF_SCOPE
 from nereid_client.middleware.client_keys import Client, KeyEntry
 
 _LOWEST_PRIORITY = 2**31 - 1
-# The scheduling weight of batch requests. It is much smaller than the default weight of a client,
-# 1. If memory is scarce, the engine therefore preempts batch requests before other requests.
+# The scheduling weight of batch requests. By default, a client has the much larger weight 1. If
+# memory is scarce, the engine therefore preempts batch requests before other requests.
 _WEIGHT = 0.001
 # The limit for batch requests is divided by this number while other requests are running.
 _FRACTION_BESIDE_OTHERS = 4
@@ -54,7 +54,7 @@ class LineResponse:
     retry_after_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the response in the form that a line of the result file contains."""
+        """Return the response as a JSON object for a line of the result file."""
         return {"status_code": self.status, "request_id": self.request_id, "body": self.body}
 
 
@@ -116,7 +116,7 @@ class LineSender:
 
     Args:
         app: the application.
-        is_ready: returns whether the language model accepts requests.
+        is_ready: a function that returns whether the language model accepts requests.
     """
 
     def __init__(self, app: ASGIApp, is_ready: Callable[[], Awaitable[bool]]) -> None:

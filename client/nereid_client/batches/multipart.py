@@ -22,7 +22,7 @@ class FormReader:
 
     Args:
         content_type: the header Content-Type of the request.
-        write: receives the bytes of the file.
+        write: a function that receives the bytes of the file.
 
     Attributes:
         fields: the text fields.

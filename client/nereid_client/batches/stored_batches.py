@@ -29,7 +29,7 @@ from nereid_client.errors import ApiError
 from nereid_client.protocol.batch_requests import CreateBatchRequest
 
 WINDOW_S = 24 * 3600
-"""The seconds after which a batch expires."""
+"""A batch expires this number of seconds after its creation."""
 
 Status = Literal[
     "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"

@@ -24,7 +24,7 @@ KEEP_S = 30 * 24 * 3600
 """A file is deleted this number of seconds after its upload, as in OpenAI's API. An ended batch is
 deleted this number of seconds after the time in its field `expires_at`.
 """
-_UPLOAD_TIME_S = 24 * 3600  # an unfinished upload that is older than this was interrupted
+_UPLOAD_TIME_S = 24 * 3600  # an older unfinished upload is considered to be interrupted
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -46,7 +46,7 @@ class StoredFile:
     """The metadata of a stored file: the fields of OpenAI's API, and the owner of the file.
 
     Attributes:
-        id: the id of the file, "file-" and 24 hexadecimal digits.
+        id: the id of the file, which is "file-" followed by 24 hexadecimal digits.
         owner: the name of the client that owns the file.
         bytes: the size of the file.
         created_at: the Unix time of the upload, in seconds.
@@ -71,7 +71,7 @@ class StoredFile:
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id that begins with the current time in milliseconds.
+    """Return a new id: the prefix, the current time in milliseconds, and random digits.
 
     In a sorted list, the ids of newer files therefore come after the ids of older files.
 

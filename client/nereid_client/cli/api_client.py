@@ -13,8 +13,8 @@ from nereid_client.console import CliError
 Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:9000"
-# If environment variables name a proxy, requests do not use the proxy, because it could not reach a
-# server on this machine.
+# Environment variables can name a proxy for HTTP requests. The requests of this module do not use
+# the proxy, because a proxy could not reach a server on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (serve_command, chat_command, template_command, install_server_command):
         command.add_parser(commands)
     for command_parser in commands.choices.values():
-        # `_explain_unknown` compares an unknown flag with the flags of all commands.
+        # `_explain_unknown` compares an unknown flag with the flags of the command.
         command_parser.set_defaults(flags=list(command_parser._option_string_actions))
     return parser
 

@@ -9,7 +9,7 @@ things that the wheel does not contain. This module adds these things:
 - a launcher that sets the environment variables with which the stub finds the virtual environment
 
     DIR/nvidia_pytriton.libs/                       the server's own libraries
-    DIR/pytriton/tritonserver/bin/tritonserver
+    DIR/pytriton/tritonserver/bin/tritonserver      the server
     DIR/pytriton/tritonserver/python_backend_stubs/ the stubs for all versions of Python
     DIR/pytriton/tritonserver/backends/python/      libtriton_python.so, and the copy of one stub
     <sys.prefix>/bin/tritonserver                   the launcher
@@ -147,7 +147,7 @@ def _copy_stub(server: Path) -> None:
 def _write_launcher(path: Path, target: Path, libpython: Path) -> bool:
     """Write the launcher. Return False if the launcher was already up to date.
 
-    Raises: CliError if another program has this path.
+    Raises: CliError if another program already exists at this path.
     """
     text = launcher_text(target, libpython)
     if path.exists():

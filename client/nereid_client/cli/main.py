@@ -1,4 +1,4 @@
-"""The `nereid` command: a typer application with all commands."""
+"""The `nereid` command: a typer application with all subcommands."""
 
 import sys
 from collections.abc import Sequence

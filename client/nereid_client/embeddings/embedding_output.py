@@ -79,7 +79,7 @@ def vector_writer(encoding_format: str | None) -> Callable[[Floats], str]:
 
     Args:
         encoding_format: "base64" encodes the numbers as little-endian float32 in base64. "float"
-            and None encode them as nested lists.
+            and None encode the numbers as nested lists.
     """
     if encoding_format == "base64":
         return lambda row: f'"{base64.b64encode(row.astype("<f4").tobytes()).decode()}"'

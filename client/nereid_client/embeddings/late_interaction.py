@@ -23,11 +23,11 @@ from nereid_client.errors import ApiError
 from nereid_client.protocol.embedding_requests import ModelInputs
 
 _PROMPTS = {"query": ("query",), "documents": ("document", "passage", "corpus")}
-"""Maps each input of a reranker to the possible names of the embedding model's prompt for it.
+"""Maps an input tensor of a reranker to the names of prompts that an embedding model can have.
 
-A prompt is a text that the embedding model puts before each input text. If the model has several of
-the prompts, the first name is used. With the prompt "query", a model such as ColBERT also adds mask
-tokens.
+A prompt is a text that the embedding model puts before each input text. For each input tensor, the
+first of these prompts that the model has is used. With the prompt "query", a model such as ColBERT
+also adds mask tokens.
 """
 
 

@@ -52,7 +52,7 @@ _CHAT_ROUTE = "POST /v1/chat/completions"
 
 @asynccontextmanager
 async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Set `app.state.pooling` when the application starts. Close its backend at the end.
+    """Set `app.state.pooling` when the application starts, and close the backend at the end.
 
     Tests can set `app.state.make_pooling` to a function that returns another backend.
     """
@@ -89,8 +89,8 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     Args:
         request: the HTTP request.
         name: the field `model` of the body, or None if the body has no such field.
-        kinds: the kinds of model that can answer the request, in order of preference: "embedding"
-            and "rerank".
+        kinds: the kinds of model that can answer the request, in order of preference. A kind is
+            "embedding" or "rerank".
 
     Raises:
         ApiError: 404 if no such model is served, 400 if the name belongs to another kind of model,
@@ -139,7 +139,7 @@ async def check_language_model(request: Request, name: str | None) -> None:
         await context_of(request).adapters.select(None, context_of(request).settings.model_name)
         return
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
-    # If a pooling model has this name, no adapter has it, so the server is not queried.
+    # If a pooling model has this name, no adapter has the name, so the server is not queried.
     possible_contexts = contexts.all if name not in pooling_names else ()
     for context in possible_contexts:
         if await context.adapters.select(name, context.settings.model_name):
@@ -151,7 +151,7 @@ async def check_language_model(request: Request, name: str | None) -> None:
 
 
 async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
-    """Return a map from the name of each served model to its description and its main route."""
+    """Return a mapping from the name of each served model to its description and main route."""
     pooling_models = await pooling_models_of(request).all()
     models = {m.name: (_DESCRIPTIONS[m.kind], _ROUTES[m.kind]) for m in pooling_models}
     for target in pooling_models_of(request).targets:
@@ -167,7 +167,7 @@ def _wrong_model_message(name: str, suitable: str, served: Mapping[str, tuple[st
     Args:
         name: the name of the model in the request.
         suitable: the names of the models that can answer the request.
-        served: the description and the main route of each model that is served.
+        served: maps the name of each served model to its description and main route.
     """
     remedy = f"Use {suitable} for this request, or leave model out."
     if name not in served:

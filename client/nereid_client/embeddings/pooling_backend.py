@@ -81,7 +81,7 @@ class PoolingCall:
     Attributes:
         model: the name of the model in the model repository.
         request_id: the id of the request in the logs of the server.
-        tensors: the input tensors: name -> values (strings, numbers or booleans).
+        tensors: maps the name of an input tensor to its values (strings, numbers or booleans).
         options: the JSON object for the input `options`. Values that are None are left out.
     """
 
@@ -96,8 +96,8 @@ class PoolingOutputs:
     """The outputs from one call of a pooling model.
 
     Attributes:
-        arrays: the numeric output tensors: name -> array.
-        strings: the string output tensors: name -> values.
+        arrays: maps the name of a numeric output tensor to an array.
+        strings: maps the name of a string output tensor to its values.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]

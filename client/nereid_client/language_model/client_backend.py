@@ -28,8 +28,8 @@ class ClientBackend:
         """Yield the deltas of all choices. See `Backend.generate`.
 
         Add the current LoRA adapter and the current client to the request. The engine divides its
-        time among the values of `client_id`. All clients with the same `share` have the same
-        `client_id`, so the engine treats these clients as one client.
+        time among the clients, and distinguishes clients by `client_id`. All clients with the same
+        `share` have the same `client_id`, so the engine treats these clients as one client.
         """
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()

@@ -14,11 +14,12 @@ from nereid_client.errors import BackendError
 from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
 from nereid_client.streaming.deltas import Delta
 
-# The ensemble first calls the tokenizer model. Its output tensors have these names.
+# The ensemble first calls the tokenizer model, which has the output tensors `prompt_token_ids` and
+# `envelope`.
 TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
-# The ensemble then calls the executor model. Its output tensor has this name and contains JSON.
+# The ensemble then calls the executor model. Its output tensor `state` contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
 # Words in the error messages of the Triton server.
@@ -48,7 +49,7 @@ class Generation:
         client_id: the client that sent the request, for fair scheduling. "" if the client is
             unknown.
         client_weight: the weight of the client in fair scheduling.
-        priority: replaces the priority in the JSON object, unless it is None.
+        priority: replaces the priority in the JSON object, unless `priority` is None.
         lora_name: the LoRA adapter of the request. If it is empty, the field `lora_name` of the
             JSON object selects the adapter.
     """
@@ -93,7 +94,7 @@ class Backend(Protocol):
         ...
 
     async def request_limits(self) -> Mapping[str, int]:
-        """Return the limits on the size of a request, by name.
+        """Return the limits on the size of a request. The keys are the names of the limits.
 
         Raises: BackendError.
         """
@@ -374,8 +375,8 @@ def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
 def _with_fields(text: str, generation: Generation) -> str:
     """Append fields about the client and the LoRA adapter to a JSON object that is given as text.
 
-    If the object already contains one of these fields, it contains the key twice. JSON parsers then
-    use the last value, so a client cannot replace the appended value.
+    If the object already contains one of these fields, the result contains the key twice. JSON
+    parsers then use the last value, so a client cannot replace the appended value.
 
     Example: '{"n": 1}' returns '{"n": 1, "client_id": "a", "client_weight": 1.0}'.
     """

@@ -69,7 +69,7 @@ class GenerationRequest(RequestBody):
     """The fields that chat completions, completions and responses have in common.
 
     Attributes:
-        refused: tables of the fields that a subclass refuses in addition to the fields in `REFUSED`.
+        refused: tables of further fields that a subclass refuses, in addition to `REFUSED`.
     """
 
     refused: ClassVar[tuple[Mapping[str, Refusal], ...]] = ()
@@ -265,7 +265,7 @@ class GenerationRequest(RequestBody):
 
     @property
     def tier(self) -> str | None:
-        """The service tier for the response, or None if the request does not have the field."""
+        """The service tier for the response, or None if the request does not contain the field."""
         return None if self.service_tier is None else SERVICE_TIER
 
     @property
@@ -311,5 +311,5 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a field name in lower case without "_" and "-", such as "maxtokens" for "maxTokens"."""
+    """Return a field name in lower case without "_" and "-". "maxTokens" returns "maxtokens"."""
     return name.lower().replace("_", "").replace("-", "")

@@ -256,7 +256,7 @@ class CohereEmbedRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Self:
-        """Check that exactly one of texts, images and inputs is given, and that its value is valid."""
+        """Check that exactly one of texts, images and inputs is given and has a valid value."""
         names = ("texts", "images", "inputs")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) != 1:

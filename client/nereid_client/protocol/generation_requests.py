@@ -1,6 +1,6 @@
 """Request bodies of chat completions and completions.
 
-The checks in this module are fast. They find most errors without a call of the backend. The
+The checks in this module are fast. They find most errors without calling the backend. The
 backend checks every field again, because gRPC clients send requests directly to the backend.
 
 Unknown fields are ignored, unless the name is similar to the name of a known field. Such a name is

@@ -123,9 +123,9 @@ class PublishedLimits:
     """Fetches the limits that the tokenizer model publishes, and caches them for some seconds.
 
     Args:
-        fetch: returns the limits of the tokenizer model as a mapping from name to limit. An empty
-            mapping means that the model publishes no limits.
-        clock: returns the time in seconds.
+        fetch: a function that returns the limits of the tokenizer model as a mapping from name to
+            limit. An empty mapping means that the model publishes no limits.
+        clock: a function that returns the time in seconds.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class PublishedLimits:
     async def get(self) -> RequestLimits | None:
         """Return the limits, or None if the tokenizer model has not published any limits.
 
-        If the model does not answer, the last limits stay valid. The request then fails later,
-        when the frontend sends it to the Triton server.
+        If the model does not answer, the previous limits stay valid. The request then fails later,
+        when the frontend sends the request to the Triton server.
         """
         if self._clock() >= self._expires:
             # The new expiry time is set before the fetch. During the fetch, other requests use the

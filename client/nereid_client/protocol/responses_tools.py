@@ -85,10 +85,10 @@ def chat_name(namespace: str | None, name: str) -> str:
 
 
 def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
-    """Return the functions of all namespaces.
+    """Return a mapping of the functions in all namespaces.
 
-    A key is the name of the function in a chat completion. A value consists of the namespace and
-    the name of the function.
+    A key is the name of a function in a chat completion. A value is a pair of the namespace and the
+    name of the function.
 
     Example: a function "read" in the namespace "files" is {"files__read": ("files", "read")}.
     """

@@ -5,7 +5,7 @@
 - child_processes.py: starts a program, reads its output, and ends it with all its descendants
 - start_fork_server.py: starts the process that imports torch once for all models
 - warmup.py, pooling_models.py: wait until each model has answered a request
-- stub_processes.py, hang_detection.py: find failures that Triton server does not report
-- memory_watch.py: restarts a process that uses too much memory
+- stub_processes.py, hang_detection.py: find failures that the Triton server does not report
+- memory_watch.py: kills a process that uses too much memory, so that the process is restarted
 - restart_policy.py, unfinished_requests.py: decide when to restart, and when all requests are done
 """

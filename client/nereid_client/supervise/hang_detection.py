@@ -108,8 +108,8 @@ class HangWatch(threading.Thread):
     def _check(self) -> str | None:
         """Return a description of the hang, or None if the model answers or has no requests."""
         page = read_metrics(self._metrics_url)
-        # `page` is "" if the metrics arrive too late. It is None if the server has ended, which the
-        # supervisor detects without this thread.
+        # `page` is "" if the metrics arrive too late. `page` is None if the server has ended. The
+        # supervisor detects the end of the server without this thread.
         if page is None or (page and not count_running(self._frontend, page)):
             return None
         timeout_s = self._limit_s * (1 - 1 / _CHECKS_PER_LIMIT)

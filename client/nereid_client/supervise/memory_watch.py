@@ -64,11 +64,11 @@ class MemoryWatch:
 
     Args:
         budget: the largest number of bytes of one process. 0 means 80 % of the memory.
-        complain: prints a message for the user.
-        processes: returns the memory of each process.
-        memory: returns the memory of the machine.
-        kill: kills a process.
-        clock: returns a time in seconds that never goes back.
+        complain: a function that prints a message for the user.
+        processes: a function that returns the memory of each process.
+        memory: a function that returns the memory of the machine.
+        kill: a function that kills a process.
+        clock: a function that returns a time in seconds. The time never decreases.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class MemoryWatch:
         self._budget = budget or int(total * _DEFAULT_SHARE)
         # The largest process is killed if fewer bytes than this are available.
         self._reserve = min(int(total * _RESERVE_SHARE), _MAX_RESERVE)
-        # Maps the id of a process to the time of the first check that found it above the budget.
+        # Maps the id of a process above the budget to the time at which this was first noticed.
         self._over_since: dict[int, float] = {}
         self._check_due = 0.0  # the time of the next check
 

@@ -1,4 +1,4 @@
-"""The embedding model and the reranker that `nereid serve` can serve in addition to the LLM.
+"""The embedding model and the reranker that `nereid serve` can run beside the language model.
 
 Embedding models and rerankers are called pooling models.
 """

@@ -1,4 +1,4 @@
-"""The rules for restarting a program of `nereid serve` that has ended."""
+"""The rules by which `nereid serve` restarts a program that has ended."""
 
 import time
 from collections.abc import Callable

@@ -44,7 +44,7 @@ class StubWatch:
 
     Args:
         server: the process id of the server, or of the script that becomes the server by exec.
-        clock: returns a time in seconds that never goes back.
+        clock: a function that returns a time in seconds. The time never decreases.
         can_unload: whether the server can unload models, which ends their stubs.
 
     Attributes:
@@ -66,7 +66,7 @@ class StubWatch:
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
-        self._models: dict[int, str] = {}  # the model of each known stub process, by process id
+        self._models: dict[int, str] = {}  # maps the process id of a stub to the name of its model
         # Maps the process id of a dead stub to the time at which it was found.
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0  # the time of the next search for new stubs

@@ -24,9 +24,9 @@ def count_unfinished(frontend: FrontendClient, metrics_url: str) -> int:
 def count_running(frontend: FrontendClient, page: str | None) -> int:
     """Return the number of running requests.
 
-    The frontend counts all requests that it received. The executors of the language models count
-    their own requests, including those that came directly through the Triton server's endpoints.
-    Many requests are in both counts, so the larger count is returned.
+    The frontend counts all requests that it receives. The executors of the language models count
+    their own requests, including requests that clients send directly to the Triton server. Many
+    requests are in both counts, so the larger count is returned.
 
     Args:
         frontend: the frontend.

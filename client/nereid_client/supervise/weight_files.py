@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _LENGTH_BYTES = 8  # a file starts with the header's length, which has this number of bytes
-_MAX_HEADER_BYTES = 100_000_000  # bytes; the safetensors library has the same limit
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors library has the same limit
 _LFS_POINTER = b"version https://git-lfs"
 
 

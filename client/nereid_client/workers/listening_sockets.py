@@ -56,5 +56,5 @@ def with_duplicates(bound: socket.socket) -> list[socket.socket]:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str | int, ...]]]:
-    """Return the addresses of a host name, in the form of socket.getaddrinfo."""
+    """Return the addresses of a host name, in the format of socket.getaddrinfo."""
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)  # type: ignore[return-value]

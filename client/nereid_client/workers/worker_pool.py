@@ -222,7 +222,7 @@ def _delete_abandoned_folders() -> None:
 
 
 def _delete_state(place: WorkerPlace) -> None:
-    """Delete the running requests and responses of a worker that has ended."""
+    """Delete the database entries for the running requests and responses of an ended worker."""
     shared_limits.forget_worker(place.requests_path, place.number)
     response_store.delete_running(place.responses_path, place.number)
 

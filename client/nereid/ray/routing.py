@@ -66,7 +66,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return two lists. The first list contains the best server, the second list all servers.
+        """Return a list that contains only the best server, and a list that contains all servers.
 
         If the best server accepts no requests, Ray tries the servers of the second list.
         """

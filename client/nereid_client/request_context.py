@@ -255,7 +255,7 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
 
     A prompt is a string or a list of token ids, so a quotation mark or an opening bracket begins
     the prompt. If more than max_request_bytes bytes arrive without these characters, all of the
-    bytes belong to the same prompt.
+    bytes belong to the same prompt, and this prompt is too long.
 
     Example: max_request_bytes is 5 MB, and the client sends the body {"prompt": "aaa..."} with
     40 MB. The request is refused after about 5 MB.

@@ -117,7 +117,7 @@ REFUSED_BY_BACKEND = frozenset(
         *("xtc_probability", "samplers", "n_probs"),
     }
 )
-"""Fields that the backend refuses, because gRPC clients can also send these fields.
+"""The backend refuses these fields, so that gRPC clients receive the same error as HTTP clients.
 
 The frontend sends the fields to the backend unchanged."""
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix cache on disk, which survives the process.
+"""The prefix cache on disk, which can be used again after a restart of the process.
 
     a block was computed  -> its bytes are copied  -> a thread writes the file
     a request arrives     -> a thread reads files  -> the blocks join the prefix cache in memory
 
-A request waits until its files are read, but at most `_MAX_WAIT_S` seconds. The blocks that were
-read by then join the prefix cache, and the engine computes the other tokens. The scheduler
-therefore needs to know nothing about the disk.
+A request waits until its files are read, but at most `_MAX_WAIT_S` seconds. Then the blocks that
+have been read are added to the prefix cache in memory, and the engine computes the other tokens.
+The scheduler does not distinguish these blocks from other cached blocks.
 """
 
 import hashlib
@@ -28,25 +28,27 @@ from nereid_backend.runner import ForwardPath
 
 _MAX_WAIT_S = 5.0
 _NUM_READERS = 2
-# The largest number of seconds that closing the engine waits for files to be written.
+# When the engine is closed, it waits at most this number of seconds until the files are written.
 _CLOSE_TIMEOUT_S = 10.0
-# The names of the files whose content determines keys and values.
+# Patterns for the names of the files in a checkpoint that determine the keys and values.
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
 
 
 @dataclass(slots=True)
 class _PrefixRead:
-    """The files that a thread reads for one request.
+    """The blocks and the snapshot that a thread reads from disk for one request.
 
     Attributes:
-        hashes: the hashes of all leading blocks of the request up to the last one that is read.
-        missing: the hashes whose blocks must be read, in order.
+        hashes: the hashes of the blocks in the available prefix of the request. These blocks are in
+            memory or on disk.
+        missing: the hashes of the blocks that must be read from disk, in the order of the tokens.
         needs_snapshot: whether the snapshot of the last block must be read, too.
-        deadline: the time by time.monotonic() until which the request waits.
-        contents: the bytes of the first blocks of `missing`. The thread appends to the list.
+        deadline: the request waits until this time at the latest (time.monotonic()).
+        contents: the bytes of the blocks that have been read, in the order of `missing`. The thread
+            appends to this list.
         state: the bytes of the snapshot; None if the snapshot was not read.
         is_cancelled: whether the thread should stop.
-        future: becomes done when the thread has finished.
+        future: a future that is done when the thread has finished.
     """
 
     hashes: list[bytes]
@@ -62,14 +64,14 @@ class _PrefixRead:
 class DiskTier:
     """Copies blocks and snapshots between the prefix cache in memory and the files on disk.
 
-    All methods must be called by the engine's thread.
+    Only the engine's thread may call the public methods.
     """
 
     def __init__(self, store: DiskStore, cache: PrefixCache, prefixes: StoredPrefixes) -> None:
         """Create the disk tier. From now on, the tier writes the new blocks of `cache` to `store`.
 
         Args:
-            store: the folder.
+            store: the files on disk.
             cache: the prefix cache in memory.
             prefixes: reads and writes the blocks and snapshots of the forward path.
         """
@@ -81,9 +83,9 @@ class DiskTier:
         cache.save_on_disk(before_reuse=self._save_block)
 
     def begin(self, sequence: Sequence) -> bool:
-        """Start reading the prefix of a request from disk, and return True.
+        """Start to read the prefix of a request from disk, and return True.
 
-        Return False if no files must be read, for example because the prefix is in memory.
+        Return False if there is nothing to read, for example because all blocks are in memory.
         """
         if sequence.params.prompt_logprobs is not None:
             return False
@@ -101,9 +103,10 @@ class DiskTier:
         return True
 
     def _available_prefix(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the leading blocks of a sequence that are in memory or on disk.
+        """Return the hashes of a sequence's blocks that are available, up to the first missing one.
 
-        If the model has a recurrent state, the prefix ends at the last block with a snapshot.
+        A block is available if it is in memory or on disk. If the model has a recurrent state, the
+        prefix ends at the last block for which a snapshot is in memory or on disk.
         """
         hashes = list(itertools.takewhile(self._has_block, self._cache.prefix_hashes(sequence)))
         snapshots = self._cache.snapshots
@@ -114,7 +117,7 @@ class DiskTier:
         return hashes
 
     def take_ready(self) -> list[str]:
-        """Finish the reads that are complete or too slow, and return their request ids."""
+        """Finish the reads that are complete or late, and return the ids of their requests."""
         now = time.monotonic()
         ready = [
             request_id
@@ -126,7 +129,7 @@ class DiskTier:
         return ready
 
     def finish(self, request_id: str) -> None:
-        """Add what was read from disk for a request to the prefix cache in memory.
+        """Add the blocks that were read for a request to the prefix cache in memory.
 
         Do nothing if no files were being read for the request.
         """
@@ -138,8 +141,8 @@ class DiskTier:
         contents = dict(zip(read.missing, list(read.contents), strict=False))
         is_incomplete = read.state is None or len(contents) < len(read.missing)
         if read.needs_snapshot and is_incomplete:
-            # A recurrent model can use these blocks only together with the snapshot at the end of
-            # the last block.
+            # A recurrent model can use these blocks only together with the snapshot of the last
+            # block.
             return
 
         def is_available(block_hash: bytes) -> bool:
@@ -158,20 +161,23 @@ class DiskTier:
             self._insert_snapshot(read.hashes[-1], read.state)
 
     def cancel(self, request_id: str) -> None:
-        """Stop reading the prefix of a request. Do nothing if its files are not being read."""
+        """Stop reading the prefix of a request. Do nothing if no prefix is being read for it."""
         read = self._reads.pop(request_id, None)
         if read is not None:
             read.is_cancelled = True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for one read, at most `timeout_s` seconds. Return False if there is no read."""
+        """Wait until one read is complete or `timeout_s` seconds have passed.
+
+        Return False at once if nothing is being read.
+        """
         futures = [read.future for read in self._reads.values() if read.future is not None]
         if futures:
             wait(futures, timeout=timeout_s, return_when=FIRST_COMPLETED)
         return bool(futures)
 
     def save(self) -> None:
-        """Pass the new blocks and snapshots to the writer thread, and delete invalid files."""
+        """Pass the new blocks and snapshots to the writer thread, and delete invalid blocks."""
         for block_hash in self._cache.invalid:
             self._store.delete(_block(block_hash))
             self._store.delete(_state(block_hash))
@@ -180,9 +186,10 @@ class DiskTier:
             self._save_snapshots()
 
     def _save_blocks(self) -> bool:
-        """Pass the new blocks to the writer thread. Return False if the thread is too slow.
+        """Pass the new blocks to the writer thread.
 
-        The next call tries the remaining blocks again.
+        Return False if too many bytes are waiting to be written. The next call then passes the
+        remaining blocks.
         """
         unsaved = self._cache.unsaved
         assert unsaved is not None
@@ -195,7 +202,10 @@ class DiskTier:
         return True
 
     def _save_snapshots(self) -> None:
-        """Pass the new snapshots to the writer thread, until the thread is too slow."""
+        """Pass the new snapshots to the writer thread.
+
+        Stop if too many bytes are waiting to be written. The next call passes the other snapshots.
+        """
         snapshots = self._cache.snapshots
         while snapshots is not None and snapshots.unsaved:
             block_hash = next(iter(snapshots.unsaved))
@@ -207,7 +217,10 @@ class DiskTier:
             del snapshots.unsaved[block_hash]
 
     def close(self) -> None:
-        """Write the files that are waiting, and stop the threads."""
+        """Stop reading, and wait until all new blocks and snapshots are written.
+
+        The wait ends after `_CLOSE_TIMEOUT_S` seconds at the latest.
+        """
         self._readers.shutdown(wait=False, cancel_futures=True)
         for read in self._reads.values():
             read.is_cancelled = True
@@ -215,9 +228,10 @@ class DiskTier:
         self._store.flush(_CLOSE_TIMEOUT_S)
 
     def _has_block(self, block_hash: bytes) -> bool:
-        """Return whether a block is in memory or on disk, so that it need not be computed.
+        """Return whether a block is in memory or on disk.
 
-        If the model has no KV cache, blocks contain no data, so the result is always True.
+        The result is always True for a model without a KV cache, because the blocks of such a model
+        contain no data.
         """
         return (
             not self._prefixes.has_blocks
@@ -226,13 +240,13 @@ class DiskTier:
         )
 
     def _save_block(self, block_hash: bytes, block: int) -> bool:
-        """Pass a block to the writer thread. Return False if the thread is too slow."""
+        """Pass a block to the writer thread. Return False if too many bytes are waiting there."""
         if not self._prefixes.has_blocks or _block(block_hash) in self._store:
             return True
         return self._store.write(_block(block_hash), self._prefixes.read_block(block))
 
     def _insert_snapshot(self, block_hash: bytes, state: bytes) -> None:
-        """Add a snapshot with the content `state` to the snapshots in memory."""
+        """Add a snapshot to the snapshots in memory. `state` contains the bytes of the snapshot."""
         snapshots = self._cache.snapshots
         assert snapshots is not None
         if block_hash in snapshots:
@@ -242,7 +256,7 @@ class DiskTier:
             self._prefixes.write_snapshot(snapshot_id, state)
 
     def _read_files(self, read: _PrefixRead) -> None:
-        """Read the files of a request. This method runs in a thread."""
+        """Read the files of a request. This method runs in a thread of its own."""
         if read.needs_snapshot:
             read.state = self._store.read(_state(read.hashes[-1]))
             if read.state is None:
@@ -253,15 +267,15 @@ class DiskTier:
                 return
             content = self._store.read(_block(block_hash)) if self._prefixes.has_blocks else b""
             # After a damaged block, no later block of this request can be used. The later blocks
-            # are read nevertheless, because `DiskStore.read` deletes damaged files, which are then
-            # written again.
+            # are read nevertheless: `DiskStore.read` deletes a file if it is damaged, so that the
+            # block is written again.
             is_usable = is_usable and content is not None
             if is_usable and content is not None:
                 read.contents.append(content)
 
 
 def prepare_folder(folder: str) -> None:
-    """Create the folder that the setting prefix_cache_disk names, if it does not exist.
+    """Create the folder of the setting prefix_cache_disk if the folder does not exist.
 
     Raises:
         ConfigError: if the folder cannot be created, read or written.
@@ -287,7 +301,7 @@ def open_disk_tier(
         config: the settings. prefix_cache_disk must be set.
         info: the description of the loaded model.
         cache: the prefix cache in memory.
-        path: the forward path of the model, which must have blocks.
+        path: the forward path of the model. It must store the tokens of a sequence in blocks.
 
     Raises:
         OSError: if the folder cannot be used.

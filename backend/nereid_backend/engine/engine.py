@@ -36,8 +36,8 @@ class Engine:
 
         Args:
             config: the settings.
-            progress: a function that is called with one line of text for each slow phase of
-                loading. None writes the lines to the log.
+            progress: this function is called with one line of text for each slow phase of loading.
+                None writes the lines to the log.
 
         Raises:
             ConfigError: if the settings do not fit the machine or the model.
@@ -70,8 +70,8 @@ class Engine:
 
         Returns:
             One update for each sequence that got tokens or ended. Example: if the step computes the
-            last part of the prompt of "a" and one more token of "b", the updates contain the first
-            output token of "a" and the next output token of "b".
+            end of the prompt of "a" and one more token of "b", the updates contain the first output
+            token of "a" and the next output token of "b".
 
         Raises:
             EngineError: if the device or a process of tensor parallelism is lost, or if
@@ -103,10 +103,10 @@ class Engine:
         """Add a request. Later calls of `step` compute its tokens.
 
         Args:
-            request_id: an id that no unfinished request has.
+            request_id: an id that differs from the ids of all unfinished requests.
             prompt_token_ids: at least one token id. All ids must be less than info.vocab_size.
             params: the sampling parameters; None selects the defaults.
-            images: the images of the prompt; None if it has none.
+            images: the images of the prompt; None if the prompt contains no image.
 
         Raises:
             RequestError: if the request is invalid, or if it has images and the model accepts none.
@@ -180,10 +180,11 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request. If `index` is given, abort only this sequence of the request.
 
-        The next call of `step` returns the last update of each aborted sequence.
+        The next call of `step` returns the last update of each aborted sequence. Do nothing if the
+        request is unknown or has ended.
 
-        The blocks of the request become free immediately. With async_scheduling, they become free
-        after the running step. Do nothing if the request is unknown or has ended.
+        Without async_scheduling, the blocks of the request become free immediately. With
+        async_scheduling, the blocks become free after the running step.
         """
         parts = self._parts
         parts.scheduler.abort(request_id, index)
@@ -191,9 +192,10 @@ class Engine:
             parts.preparation.cancel(request_id)
 
     def has_work(self) -> bool:
-        """Return whether `step` must be called again, because there is work to do.
+        """Return whether there is work for which `step` must be called.
 
-        This is the case if the next call would compute tokens, return updates or raise an error.
+        The result is True if the next call of `step` would compute tokens, return updates or raise
+        an error.
         """
         parts = self._parts
         has_lost_rank = parts.ranks is not None and parts.ranks.has_lost_rank
@@ -202,8 +204,8 @@ class Engine:
     def is_swapping(self) -> bool:
         """Return whether the next call of `step` would test or activate a compiled forward pass.
 
-        `has_work` ignores this work, because it belongs to no request. While no request runs, the
-        caller can call `step` for this work, so that it does not delay later requests.
+        `has_work` ignores this work, because it belongs to no request. If `step` is called for this
+        work while no request runs, the work does not delay later requests.
         """
         swap = self._parts.swap
         return swap is not None and swap.is_ready
@@ -238,9 +240,9 @@ class Engine:
         {"url": "data:image/png;base64,..."}}, {"type": "text", "text": "What is this?"}]}.
 
         Args:
-            messages: messages in the shape of OpenAI's chat completions. An image part has the type
-                "image_url" or "image". The image is a data URL, the bytes of an image file or an
-                image of Pillow.
+            messages: messages in the format of OpenAI's chat completions. An image part has the
+                type "image_url" or "image". The image is a data URL, the bytes of an image file or
+                an image of Pillow.
             params: the sampling parameters; None selects the defaults.
 
         Raises:
@@ -253,7 +255,7 @@ class Engine:
         return generate(self, [prompt.token_ids], params, self._parts.decode, add)[0]
 
     def image_prompt(self, messages: abc.Sequence[abc.Mapping[str, Any]]) -> ImagePrompt:
-        """Return the token ids and the images of a chat, as arguments of `add_request`.
+        """Convert the messages of a chat to the token ids and images that `add_request` accepts.
 
         Args:
             messages: as in `chat`.
@@ -277,7 +279,7 @@ class Engine:
     def started(self) -> list[tuple[str, float]]:
         """The requests whose first tokens were planned in the last step.
 
-        Each item is a pair of request id and start time of the step (time.monotonic()). If a
+        Each item contains the request id, and the start time of the step by time.monotonic(). If a
         request is preempted before its first output token, the request appears in a later step
         again.
         """
@@ -304,9 +306,9 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Raise an AssertionError if the blocks, rows and requests contradict each other.
+        """Check that the scheduler's records of blocks, rows and requests are consistent.
 
         Raises:
-            AssertionError: if a block, a row or a request was lost.
+            AssertionError: if the records are inconsistent, for example because a block was lost.
         """
         self._parts.scheduler.check()

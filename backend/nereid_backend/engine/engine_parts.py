@@ -35,12 +35,12 @@ Report = Callable[[str], None]
 
 
 class EngineParts:
-    """The objects of an engine that depend on the loaded model, such as the scheduler.
+    """All objects of an engine that depend on the loaded model. The scheduler is an example.
 
     `Engine.reload` replaces this object; see reload_weights.py.
 
     Attributes:
-        config: the settings that the model was loaded with.
+        config: the settings with which the model was loaded.
         layout: the shapes of the checkpoint's tensors; None if the checkpoint has no safetensors
             files. The shapes are read when the model is loaded, because a new checkpoint may
             overwrite the files later.
@@ -48,8 +48,8 @@ class EngineParts:
             model.
         info: facts about the model and the engine.
         runner: runs the steps.
-        images: how the model computes prompts with images.
-        swap: the compilation that runs in the background; None if there is none.
+        images: how the model computes prompts that contain images.
+        swap: the compilation that runs in the background; None if no compilation is running.
         draft: the draft model; None if there is none.
         pool: the blocks of the KV cache.
         scheduler: plans the steps.
@@ -66,7 +66,7 @@ class EngineParts:
 
         Args:
             config: the settings.
-            report: called with one line of text for each slow phase of loading.
+            report: this function is called with one line of text for each slow phase of loading.
 
         Raises:
             ConfigError: if the settings do not fit the machine or the model.
@@ -153,7 +153,7 @@ class EngineParts:
 
 
 def _read_layout(model: str) -> Layout | None:
-    """Return the shapes of a checkpoint's tensors, or None without safetensors files."""
+    """Return the shapes of a checkpoint's tensors; None if there are no safetensors files."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) or (folder / GGUF_LINK).is_file():
         return None
@@ -163,7 +163,7 @@ def _read_layout(model: str) -> Layout | None:
 def _load(
     config: EngineConfig, hook: AttentionHook, report: Report
 ) -> "tuple[Loaded, Ranks | None]":
-    """Return the loaded model, and the other processes if several compute the model."""
+    """Load the model. If several processes compute the model, also return the other processes."""
     if config.tensor_parallel_size == 1:
         return load(config, hook, report), None
     # torch.distributed is imported only if it is used.
@@ -208,7 +208,10 @@ def _make_drafter(config: EngineConfig, loaded: Loaded, report: Report) -> Draft
 def _can_be_async(
     config: EngineConfig, loaded: Loaded, scheduler: Scheduler, report: Report
 ) -> bool:
-    """Return whether async scheduling is used. Report why not if it was requested."""
+    """Return whether async scheduling is used.
+
+    If async scheduling was requested but is impossible, report the reason.
+    """
     if not config.async_scheduling:
         return False
     obstacle = _async_obstacle(loaded.info, loaded.images, scheduler)
@@ -238,7 +241,7 @@ def _open_disk(
     path: ForwardPath,
     report: Report,
 ) -> DiskTier | None:
-    """Return the prefix cache on disk; None if it is not configured or not possible."""
+    """Return the prefix cache on disk; None if the cache is not configured or not possible."""
     if config.prefix_cache_disk is None:
         return None
     off = "The prefix cache on disk (prefix_cache_disk) is off, because"

@@ -34,15 +34,15 @@ class NewSequences:
         """Store the limits on requests.
 
         Args:
-            config: the settings, with the limit on waiting requests and the seed.
-            info: facts about the model, with the limits on prompts.
-            scheduler: the requests that have not ended.
+            config: the settings, including the limit on waiting requests and the seed.
+            info: facts about the model, including the limits on prompts.
+            scheduler: contains the requests that have not ended.
             adapters: the LoRA adapters that requests can select.
-            images: how the model computes prompts with images.
+            images: how the model computes prompts that contain images.
             place_images: moves the images of a prompt to the device of the model.
         """
         self._max_num_waiting = config.max_num_waiting
-        # Chooses the seeds of the requests that have no seed.
+        # If a request has no seed, this generator chooses one.
         self._seeds = random.Random(config.seed)
         self._info = info
         self._scheduler = scheduler
@@ -111,7 +111,7 @@ class NewSequences:
         return sequence
 
     def _accept_images(self, token_ids: list[int], images: ImageInputs) -> ImageInputs:
-        """Return the images of a prompt on the device of the model.
+        """Check the images of a prompt, and copy them to the device of the model.
 
         Raises:
             RequestError: if the model accepts no images, or cannot process these images.
@@ -125,9 +125,9 @@ class NewSequences:
             )
         if not self._images.shares_blocks:
             # This model stores no keys and values in the blocks of a prompt with images, so other
-            # prompts must not reuse these blocks. first_token=0 means that all keys and values
-            # depend on the images, so not even the blocks of the text before the first image are
-            # reused.
+            # prompts must not reuse these blocks. first_token=0 declares that all keys and values
+            # depend on the images. Therefore no block is reused, not even a block that contains
+            # only text before the first image.
             images = replace(images, first_token=0)
         images = self._place_images(images)
         self._images.check(token_ids, images)
@@ -137,7 +137,7 @@ class NewSequences:
         """Return the token ids of a prompt as a list of Python integers.
 
         Raises:
-            RequestError: if the prompt is empty, too long, or contains an invalid token id.
+            RequestError: if the prompt is empty or too long, or if it contains an invalid token id.
         """
         limit = self._info.max_model_len
         try:

@@ -31,11 +31,11 @@ def generate(
         add_request: adds a request to the engine; None means `engine.add_request`.
 
     Returns:
-        The output of each prompt in order.
+        One output for each prompt, in the order of the prompts.
 
     Raises:
-        RequestError: a prompt or a parameter is wrong, or the engine has other requests. No request
-            of this call stays in the engine.
+        RequestError: a prompt or a parameter is wrong, or the engine has other requests. All
+            requests of this call have been removed from the engine.
     """
     if engine.has_work():
         raise RequestError(
@@ -86,7 +86,7 @@ class _PartialOutput:
     """The updates that one unfinished request has received so far."""
 
     def __init__(self) -> None:
-        # A mapping from the index of each sequence to its updates.
+        # Maps the index of each sequence to the updates of the sequence.
         self._updates: dict[int, list[RequestUpdate]] = {}
 
     def add(self, update: RequestUpdate) -> None:
@@ -100,7 +100,7 @@ class _PartialOutput:
         self._updates.setdefault(update.index, []).append(update)
 
     def build(self, request_id: str, prompt: list[int], decode: Decode) -> RequestOutput:
-        """Return the output of the request. All its sequences must have ended."""
+        """Return the output of the request. All sequences of the request must have ended."""
         first = self._updates[0][0]
         return RequestOutput(
             request_id,
@@ -114,8 +114,8 @@ class _PartialOutput:
 def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutput:
     """Return the complete output of one sequence, built from its updates.
 
-    Example: updates with the tokens [5], [6] and [2], of which the last has the finish_reason
-    "stop", give the token ids [5, 6, 2] and the text of the tokens [5, 6].
+    Example: three updates contain the tokens [5], [6] and [2], and the last update has the
+    finish_reason "stop". The output has the token ids [5, 6, 2] and the text of the tokens [5, 6].
     """
     last = updates[-1]
     assert last.finish_reason is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PendingGrammars:
-    """The requests whose grammars are being compiled, each with the future of its guide."""
+    """Stores one future for each request whose grammar is being compiled."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[Any]] = {}
@@ -21,7 +21,7 @@ class PendingGrammars:
         return request_id in self._futures
 
     def add(self, request_id: str, future: Future[Any]) -> None:
-        """Store the future of a request. Its result will be the guide of the request."""
+        """Store a future. The result of the future will be the guide of the request."""
         self._futures[request_id] = future
         self._added[request_id] = time.monotonic()
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists, extends and removes the sessions whose cached prefixes are retained.
+"""Lists, extends and removes the sessions of the prefix cache.
 
-A session is a client with a `prompt_cache_key` (core/blocks/eviction_order.py).
+All requests with the same client and the same `prompt_cache_key` belong to one session. The cached
+prefixes of a session are retained for some time; see core/blocks/eviction_order.py.
 """
 
 from collections.abc import Mapping
@@ -12,30 +13,34 @@ from nereid_backend.core.blocks.eviction_order import SessionUse
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
 from nereid_backend.errors import RequestError
 
-# The largest number of sessions that the statistics list. The sessions that expire last are listed.
+# The statistics list at most this number of sessions. If there are more sessions, the sessions that
+# expire first are omitted.
 _MAX_LISTED = 1000
 
 
 class PrefixSessions:
-    """The interface to the sessions of a prefix cache, for operators and clients.
+    """Gives operators and clients access to the sessions of a prefix cache.
 
     Only the engine's thread may call the methods.
     """
 
     def __init__(self, cache: PrefixCache | None, pool: BlockPool, block_size: int) -> None:
-        """Store the prefix cache and the pool of blocks. `cache` is None without prefix caching."""
+        """Store the prefix cache and the pool of blocks.
+
+        `cache` is None if prefix caching is off.
+        """
         self._cache = cache
         self._pool = pool
         self._block_size = block_size
 
     def statistics(self, client_id: str | None = None) -> dict[str, Any]:
-        """Return counters of the prefix cache and of the cache's sessions.
+        """Return the counters of the prefix cache and a list of its sessions.
 
         Example of a session: `{"client_id": "team-a", "prompt_cache_key": "chat-1", "num_tokens":
         4096, "expires_in_s": 287.5}`.
 
         Args:
-            client_id: only the sessions of this client are listed; None lists all sessions.
+            client_id: the client whose sessions are listed; None lists the sessions of all clients.
         """
         cache = self._cache
         sessions = self._matching(client_id, None)
@@ -62,10 +67,11 @@ class PrefixSessions:
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
-        """Extend the retention of sessions, and return how many sessions were extended.
+        """Retain sessions for at least `seconds` more seconds, and return the number of sessions.
 
         Args:
-            client_id: the client of the session; None for the sessions of all clients.
+            client_id: the client of the session. None selects the sessions of all clients with
+                this key.
             prompt_cache_key: the key of the session.
             seconds: the time in seconds.
         """
@@ -76,13 +82,13 @@ class PrefixSessions:
         return len(sessions)
 
     def drop(self, client_id: str | None, prompt_cache_key: str | None) -> int:
-        """Remove the cached blocks of sessions, and return the number of tokens in the blocks.
+        """Remove the cached blocks of sessions, and return the number of removed tokens.
 
-        Blocks that running sequences use stay in the cache.
+        A block that a running sequence uses is not removed.
 
         Args:
-            client_id: the client of the sessions; None for all clients.
-            prompt_cache_key: the key of the sessions; None for all sessions. If both arguments are
+            client_id: the client of the sessions; None selects all clients.
+            prompt_cache_key: the key of the sessions; None selects all keys. If both arguments are
                 None, the blocks that belong to no session are removed, too.
         """
         if self._cache is None:
@@ -99,10 +105,10 @@ class PrefixSessions:
 
         Args:
             operation: "statistics", "extend" or "drop".
-            values: the arguments of the method with this name.
+            values: the arguments of the method by their names.
 
         Raises:
-            RequestError: the operation is unknown.
+            RequestError: if the operation is unknown, or if "extend" has no prompt_cache_key.
         """
         if operation == "statistics":
             return self.statistics(values.get("client_id"))
@@ -117,7 +123,10 @@ class PrefixSessions:
         )
 
     def _matching(self, client_id: str | None, prompt_cache_key: str | None) -> list[SessionUse]:
-        """Find sessions by their client and their `prompt_cache_key`. None matches every value."""
+        """Return the sessions with this client and this `prompt_cache_key`.
+
+        The argument None matches every value.
+        """
         return [
             session
             for session in self._pool.idle.sessions()

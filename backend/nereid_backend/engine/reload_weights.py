@@ -24,15 +24,15 @@ class PartsOwner:
     """Owns the objects that depend on the loaded model, and replaces them on a reload.
 
     Attributes:
-        parts: the parts of the engine. No other object may store a reference to the parts, because
-            `reload` frees their memory.
+        parts: the objects that depend on the model. No other object may store a reference to
+            `parts`, because `reload` must be able to free the memory of the old model.
     """
 
     def __init__(self, config: EngineConfig, report: Report) -> None:
         """Load a model; see `EngineParts` for the arguments and the errors."""
         self.parts = EngineParts(config, report)
-        # The tokenizer files of the first checkpoint, because a later checkpoint may contain none.
-        # They are read now, because new weights may overwrite the files in the same folder.
+        # `reload` compares the tokenizer of each new checkpoint with these files. They are read
+        # now, because a new checkpoint may overwrite the files in the same folder later.
         self._tokenizer_files = read_tokenizer_files(config.model)
 
     def reload(self, path: str, report: Report) -> None:
@@ -61,8 +61,8 @@ class PartsOwner:
         try:
             new_parts = EngineParts(new_config, report)
         except Exception as error:
-            # Loading can raise any exception. This is the end of the request to reload, so the
-            # client gets the error.
+            # Loading can raise any exception. Each exception is sent to the client that requested
+            # the reload.
             raise _load_error(error) from error
         self._release()
         self.parts = new_parts
@@ -73,15 +73,16 @@ class PartsOwner:
         """Free the old weights, and then load the new weights.
 
         Raises:
-            RequestError: if the new weights cannot be loaded. The old weights were loaded again.
-            EngineError: if the old weights could not be loaded again either.
+            RequestError: if the new weights cannot be loaded. In this case, the old weights have
+                been loaded again.
+            EngineError: if neither the new weights nor the old weights can be loaded.
         """
         self._release()
         try:
             self.parts = EngineParts(new_config, report)
         except Exception as error:
-            # Loading can raise any exception. This is the end of the request to reload, so the
-            # client gets the error.
+            # Loading can raise any exception. Each exception is sent to the client that requested
+            # the reload.
             self._restore(old_config, report)
             raise _load_error(error) from error
 
@@ -89,12 +90,12 @@ class PartsOwner:
         """Close the objects of the engine, and free the weights and the KV cache."""
         self.parts.close()
         del self.parts
-        # The modules of a model refer to each other in cycles, so only the garbage collector frees
-        # them.
+        # The modules of a model refer to each other in cycles. Only the garbage collector frees
+        # such modules.
         gc.collect()
 
     def _restore(self, old_config: EngineConfig, report: Report) -> None:
-        """Load the previous checkpoint again, after the new checkpoint failed to load.
+        """Load the old checkpoint again, because the new checkpoint could not be loaded.
 
         Raises:
             EngineError: if the old weights cannot be loaded.
@@ -113,12 +114,12 @@ def _load_error(error: Exception) -> RequestError:
 def _check_reload(
     parts: EngineParts, new_config: EngineConfig, tokenizer_files: TokenizerFiles
 ) -> None:
-    """Raise a RequestError if a new checkpoint cannot replace the loaded model now.
+    """Check that a new checkpoint can replace the loaded model now.
 
     Args:
         parts: the loaded model.
         new_config: the settings with the path of the new checkpoint.
-        tokenizer_files: the tokenizer files that the servers have loaded.
+        tokenizer_files: the tokenizer files of the first checkpoint, which the servers use.
 
     Raises:
         RequestError: if the new checkpoint cannot replace the loaded model.

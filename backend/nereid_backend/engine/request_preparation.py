@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares new requests: compiles their grammars and reads cached prefixes from disk."""
+"""Prepares new requests: compiles their grammars, and reads their cached prefixes from disk."""
 
 import time
 from typing import TYPE_CHECKING
@@ -16,8 +16,8 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from nereid_backend.grammar import Guides
 
-# The largest number of seconds for which `wait` blocks. The time is short, because the engine
-# receives no new requests while it waits.
+# `wait` blocks for at most this number of seconds. The time is short, because the engine receives
+# no new requests while `wait` blocks.
 _GUIDE_WAIT_S = 0.02
 
 
@@ -34,13 +34,16 @@ class RequestPreparation:
     def __init__(
         self, config: EngineConfig, info: EngineInfo, scheduler: Scheduler, disk: DiskTier | None
     ) -> None:
-        """Create an object without waiting requests. `disk` is the prefix cache on disk."""
+        """Store the objects that prepare requests.
+
+        `disk` is None if there is no prefix cache on disk.
+        """
         self.compiled: list[tuple[str, float, float]] = []
         self._config = config
         self._info = info
         self._scheduler = scheduler
         self._disk = disk
-        # Creates the guides of requests; None until a request needs a grammar.
+        # This object compiles grammars into guides. It is None until a request needs a grammar.
         self._guides: Guides | None = None
         self._pending_grammars = PendingGrammars()
 
@@ -50,9 +53,10 @@ class RequestPreparation:
         return self._guides is not None
 
     def add(self, sequence: Sequence) -> None:
-        """Add a request to the scheduler, and start to compile or read what it needs.
+        """Add a request to the scheduler, and start to prepare the request.
 
-        `sequence` is the first sequence of the request.
+        `sequence` is the first sequence of the request. If the request has a grammar, the grammar
+        is compiled. If a prefix of the request is stored on disk, the prefix is read.
         """
         is_reading = self._disk is not None and self._disk.begin(sequence)
         needs_guide = _needs_guide(sequence.params)
@@ -68,11 +72,11 @@ class RequestPreparation:
             self._disk.cancel(request_id)
 
     def start_prepared(self) -> None:
-        """Start the requests that are ready, and end those whose grammars are invalid.
+        """Start the requests that are prepared, and end the requests with an invalid grammar.
 
         A request with a grammar is prepared when its grammar has been compiled. A request without a
-        grammar is prepared when its cached prefix has been read from disk, or when the time limit
-        for reading the prefix has passed.
+        grammar is prepared when its cached prefix has been read from disk. If reading takes too
+        long, the request starts without the rest of the prefix.
         """
         self.compiled = []
         if self._disk is not None:
@@ -93,7 +97,7 @@ class RequestPreparation:
     def wait(self) -> None:
         """Wait until a prefix has been read or a grammar has been compiled.
 
-        Return after a few milliseconds even if nothing has been read or compiled.
+        Return after `_GUIDE_WAIT_S` seconds even if nothing has been read or compiled.
         """
         if self._disk is None or not self._disk.wait(_GUIDE_WAIT_S):
             self._pending_grammars.wait(_GUIDE_WAIT_S)
@@ -108,7 +112,7 @@ class RequestPreparation:
             self._guides.close()
 
     def _load_guides(self) -> "Guides":
-        """Return the factory of guides, which the first call creates."""
+        """Return the object that compiles grammars into guides. The first call creates it."""
         if self._guides is None:
             # The grammar libraries take seconds to import, so they are imported only when a request
             # needs a grammar.
@@ -128,6 +132,6 @@ class RequestPreparation:
 
 
 def _needs_guide(params: SamplingParams) -> bool:
-    """Return whether a request limits its tokens by a grammar or by a thinking budget."""
+    """Return whether a request has a grammar or a thinking budget."""
     has_budget = params.thinking is not None and params.thinking.budget is not None
     return has_budget or params.grammar is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of an engine, as the code that calls its steps needs it."""
+"""The protocol of an engine: the methods that other modules may call."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -21,8 +21,8 @@ class StepEngine(Protocol):
     def compiled(self) -> list[tuple[str, float, float]]:
         """The requests whose grammar was compiled before the last step.
 
-        Each item contains the request id, and the times by time.monotonic() at which the
-        compilation was requested and found to be finished.
+        Each item contains three values: the request id, the time at which the compilation was
+        requested, and the time at which the engine noticed its end (both by time.monotonic()).
         """
 
     @property
@@ -33,7 +33,7 @@ class StepEngine(Protocol):
     def started(self) -> list[tuple[str, float]]:
         """The requests that left the waiting queue in the last step.
 
-        Each item is a pair of request id and start time of the step (time.monotonic()).
+        Each item contains the request id, and the start time of the step by time.monotonic().
         """
 
     def warm_up(self) -> None:
@@ -65,10 +65,10 @@ class StepEngine(Protocol):
         """Replace the weights; see `Engine.reload`."""
 
     def step(self) -> list[RequestUpdate]:
-        """Compute one step and return the updates of all requests."""
+        """Compute one step, and return the updates of the sequences that got tokens or ended."""
 
     def has_work(self) -> bool:
-        """Return whether `step` must be called again, because there is work to do."""
+        """Return whether there is work for which `step` must be called."""
 
     def is_swapping(self) -> bool:
         """Return whether the next step would test or activate a compiled forward pass.

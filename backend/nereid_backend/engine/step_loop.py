@@ -7,12 +7,13 @@ current step:
     host     plan B, launch its pass | wait for A | commit A, launch B's sampling | report, plan C
     device   A ................................... | B's forward pass .......... | B's sampling | C
 
-The plan of step B assumes that each sequence for which step A samples gets exactly one token. The
-forward pass of B reads these tokens from device memory, where A wrote them. The sampling of B is
-launched after A is committed. By then, the host knows everything that depends on the earlier
-tokens: grammars, penalties, bad words, and the answers that have ended. If the assumption was wrong
-for a sequence, no token is sampled for the sequence in B, and a later step repeats the computation
-with the correct tokens. If a sequence of A ends with an error, B is discarded completely.
+The plan of step B assumes that each sequence that is sampled in step A gets exactly one token. Step
+A writes these tokens to device memory, and the forward pass of B reads them there. The sampling of
+B is launched after A is committed. At this time, the host knows the tokens of A, so it can apply
+grammars, penalties and bad words, and it knows which answers have ended. If the assumption was
+wrong for a sequence, no token is sampled for the sequence in B, and a later step repeats the
+computation with the correct tokens. If a sequence of A ends with an error, B is discarded
+completely.
 """
 
 import logging
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _NextStep:
-    """The next step, which was planned before the current step has ended.
+    """A step that was planned before the current step ended.
 
     Attributes:
         plan: the plan of the step.
@@ -45,9 +46,9 @@ class StepLoop:
     """Runs the steps of a scheduler on a runner.
 
     Attributes:
-        started: the requests whose first tokens were planned in the last call of `step`, as pairs
-            of request id and start time of the step (time.monotonic()). A request that is preempted
-            before its first output token appears in a later step again.
+        started: one pair for each request whose first tokens were planned in the last call of
+            `step`: the request id, and the start time of the step by time.monotonic(). If a request
+            is preempted before its first output token, the request appears in a later step again.
     """
 
     def __init__(
@@ -58,28 +59,29 @@ class StepLoop:
         Args:
             scheduler: plans the steps.
             runner: executes the plans.
-            max_step_failures: the number of consecutive failed steps after which the engine ends.
+            max_step_failures: the loop raises an EngineError after this number of consecutive
+                failed steps.
             is_async: whether the next step starts before the tokens of the current step are read.
-                If True, the scheduler must not propose draft tokens. The runner's forward path must
-                then support pending chunks, whose token the host does not know yet (see
-                `StepPlan.pending`).
+                If True, the scheduler must not propose draft tokens, and the runner's forward path
+                must support pending chunks (see `StepPlan.pending`).
         """
         self._scheduler = scheduler
         self._runner = runner
         self._max_step_failures = max_step_failures
         self._is_async = is_async
-        # `step` creates a new list in each call, because the engine reads the previous list later.
+        # Each call of `step` creates a new list, because callers may still use the previous list.
         self.started: list[tuple[str, float]] = []
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The time.perf_counter() at which the last step started that was not started ahead of time.
+        # The value of time.perf_counter() when `step` last started a step. Steps that
+        # `_start_next` starts do not change this value.
         self._start_time = 0.0
-        # The next step, if it was started before the current step ended. If None, the next call of
-        # `step` plans a step.
+        # A step that `_start_next` has started. None means that the next call of `step` plans a
+        # step.
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:
-        """Finish the running step, or plan and run a new step, and return the updates.
+        """Finish the running step. If no step is running, plan, run and finish a new step.
 
         If a step fails, its sequences end with an error, and the loop can continue.
 
@@ -102,7 +104,7 @@ class StepLoop:
         try:
             step = self._runner.start(plan)
             self._runner.sample(step, plan)
-        except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error
+        except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             return self._fail(plan, error)
         return self._finish(step)
 
@@ -110,14 +112,14 @@ class StepLoop:
         """Wait for a step and commit its result. With async scheduling, start the next step first.
 
         Returns:
-            The updates of the step, followed by the updates that end the sequences of the next step
-            if that step could not start.
+            The updates of the step. If the next step could not start, the updates that end the
+            sequences of the next step follow.
         """
         next_step = self._start_next(step) if self._is_async else None
         result: StepResult | None = None  # None if the step fails
         try:
             result = self._runner.finish(step)
-        except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error
+        except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             updates = self._fail(step.plan, error)
         else:
             self._num_failures = 0
@@ -126,7 +128,7 @@ class StepLoop:
         return updates if next_step is None else updates + self._sample_next(next_step, result)
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
-        """Start the next step while `step` is still running, if it can be planned.
+        """Start the next step while `step` is still running.
 
         Return None if the next step cannot be planned yet.
         """
@@ -142,14 +144,14 @@ class StepLoop:
             return _NextStep(plan, error)
 
     def _sample_next(self, step: _NextStep, before: StepResult | None) -> list[RequestUpdate]:
-        """Launch the sampling of the next step after the previous step was committed.
+        """Launch the sampling of the next step. The previous step has already been committed.
 
         Args:
             step: the next step.
             before: the result of the previous step; None if the previous step failed.
 
         Returns:
-            The updates that end the sequences of the next step if it has failed.
+            An empty list, or the updates that end the sequences if the next step has failed.
         """
         if isinstance(step.running, Exception):
             return self._fail(step.plan, step.running)
@@ -159,7 +161,7 @@ class StepLoop:
         plan = self._scheduler.settle(step.plan, before.device_token_ids)
         try:
             self._runner.sample(step.running, plan)
-        except Exception as error:  # noqa: BLE001 - ends the requests of the step with an error
+        except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
             return self._fail(plan, error)
         self._running_step = step.running
         return []
@@ -185,7 +187,7 @@ class StepLoop:
         return self._scheduler.fail(plan, message)
 
     def _record_start(self, plan: StepPlan) -> None:
-        """Add the requests whose first tokens this step computes to `started`."""
+        """Extend `started` by the requests whose first tokens are computed in this step."""
         now = time.monotonic()
         self.started += [
             (chunk.sequence.request_id, now)

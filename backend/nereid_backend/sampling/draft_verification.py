@@ -2,15 +2,16 @@
 """The sampling positions of a step, including the positions that verify draft tokens.
 
 The model computes the last known token of a sequence together with k draft tokens. The forward pass
-returns the logits after each of these tokens. At each of these k + 1 positions, a token is sampled
-as if the earlier draft tokens were part of the output, with the random number of that position.
-The first sampled token that differs from its draft token replaces the draft token. The tokens that
-were sampled after it are discarded.
+returns the logits after each of these k + 1 tokens. A token is sampled at each of these positions,
+as if the earlier draft tokens were output tokens. Each position has its own random number. The
+first sampled token that differs from its draft token replaces the draft token. The tokens that were
+sampled at later positions are discarded.
 
-This is rejection sampling with a proposal of probability one: a draft token d is accepted with its
-probability p(d) under the processed distribution. If d is rejected, the token comes from the rest
-of p, renormalised. The random numbers are the same as without draft tokens, so the sampled tokens
-are the same, too. Source: Leviathan et al., arXiv:2211.17192.
+This is rejection sampling in which the draft token is proposed with probability 1. A draft token d
+is accepted with the probability p(d), where p is the distribution after the sampling parameters are
+applied. If d is rejected, the sampled token has the distribution p without d, renormalised. The
+random numbers are the same as without draft tokens, so the sampled tokens are the same, too.
+Source: Leviathan et al., arXiv:2211.17192.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Position(NamedTuple):
     """A place in a sequence at which the next token is sampled.
 
     Attributes:
-        sequence: the sequence with its known tokens.
+        sequence: the sequence, which contains the known tokens.
         drafts: the draft tokens between the known tokens and this position.
     """
 
@@ -40,10 +41,10 @@ class Sampling(NamedTuple):
     """The positions of a step at which tokens are sampled.
 
     Attributes:
-        positions: the positions in the order of the plan's chunks, and from left to right within a
-            sequence.
+        positions: the positions in the order of the plan's chunks. The positions of one sequence
+            are ordered from left to right.
         rows: for each position, the index of its row in the step's logits.
-        counts: the number of positions of each chunk for which at least one token is sampled.
+        counts: the number of positions of each chunk. Chunks without positions are omitted.
     """
 
     positions: list[Position]
@@ -54,9 +55,9 @@ class Sampling(NamedTuple):
 def sampling_of(plan: StepPlan) -> Sampling:
     """Return the positions at which the step `plan` samples tokens.
 
-    Example: the first chunk has 1 logit and no draft tokens, and the second chunk has 3 logits and
-    the draft tokens [8, 9]. The result has 4 positions, with the draft tokens [], [], [8] and
-    [8, 9]. The rows are [0, 1, 2, 3], and the counts are [1, 3].
+    Example: the first chunk has 1 row of logits and no draft tokens. The second chunk has 3 rows of
+    logits and the draft tokens [8, 9]. The result has 4 positions. Their draft tokens are [], [],
+    [8] and [8, 9]. The rows are [0, 1, 2, 3], and the counts are [1, 3].
     """
     positions: list[Position] = []
     rows: list[int] = []

@@ -2,8 +2,8 @@
 """Samples the tokens of all rows with one kernel launch on a GPU (triton_sampling.py).
 
 The reference implementation is `random_sampling.sample_rows`. The kernel computes weights with the
-fast exponential function of the GPU and adds the weights exactly. The result of the kernel
-therefore differs from the reference only where rounding decides which token is sampled.
+fast exponential function of the GPU, and adds the weights without rounding. The kernel samples
+another token than the reference only in rare rows in which a rounding error selects the token.
 """
 
 import functools
@@ -17,18 +17,18 @@ from nereid_backend.device_transfer import upload
 from nereid_backend.errors import first_line
 from nereid_backend.sampling.random_sampling import SamplingBatch, sample_rows
 
-# The number of tokens that a program reads at once, and the number of its warps. With these
-# numbers, the kernel keeps all its values in registers (loadtest/gpu/compile_kernels.py prints the
-# number of spilled registers).
+# A program of the kernel reads _TILE tokens at once and has _NUM_WARPS warps. With these numbers,
+# all values of the kernel fit into registers (loadtest/gpu/compile_kernels.py prints the number of
+# spilled registers).
 _TILE = 4096
 _NUM_WARPS = 16
-# The number of rows in the test batch that compares the kernel with the reference when the model is
-# loaded.
+# When the model is loaded, the kernel is compared with the reference on a test batch. This is the
+# number of rows in the test batch.
 _NUM_CHECKED_ROWS = 16
 _CHECKED_VOCAB_SIZE = 9000
-# The number of rows of the test batch that may differ from the reference because of rounding.
+# At most this number of rows of the test batch may differ from the reference because of rounding.
 _MAX_DIFFERING = 1
-# The largest difference of a log-probability from the reference that the test accepts.
+# A log-probability may differ from the reference by at most this number.
 _MAX_LOGPROB_ERROR = 1e-4
 
 Settings = NDArray[np.float64]
@@ -41,14 +41,15 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
         logits: [n, vocab_size], float32, bfloat16 or float16, after masks, biases and penalties.
         raw: [n, vocab_size], the model's own logits. If `raw` is the same tensor as `logits`, the
             kernel reads the tensor only once.
-        settings: [5, n] on the host. The five rows contain the temperature (0 selects the first of
-            the likeliest tokens), top_p, top_k (0 turns the filter off), min_p, and a random number
-            in [0, 1).
+        settings: [5, n] on the host. The five rows contain the temperature, top_p, top_k, min_p,
+            and a random number in [0, 1). The temperature 0 selects the likeliest token. If several
+            tokens are the likeliest, the first of them is selected. top_k=0 turns top_k off.
 
     Returns:
-        Three tensors on the device: token ids [n] int64, which are always less than vocab_size;
-        the log-probabilities of these tokens under `raw` [n] float32, which are NaN if the row of
-        `raw` contains NaN or infinity; and whether any token was allowed [n] bool.
+        Three tensors on the device. The first contains the token ids, [n] int64, which are always
+        less than vocab_size. The second contains the log-probabilities of these tokens under `raw`,
+        [n] float32. A log-probability is NaN if the row of `raw` contains NaN or infinity. The
+        third, [n] bool, is True if at least one token of the row was allowed.
     """
     from nereid_backend.sampling.triton_sampling import sample_kernel
 
@@ -74,15 +75,15 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 @functools.cache
 def why_unusable(device: torch.device) -> str | None:
-    """Return the reason why the sampling kernel cannot run on a device, or None if it can run.
+    """Return the reason why the sampling kernel cannot be used on a device, or None if it can.
 
-    The kernel is compared with the reference once for each device in each process.
+    Each process compares the kernel with the reference once for each device.
     """
     try:
         differing = num_differing(device)
     except Exception as error:  # noqa: BLE001
-        # A compiler or a driver may raise any exception. If so, torch samples the tokens instead of
-        # the kernel.
+        # A compiler or a driver may raise any exception. After an exception, the kernel is not
+        # used, and torch samples the tokens.
         return f"{type(error).__name__}: {first_line(error)}"
     if differing > _MAX_DIFFERING:
         return (
@@ -95,19 +96,18 @@ def why_unusable(device: torch.device) -> str | None:
 def _test_batch() -> tuple[Tensor, SamplingBatch]:
     """Return the random logits and the sampling parameters of a test batch.
 
-    The logits have the shape [16, 9000] and the dtype float32.
-
-    The rows combine four kinds of logits with four kinds of parameters.
+    The logits have the shape [16, 9000] and the dtype float32. There are four types of logits and
+    four sets of sampling parameters. The 16 rows are all combinations of these.
     """
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
     logits = torch.from_numpy(normal * 3)
-    # The rows 0, 4, 8 and 12 keep the random logits. The lines below change the logits of the other
-    # rows, so that there are four kinds of logits.
+    # The rows 0, 4, 8 and 12 keep the random logits. The other rows get three other types of
+    # logits.
     logits[1::4] = (logits[1::4] * 2).round()  # many equal logits
     logits[2::4, 1000:] = float("-inf")
     logits[3::4] /= 10  # nearly flat
-    # There are four kinds of sampling parameters, each of which applies to four consecutive rows.
+    # There are four sets of sampling parameters. Each set applies to four consecutive rows.
     kind = np.arange(_NUM_CHECKED_ROWS) // 4
     batch = SamplingBatch(
         temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[kind],
@@ -121,14 +121,14 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
 
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
-    """Return in how many rows of a test batch the kernel's result is wrong."""
+    """Return the number of rows of a test batch in which the kernel's result is wrong."""
     logits, batch = _test_batch()
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)
     token_ids, logprobs, has_allowed = sample(device_logits, device_logits, settings)
     expected = logits.log_softmax(-1).gather(1, token_ids.cpu()[:, None]).squeeze(1)
     is_different = (token_ids.cpu() != sample_rows(logits, batch)) | ~has_allowed.cpu()
-    # A comparison with NaN is False, so `~(difference <= limit)` is True for a log-probability that
-    # is NaN.
+    # A comparison with NaN is False, so `~(difference <= limit)` is True if a log-probability is
+    # NaN.
     is_different |= ~((logprobs.cpu() - expected).abs() <= _MAX_LOGPROB_ERROR)
     return int(is_different.sum())

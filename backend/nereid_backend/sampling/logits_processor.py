@@ -6,8 +6,9 @@ The parameters are applied in the same order as in vLLM (docs.vllm.ai, vllm.v1.s
     the grammar's mask and allowed_token_ids -> bad_words_token_ids -> min_tokens
     -> logit_bias -> repetition, frequency, presence penalty -> (temperature, min_p, top_k, top_p)
 
-If one stage forbids a token, later stages cannot allow the token again. If a request uses none of
-these parameters, its row is not changed. The other rows are processed together.
+If one stage forbids a token, later stages cannot allow the token again. The last stage, in
+parentheses, belongs to random sampling (random_sampling.py). If a request uses none of the other
+parameters, its row is not changed.
 """
 
 from collections import abc
@@ -64,10 +65,11 @@ class LogitsParams:
         bias_values: the biases of the tokens in `bias_ids`, [n] float32.
         allowed: the token mask of allowed_token_ids; None allows every token.
         bad_tokens: the bad words that consist of one token.
-        bad_words: the bad words of several tokens, grouped by their second-to-last token, so that
-            only the bad words that continue the newest token are compared with the output. Each bad
-            word is a pair: the list of its tokens except the last, and its last token. Example: the
-            bad words [5, 7, 9] and [7, 8] give {7: [([5, 7], 9), ([7], 8)]}.
+        bad_words: the bad words that consist of several tokens. The key is the second-to-last token
+            of the bad words. Each bad word is a pair: the list of all its tokens except the last,
+            and its last token. Example: the bad words [5, 7, 9] and [7, 8] give
+            {7: [([5, 7], 9), ([7], 8)]}. A lookup of the newest output token returns all bad words
+            that the next token could complete.
         stops: the stop tokens within the vocabulary, which min_tokens forbids.
         has_penalties: whether the request has a penalty, so that its tokens must be counted.
     """
@@ -83,7 +85,7 @@ class LogitsParams:
 
     @classmethod
     def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
-        """Return the logits parameters of a request as arrays."""
+        """Convert the logit-changing sampling parameters of a request to arrays."""
         params = sequence.params
         bias = _bias_pairs(params)
         allowed = params.allowed_token_ids
@@ -103,8 +105,8 @@ class LogitsParams:
     def forbidden_tokens(self, position: Position) -> list[Integers]:
         """Return the tokens that bad words and min_tokens forbid at a position of the request.
 
-        Example: the bad words are [4] and [5, 7], min_tokens is 8, the stop token is 2, and the
-        output has 3 tokens, of which the last is 5. The result contains the arrays [4], [7], [2].
+        Example: the bad words are [4] and [5, 7], min_tokens is 8, and the stop token is 2. The
+        output has 3 tokens, and its last token is 5. The result contains the arrays [4], [7], [2].
         """
         forbidden = [self.bad_tokens] if len(self.bad_tokens) else []
         if self.bad_words:
@@ -118,7 +120,7 @@ class LogitsParams:
     def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
         """Return the last tokens of the bad words that the next token could complete.
 
-        Example: with the bad word [5, 7, 9] and an output that ends with 5, 7, the result is [9].
+        Example: the bad word is [5, 7, 9], and the output ends with [5, 7]. The result is [9].
         """
         num_output = position.num_output_tokens
         if num_output == 0:
@@ -139,9 +141,10 @@ class LogitsParams:
 
 
 class LogitsProcessor:
-    """Changes logits as the sampling parameters of the requests demand.
+    """Applies the logit-changing sampling parameters of requests to logits.
 
-    The prepared parameters and the token counts of running requests are cached by row.
+    The prepared parameters and the token counts of running requests are cached. The key of the
+    caches is the row of the request.
     """
 
     def __init__(self) -> None:
@@ -161,8 +164,8 @@ class LogitsProcessor:
             logits: [n, vocab_size], any float dtype. Not changed.
             positions: the position of each row.
             changed: the rows whose requests have a parameter that changes logits.
-            masks: a mapping from rows to the token masks of their guides. Every token is allowed in
-                the other rows.
+            masks: maps the index of a row to the token mask of its guide. A guide forbids no token
+                in rows without an entry.
 
         Returns:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.
@@ -220,7 +223,7 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int], int]]]:
-    """Return the bad words of more than one token; see `LogitsParams.bad_words`."""
+    """Return the bad words that have more than one token; see `LogitsParams.bad_words`."""
     words: dict[int, list[tuple[list[int], int]]] = {}
     for *before, last in params.bad_words_token_ids:
         if before:
@@ -229,7 +232,10 @@ def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int],
 
 
 def explain_no_token(sequence: Sequence) -> str:
-    """Return a sentence that names the request's fields that together forbid every token."""
+    """Return an error message for a request in which every token is forbidden.
+
+    The message names the fields of the request that together forbid every token.
+    """
     params = sequence.params
     limits = [
         name
@@ -254,11 +260,11 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _cache_row(position: Position, index_in_step: int) -> int:
-    """Return the row of the caches that belongs to the sequence at a position.
+    """Return the key of a sequence in the caches.
 
-    A sequence outside a scheduler has no row. For such a sequence, the index of the position in the
-    step is used. The caches compare the owner of a row with the sequence, so two sequences never
-    share a cached entry.
+    The key is the sequence's row. A sequence that is not in a scheduler has no row. For such a
+    sequence, the index of the position in the step is used. The caches compare the owner of an
+    entry with the sequence, so two sequences never share an entry.
     """
     row = position.sequence.row
     return index_in_step if row is None else row
@@ -267,12 +273,12 @@ def _cache_row(position: Position, index_in_step: int) -> int:
 def _forbid_tokens(
     logits: Tensor, positions: abc.Sequence[Position], params: abc.Mapping[int, LogitsParams]
 ) -> None:
-    """Set the logits of bad words and of the stop tokens under min_tokens to -inf.
+    """Set the logits of the tokens that bad words and min_tokens forbid to -inf.
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
         positions: the position of each row.
-        params: a mapping from rows to the logits parameters of their requests.
+        params: maps the index of a row to the logits parameters of the request.
     """
     rows: list[Integers] = []
     columns: list[Integers] = []

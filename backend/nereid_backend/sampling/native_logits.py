@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls compiled CPU kernels (cpu_logits.cpp) that compute on rows of logits.
+"""Calls compiled CPU kernels (cpu_logits.cpp) that process rows of logits.
 
-The kernels are available if a C++ compiler is installed. Torch reads a whole vocabulary several
-times and writes as many values as it reads. The kernels read every logit once, in the model's
-dtype. The result of a row does not depend on other rows.
+The kernels are available if a C++ compiler is installed. The kernels read every logit only once, in
+the model's dtype. Torch would read all logits several times and write intermediate results of the
+same size. The result of a row does not depend on other rows.
 
-`argmax_logsumexp` and `argmax` work without the kernels, too. The other functions require that
-`can_read` returns True.
+`argmax_logsumexp` and `argmax` work without the kernels, too. The other functions may be called
+only if `can_read` returns True.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,8 @@ class ArgmaxLogsumexp(NamedTuple):
 
     Attributes:
         likeliest: [n] int64, the first token with the largest logit.
-        logsumexp: [n] float32. If a row contains NaN or infinity, or only -inf, its value is not
-            finite.
+        logsumexp: [n] float32. The value is not finite if the row contains NaN or +inf, or if all
+            its logits are -inf.
     """
 
     likeliest: Tensor
@@ -45,7 +45,7 @@ def can_read(logits: Tensor) -> bool:
 def argmax_logsumexp(logits: Tensor) -> ArgmaxLogsumexp:
     """Return the likeliest token and the logsumexp of each row of logits.
 
-    If the kernels are not available, torch computes both.
+    If the kernels cannot be used, torch computes the result.
 
     Args:
         logits: [n, vocab_size], any float dtype.
@@ -74,14 +74,14 @@ def argmax(logits: Tensor) -> Tensor:
     """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    # On a CPU, numpy uses vector instructions, so it needs a quarter of torch's time.
+    # On a CPU, numpy needs only a quarter of torch's time, because numpy uses vector instructions.
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
 def sample(
     logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.float64]
 ) -> Tensor:
-    """Sample one token for each row; see `random_sampling`.
+    """Sample one token for each row from the whole vocabulary; see random_sampling.py.
 
     Args:
         logits: [n, vocab_size].
@@ -136,15 +136,15 @@ def likeliest(
 
 
 def _with_contiguous_rows(logits: Tensor) -> Tensor:
-    """Return logits whose last dimension is contiguous, because the kernels require it."""
+    """Make the last dimension of the logits contiguous, because the kernels require this."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
-    """Return the arguments that describe the logits in every call of a kernel.
+    """Return the arguments by which each call of a kernel describes the logits.
 
-    The arguments are: whether the dtype is bfloat16, the address, the number of rows, the distance
-    between two rows, and the size of the vocabulary.
+    There are five arguments: a bool that is True for bfloat16, the address, the number of rows, the
+    distance between two rows in elements, and the size of the vocabulary.
     """
     is_bfloat16 = logits.dtype == torch.bfloat16
     return is_bfloat16, logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]

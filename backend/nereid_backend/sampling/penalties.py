@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The repetition, frequency and presence penalties.
 
-A text contains only a few of the vocabulary's tokens. Therefore, the counts of a request are a list
-of its distinct tokens, not one number for each token of the vocabulary. The list is built at the
-first call for the request. Later calls add the tokens that were sampled since the previous call.
+A text contains only a few of the vocabulary's tokens. Therefore, counts are stored only for the
+distinct tokens of a request, not for all tokens of the vocabulary. The first call for a request
+builds the list of its distinct tokens. Later calls add the tokens that were sampled since the
+previous call.
 """
 
 from collections import abc
@@ -19,7 +20,7 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling.draft_verification import Position
 
-# The number of distinct tokens for which each row initially has memory.
+# The initial width of the tables, as a number of distinct tokens.
 _FIRST_WIDTH = 64
 
 
@@ -34,12 +35,12 @@ def asks_for_penalties(params: SamplingParams) -> bool:
 
 @dataclass(slots=True)
 class _CountedTokens:
-    """The tokens of one request that have been counted so far.
+    """Records which tokens of one request have been counted so far.
 
     Attributes:
         owner: the request.
-        num_counted: the number of leading tokens that have been counted.
-        columns: a mapping from each distinct token to its column in the request's row.
+        num_counted: the number of counted tokens, from the beginning of the sequence.
+        columns: maps each distinct token to its column in the request's row.
     """
 
     owner: Sequence
@@ -50,16 +51,15 @@ class _CountedTokens:
 class TokenCounts:
     """Counts how often each token occurs in the output of each request.
 
-    Each row of the tables belongs to one request.
-
-    All rows have the same width. The unused end of a row repeats the row's first token and its
-    count. A write to all elements of a row therefore writes equal values for equal tokens.
+    Each row of the tables belongs to one request. All rows have the same width. Each unused element
+    at the end of a row contains the row's first token and the count of this token. Therefore, equal
+    tokens in a row always have equal counts, and a scatter over the whole row is unambiguous.
     """
 
     def __init__(self) -> None:
         self._requests: dict[int, _CountedTokens] = {}
-        # Both tables have the shape [rows, width]. They contain the token ids, and how often the
-        # output contains each token.
+        # Both tables have the shape [rows, width]. `_ids` contains token ids. `_counts` contains
+        # the number of times that each of these tokens occurs in the output.
         self._ids: NDArray[np.int64] = np.zeros((0, _FIRST_WIDTH), np.int64)
         self._counts: NDArray[np.float32] = np.zeros((0, _FIRST_WIDTH), np.float32)
 
@@ -70,13 +70,14 @@ class TokenCounts:
 
         A count is the number of times that the token occurs in the output.
 
-        Tokens that occur only in the prompt have the count 0. They are included only if the request
-        has a repetition penalty. Example: a request with a repetition penalty, the prompt [5, 7]
-        and the output [7, 9, 9] has the token ids [5, 7, 9] and the counts [0, 1, 2].
+        If the request has a repetition penalty, the tokens of the prompt are included. Tokens that
+        occur only in the prompt have the count 0. Example: a request with a repetition penalty has
+        the prompt [5, 7] and the output [7, 9, 9]. The token ids are [5, 7, 9], and the counts are
+        [0, 1, 2].
 
         Args:
-            rows: the row of each position. If a row belonged to another request until now, the row
-                is built again.
+            rows: the row of each position. If a row belonged to another request before, the row is
+                built again.
             positions: the positions. The positions of one request are consecutive.
 
         Returns:
@@ -100,9 +101,9 @@ class TokenCounts:
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
-        """Count the new tokens of a request, and return how many distinct tokens it has.
+        """Count the new tokens of a request, and return its number of distinct tokens.
 
-        If the row belonged to another request until now, count all tokens of this request.
+        If the row belonged to another request before, all tokens of the new request are counted.
         """
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:
@@ -116,7 +117,10 @@ class TokenCounts:
         return len(counted.columns)
 
     def _begin(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Reset a row for a new request, and add the tokens of its prompt if they are needed."""
+        """Reset a row for a new request.
+
+        If the request has a repetition penalty, add the tokens of its prompt with the count 0.
+        """
         self._lengthen(row + 1)
         counted = self._requests[row] = _CountedTokens(sequence, sequence.num_prompt_tokens)
         self._ids[row] = 0
@@ -125,14 +129,14 @@ class TokenCounts:
             prompt = list(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]))
             self._widen(len(prompt))
             self._ids[row, : len(prompt)] = prompt
-            # The unused elements of the row repeat the first token, whose count is 0 (see the
-            # class).
+            # Each unused element of the row repeats the first token and its count, which is 0 (see
+            # the class).
             self._ids[row, len(prompt) :] = prompt[0]
             counted.columns = {token_id: column for column, token_id in enumerate(prompt)}
         return counted
 
     def _lengthen(self, num_rows: int) -> None:
-        """Enlarge the tables to at least `num_rows` rows, and at least double their size."""
+        """If the tables have fewer than `num_rows` rows, at least double the number of rows."""
         old_num_rows = len(self._ids)
         missing = num_rows - old_num_rows
         if missing > 0:
@@ -141,7 +145,7 @@ class TokenCounts:
             self._counts = np.pad(self._counts, padding)
 
     def _widen(self, width: int) -> None:
-        """Enlarge all rows to at least `width` elements, and at least double their width."""
+        """If the rows have fewer than `width` elements, at least double their width."""
         old_width = self._ids.shape[1]
         missing = width - old_width
         if missing > 0:
@@ -158,12 +162,12 @@ def apply_penalties(
     counts: NDArray[np.float32],
     params: abc.Sequence[SamplingParams],
 ) -> None:
-    """Apply the penalties to the logits of the tokens in the prompts and outputs.
+    """Apply the penalties to the logits of tokens that occur in the prompt or the output.
 
-    The repetition penalty divides the positive logits and multiplies the negative logits of tokens
-    in the prompt and the output. Then the frequency penalty is subtracted once for each occurrence
-    of a token in the output. The presence penalty is subtracted once if the output contains the
-    token.
+    The repetition penalty applies to the tokens of the prompt and the output: a positive logit is
+    divided by the penalty, and a negative logit is multiplied by it. Then the frequency penalty is
+    subtracted once for each occurrence of a token in the output. The presence penalty is subtracted
+    once if the output contains the token.
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
@@ -193,10 +197,11 @@ def _add(
     token_ids: abc.Sequence[int],
     columns: dict[int, int],
 ) -> None:
-    """Add output tokens to the counts in one row of the tables.
+    """Count output tokens in one row of the tables.
 
-    Example: an empty row of width 4 and the tokens [7, 9, 7] give the ids [7, 9, 7, 7] and the
-    counts [2, 1, 2, 2]. The last two columns are unused and repeat the first token.
+    Example: the row is empty and has the width 4, and the tokens are [7, 9, 7]. Afterwards, the ids
+    are [7, 9, 7, 7], and the counts are [2, 1, 2, 2]. The last two columns are unused, so they
+    repeat the first token.
 
     Mutates: `ids`, `counts` and `columns`.
     """
@@ -212,5 +217,5 @@ def _add(
             counts[column] = 0
         counts[column] += 1
         if column == 0:
-            # The unused elements of the row repeat the first token and its count.
+            # Each unused element of the row repeats the count of the first token.
             counts[len(columns) :] = counts[0]

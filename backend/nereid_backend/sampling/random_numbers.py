@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the random numbers for sampling from seeds and counters, without stored state.
 
-Each random number is a hash of the request's seed and the number of tokens in its output. The
-random numbers of a request therefore do not depend on other requests. If a request is computed a
-second time after a preemption, it gets the same numbers.
+Each random number is one hash of two values: the seed of the request, and the number of tokens in
+its output. Therefore, the random numbers of a request do not depend on other requests. If a request
+is computed a second time after a preemption, the request gets the same random numbers.
 """
 
 import numpy as np

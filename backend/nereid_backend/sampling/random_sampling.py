@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random sampling with temperature, min_p, top_k and top_p.
 
-A uniform random number selects a token from the cumulative probabilities in the order of the
-vocabulary. That order does not change if rounding swaps the ranks of two nearly equal
-probabilities.
+The probabilities are summed in the order of the vocabulary, and a uniform random number selects a
+token from these cumulative sums. The order of the vocabulary is used because it does not depend on
+rounding. Rounding can swap two tokens with nearly equal probabilities in an order by probability.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,25 +24,25 @@ from nereid_backend.sampling.weighted_selection import select_indices
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
-# The first attempt to sample a token examines only this number of likeliest tokens. They usually
-# include all tokens that top_k and top_p keep.
+# The first attempt to sample a token examines only this number of likeliest tokens. Usually, top_k
+# and top_p remove all other tokens.
 _LIKELIEST = 64
-# The value of _LIKELIEST for GPUs. It is larger, because examining more tokens takes little time on
-# a GPU, whereas a row whose token is uncertain must be sampled again. By then the next step may
-# already be running, and it is discarded if the token changes.
+# The value of _LIKELIEST for GPUs. It is larger, because a GPU examines more tokens in little
+# additional time. If the token of a row is uncertain, the row must be sampled again. At that time,
+# the next step may already be running. If the token changes, the next step must be discarded.
 _LIKELIEST_DEFERRED = 512
 # The number of likeliest tokens that a second attempt examines on a CPU. The CPU kernel finds these
 # tokens in a third of the time that sorting all tokens takes.
 _LIKELIEST_SECOND = 2048
 # A second attempt is made only if the tokens of the first attempt have at least this total
-# probability. If their total is smaller, the distribution is so flat that a second attempt would
-# hardly suffice.
+# probability. If the total is smaller, the distribution is so flat that a second attempt would
+# usually fail, too.
 _MIN_TOTAL_PROB = 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters and random numbers of the positions of a batch.
+    """The sampling parameters and random numbers for a batch of positions.
 
     Each array has one element for each position.
 
@@ -66,7 +66,7 @@ class SamplingBatch:
 
         Args:
             positions: the positions whose tokens are sampled.
-            rows: [num_positions], the sampling parameters from `SamplingTable.read`.
+            rows: [num_positions], the sampling parameters that `SamplingTable.read` returned.
         """
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
         return cls(
@@ -89,10 +89,10 @@ class SamplingBatch:
 
 
 class UncertainRows(NamedTuple):
-    """Rows whose sampled tokens may be wrong, because not all tokens were examined.
+    """Rows whose sampled tokens may be wrong.
 
-    Only the likeliest tokens of these rows were examined. If the filters also keep other tokens,
-    the row must be sampled again from all tokens.
+    Only the likeliest tokens of these rows were examined. If the filters of a row also keep other
+    tokens, the row must be sampled again from all tokens.
 
     Attributes:
         rows: the indices of the rows.
@@ -104,7 +104,7 @@ class UncertainRows(NamedTuple):
 
 
 def sample_rows(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row, selected by the random number of the row.
+    """Sample one token for each row. The random number of the row selects the token.
 
     The filters are applied in the order temperature, min_p, top_k, top_p.
 
@@ -127,7 +127,8 @@ def sample_or_defer(
     Args:
         logits: [n, vocab_size], any float dtype.
         batch: the sampling parameters and random numbers of the rows.
-        defers: whether the caller samples uncertain rows again. If False, no row is uncertain.
+        defers: whether the caller samples uncertain rows again. If False, this function samples
+            these rows again itself.
 
     Returns:
         Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.
@@ -167,15 +168,16 @@ def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def _sample_filtered(
     logits: Tensor, batch: SamplingBatch, *, defers: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Sample one token for each row with at least one of top_k, top_p and min_p.
+    """Sample one token for each row. Each row uses at least one of top_k, top_p and min_p.
 
     The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
     If the filters may keep other tokens, too, the row is uncertain and is sampled again from all
     tokens. If `defers` is True, the caller has to sample the uncertain rows again.
 
     Returns:
-        A pair. The first item contains the token ids, [n] int64. The second item is [n] bool, which
-        is False for each row that the caller must sample again. It is None if `defers` is False.
+        A pair. The first item contains the token ids, [n] int64. The second item is [n] bool. It is
+        False for each row that the caller must sample again. If `defers` is False, the second item
+        is None.
     """
     if defers:
         first = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
@@ -214,10 +216,10 @@ class _Attempt(NamedTuple):
 
 
 def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> _Attempt:
-    """Sample one token for each row from the `width` likeliest tokens.
+    """Sample one token for each row from the `width` likeliest tokens of the row.
 
-    The result is wrong if the filters of a row also keep less likely tokens, which
-    `_Attempt.is_certain` shows.
+    The token of a row may be wrong if the filters of the row also keep less likely tokens. In this
+    case, `_Attempt.is_certain` is False.
     """
     width = min(width, logits.shape[1])
     if native_logits.can_read(logits):
@@ -239,9 +241,9 @@ def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> 
 def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Return the smallest probability that the filters keep in each row.
 
-    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three, whose
-    sum is 0.95. With top_p=0.8, the remaining tokens must sum to at least 0.8 * 0.95 = 0.76, so the
-    first two remain, and the result is 0.3.
+    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three tokens.
+    Their sum is 0.95. With top_p=0.8, the kept tokens must sum to at least 0.8 * 0.95 = 0.76. The
+    first two tokens are sufficient, because their sum is 0.8. The result is 0.3.
 
     Args:
         probs: [n, width], the largest probabilities of each row in descending order.
@@ -249,16 +251,15 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
 
     Returns:
         The smallest probability that the filters keep, [n, 1] float32, and a tensor [n, 1] bool.
-        The second tensor is False for each row of which the filters may keep tokens outside
-        `probs`.
+        The second tensor is False for a row if the filters may keep tokens that are not in `probs`.
     """
     top_p = _column(batch.top_p, probs)
     smallest = probs[:, -1:]
     floor, is_certain = _top_k_min_p_threshold(probs, batch)
     kept = probs * (probs >= floor)
-    # top_p refers to the total probability of the tokens that min_p and top_k keep. This total is
-    # known only if these two filters remove no token, which makes the total 1, or if `probs`
-    # contains all tokens that they keep.
+    # top_p refers to the total probability of the tokens that min_p and top_k keep. If these two
+    # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
+    # contains all tokens that min_p and top_k keep.
     total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
     nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
     last_of_nucleus = kept.gather(1, nucleus_size - 1)
@@ -269,7 +270,7 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
 
 
 def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return the probability below which top_k and min_p remove tokens, for each row.
+    """Return a threshold for each row. top_k and min_p remove all tokens below the threshold.
 
     Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 alone gives the threshold 0.15,
     and min_p=0.5 alone gives 0.5 * 0.5 = 0.25. With both filters, the threshold is 0.25.
@@ -279,9 +280,9 @@ def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor,
         batch: the filters of the rows.
 
     Returns:
-        The threshold, [n, 1] float32, which is 0 without these filters, and a tensor [n, 1] bool.
-        The second tensor is True if top_k and min_p remove no token, or keep only tokens in
-        `probs`.
+        Two tensors. The first tensor contains the thresholds, [n, 1] float32. The threshold is 0 if
+        the row has neither filter. The second tensor is [n, 1] bool. It is True if top_k and min_p
+        remove no token of the row, and also if they keep only tokens that are in `probs`.
     """
     width = probs.shape[1]
     top_k = _column(batch.top_k, probs)
@@ -313,14 +314,14 @@ def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the index that the random number selects in each row of `weights`, [n] int64."""
+    """Select one index in each row of `weights` by the row's random number. Returns [n] int64."""
     return select_indices(weights, _column(batch.uniform, weights))
 
 
 def _column(values: Numbers, like: Tensor) -> Tensor:
-    """Upload one number for each row as a column of the shape [n, 1].
+    """Upload one number for each row to the device of `like`.
 
-    The column is on the device of `like`.
+    The result is a column of the shape [n, 1].
     """
     return upload(values, like.device)[:, None]
 
@@ -346,27 +347,28 @@ def _filter_rows(
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Set the probabilities of all but the `top_k` likeliest tokens of each row to 0.
+    """Keep the `top_k` likeliest tokens of each row. Set the other probabilities to 0.
 
-    Tokens that are as likely as the least likely of the kept tokens are kept, too. Example: top_k=2
-    turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
+    If a token has the same probability as the last kept token, this token is kept, too. Example:
+    top_k=2 turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
     """
     largest = probs.topk(int(top_k.max()), dim=-1).values
     return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)
 
 
 def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
-    """Return the probabilities with 0 for all tokens outside the nucleus of each row.
+    """Keep the tokens in the nucleus of each row. Set the other probabilities to 0.
 
     The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least `top_p`
-    [n] times the sum of the row. Tokens that are as likely as the last token of the nucleus are
-    kept, too. Example: top_p=0.8 turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
+    times the sum of the row. If a token has the same probability as the last token of the nucleus,
+    this token is kept, too. Example: top_p=0.8 turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
+
+    Shapes: probs [n, vocab_size], top_p [n].
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
-    # A token belongs to the nucleus if all likelier tokens together have less than top_p times the
-    # total probability. This is the case if the token and all less likely tokens together have more
-    # than `rest`.
+    # A token belongs to the nucleus if the likelier tokens sum to less than top_p times the total
+    # probability. This is the case if the token and the less likely tokens sum to more than `rest`.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= ascending.gather(1, first))

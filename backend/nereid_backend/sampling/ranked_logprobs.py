@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and ranks of tokens under the model's own distribution.
 
-The log-probabilities are computed before masks, penalties and temperature change the logits. They
-are float32 for every dtype of the model. The rank of a token is 1 plus the number of tokens with
-strictly larger logits.
+The log-probabilities are computed from the model's own logits, before masks, penalties and
+temperature are applied. The log-probabilities are float32 for every dtype of the model. The rank of
+a token is 1 plus the number of tokens with larger logits.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 
-# The largest number of logits that are processed at once; see `slices`.
+# At most this number of logits is processed at once; see `slices`.
 _SLICE_LOGITS_CPU = 2**20
 _SLICE_LOGITS_GPU = 2**26
 
@@ -28,10 +28,11 @@ class RankedRows(NamedTuple):
     Each row belongs to one position.
 
     Attributes:
-        ids: [n, 1 + width] int64, the token at each position followed by the likeliest tokens.
+        ids: [n, 1 + width] int64. The first column contains the token at each position. The other
+            columns contain the likeliest tokens.
         values: [n, 1 + width] float32, the log-probabilities of the tokens in `ids`.
         ranks: [n] int64, the rank of the token at each position.
-        num_top: the number of likeliest tokens that each row reports.
+        num_top: for each row, the number of likeliest tokens that `read` returns.
     """
 
     ids: Tensor
@@ -41,11 +42,11 @@ class RankedRows(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three tensors that must be copied to the CPU for `read`."""
+        """The three tensors that `read` needs. The caller must copy them to the CPU."""
         return self.ids, self.values, self.ranks
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
-        """Return the log-probabilities of each row, read from CPU copies of `tensors`."""
+        """Return the log-probabilities of each row. The arguments are CPU copies of `tensors`."""
         return [
             TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
             for row_ids, row_values, rank, count in zip(
@@ -55,14 +56,14 @@ class RankedRows(NamedTuple):
 
 
 def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
-    """Divide rows of logits into slices that are processed one after another.
+    """Divide rows of logits into slices. The slices are processed one after another.
 
-    The intermediate results have the size of the logits. On a CPU, a slice of a few megabytes stays
-    in the caches and in memory that the allocator already owns. This is four times as fast as
-    processing a whole batch with a large vocabulary at once. On a GPU, slices only limit the
-    memory.
+    The intermediate results have the size of the processed logits. On a CPU, slices of a few
+    megabytes save time, because they fit into the caches and the allocator reuses their memory. For
+    a batch with a large vocabulary, this is four times as fast as processing all rows at once. On a
+    GPU, slices only limit the memory.
 
-    Example: if a slice has 2 rows, 5 rows give the slices 0:2, 2:4 and 4:5.
+    Example: a slice can have 2 rows. 5 rows are divided into the slices 0:2, 2:4 and 4:5.
     """
     max_logits = _SLICE_LOGITS_CPU if device.type == "cpu" else _SLICE_LOGITS_GPU
     size = max(1, max_logits // vocab_size)
@@ -72,17 +73,16 @@ def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
 def rank_tokens(
     logits: Tensor, logsumexp: Tensor, token_ids: Tensor, num_top: Sequence[int]
 ) -> RankedRows:
-    """Return the log-probability and the rank of one given token in each row.
+    """Return the log-probability and the rank of the given token in each row.
 
-    Also find the likeliest tokens of each row and their log-probabilities.
-
-    The host does not wait for a GPU.
+    Also return the likeliest tokens of each row and their log-probabilities. This function does not
+    wait for a GPU.
 
     Args:
         logits: [n, vocab_size] float32, the model's own logits.
         logsumexp: [n] float32, the logsumexp of each row of `logits`.
         token_ids: [n] int64, the token of each row.
-        num_top: the number of likeliest tokens that each row reports.
+        num_top: for each row, the number of likeliest tokens to report.
     """
     token_logits = logits.gather(1, token_ids[:, None])
     is_likelier = logits > token_logits

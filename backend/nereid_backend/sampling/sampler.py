@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler, which turns the logits of a step into tokens.
+"""The sampler, which samples tokens from the logits of a step.
 
-The sampler first changes the logits as the requests' sampling parameters demand
-(logits_processor.py). Then the sampler selects the likeliest token of a greedy request, or a random
-token of any other request (random_sampling.py). On a GPU, one kernel can select both kinds of
-tokens (gpu_sampling.py).
+First, the sampler applies token masks, penalties and similar parameters to the logits
+(logits_processor.py). Then, for a greedy request, the sampler selects the likeliest token. For any
+other request, the sampler selects a random token (random_sampling.py). On a GPU, one kernel can
+select the tokens of all requests (gpu_sampling.py).
 """
 
 import math
@@ -40,13 +40,13 @@ class SampledTokens:
     """The tokens that were sampled at some positions, with log-probabilities and errors.
 
     Attributes:
-        token_ids: one token for each position. The token of a position with an error has no
-            meaning.
+        token_ids: one token for each position. If a position has an error, its token is
+            meaningless.
         logprobs: the log-probabilities of `token_ids` under the model's own distribution.
-        errors: a mapping from the index of a position to a sentence that says why no token could
-            be sampled there. Other positions have no entry.
-        top: a mapping from the index of a position to the log-probabilities that the request asks
-            for. Positions of other requests have no entry.
+        errors: one sentence for each position at which no token could be sampled. The sentence
+            explains the reason. The key is the index of the position.
+        top: the log-probabilities of the likeliest tokens, for each position whose request asks
+            for log-probabilities. The key is the index of the position.
     """
 
     token_ids: list[int]
@@ -59,11 +59,11 @@ class _SliceInputs(NamedTuple):
     """The positions of a slice of the step, with their sampling parameters and masks.
 
     Attributes:
-        start: the index of the first position in the step.
+        start: the index of the slice's first position among all positions of the step.
         positions: the n positions.
         params: [n] `sampling_table.ROW`, the sampling parameters of the request at each position.
-        masks: a mapping from indices of `positions` to token masks. Every token is allowed at the
-            other positions.
+        masks: maps indices of `positions` to token masks. Every token is allowed at positions
+            without an entry.
     """
 
     start: int
@@ -77,9 +77,9 @@ class _SliceInputs(NamedTuple):
         return _true_indices(self.params["has_logprobs"])
 
     def select(self, indices: list[int]) -> "_SliceInputs":
-        """Return the inputs that belong to the positions at `indices`.
+        """Return the inputs of only those positions whose indices are in `indices`.
 
-        These positions need not be consecutive, so `start` of the result has no meaning.
+        These positions need not be consecutive, so `start` of the result is meaningless.
         """
         positions = [self.positions[i] for i in indices]
         masks = {new: self.masks[i] for new, i in enumerate(indices) if i in self.masks}
@@ -92,8 +92,8 @@ class _SampledRows(NamedTuple):
     Attributes:
         token_ids: [n] int64, the sampled tokens.
         logprobs: [n] float32, the log-probabilities of the sampled tokens under the model's own
-            distribution. A value that is not finite means that the logits of the row are invalid.
-        has_allowed: [n] bool, whether any token of the row was allowed.
+            distribution. If the logits of a row are invalid, its value is not finite.
+        has_allowed: [n] bool, whether at least one token of the row was allowed.
     """
 
     token_ids: Tensor
@@ -102,14 +102,15 @@ class _SampledRows(NamedTuple):
 
 
 class _PendingSlice(NamedTuple):
-    """The results for consecutive positions of a step, while they are on the device.
+    """The sampling results for a slice of a step, before they are copied to the host.
 
-    The positions are consecutive.
+    A slice consists of consecutive positions.
 
     Attributes:
-        inputs: the positions and their settings.
+        inputs: the positions, their sampling parameters and their masks.
         sampled: the sampled token of each position.
-        ranked: the log-probabilities at the positions `inputs.ranked`; None if there are none.
+        ranked: the log-probabilities at the positions `inputs.ranked`; None if `inputs.ranked` is
+            empty.
         uncertain: the rows that may have to be sampled again; see `UncertainRows`.
         logits: [n, vocab_size], a copy of the model's own logits. None if no row is uncertain.
     """
@@ -144,7 +145,7 @@ class PendingTokens:
             sampled = _SampledRows(*map(torch.cat, columns))
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
-        # Not every slice has these tensors, so the lists contain None for some slices.
+        # If a slice does not have the tensors, its item in the list is None.
         self._ranked_copies = [
             None if part.ranked is None else HostCopy(part.ranked.tensors) for part in parts
         ]
@@ -158,7 +159,8 @@ class PendingTokens:
 
         Returns:
             A pair. The first item contains the sampled tokens. The second item contains the values
-            of `token_ids` on the device. The two differ only in rows that were sampled again.
+            of `token_ids` on the device. The token ids in the two items differ only in rows that
+            were sampled again.
         """
         sampled = _SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()
@@ -169,7 +171,7 @@ class PendingTokens:
         return sampled_tokens, device_token_ids
 
     def _read_top(self, sampled_tokens: SampledTokens) -> None:
-        """Store the log-probabilities that requests asked for in `sampled_tokens`."""
+        """Store the requested log-probabilities in `sampled_tokens.top`."""
         for part, ranked_copy in zip(self._parts, self._ranked_copies, strict=True):
             if part.ranked is not None and ranked_copy is not None:
                 reports = part.ranked.read(*ranked_copy.wait())
@@ -177,7 +179,7 @@ class PendingTokens:
                 sampled_tokens.top.update(zip(indices, reports, strict=True))
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample the possibly wrong tokens a second time, and replace them in `sampled_tokens`."""
+        """Sample the uncertain rows again, and replace their tokens in `sampled_tokens`."""
         for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
             if part.uncertain is not None and is_certain_copy is not None:
                 (is_certain,) = is_certain_copy.wait()
@@ -189,7 +191,7 @@ class PendingTokens:
         """Store the reason for each position at which no token could be sampled.
 
         Args:
-            has_allowed: for each position, whether any token was allowed.
+            has_allowed: for each position, whether at least one token was allowed.
             sampled_tokens: the sampled tokens of the step. Mutated.
         """
         logprobs = sampled_tokens.logprobs
@@ -205,7 +207,7 @@ class PendingTokens:
     def _sample_again(
         self, part: _PendingSlice, rows: list[int], sampled_tokens: SampledTokens
     ) -> None:
-        """Sample the given rows of a slice a second time, and replace the tokens of these rows.
+        """Sample some rows of a slice a second time, and replace their tokens.
 
         Args:
             part: the slice.
@@ -225,11 +227,11 @@ class Sampler:
     """Samples tokens, and caches the prepared sampling parameters of the running requests.
 
     Attributes:
-        defers: whether uncertain rows are sampled again only when the result is read. If False,
-            uncertain rows are sampled again at once, and the host waits for the GPU. None means
-            True on a GPU and False on a CPU.
-        has_kernel: whether a GPU kernel samples the tokens. The kernel reads all logits of a row,
-            so no row is uncertain.
+        defers: when uncertain rows are sampled again. True: when the result is read. False:
+            immediately, so the host must wait for the GPU. None: True on a GPU, and False on a
+            CPU.
+        has_kernel: whether a GPU kernel samples the tokens. If so, no row is uncertain, because
+            the kernel reads all logits of a row.
     """
 
     def __init__(self, *, defers: bool | None = None, has_kernel: bool = False) -> None:
@@ -251,9 +253,9 @@ class Sampler:
 
         Args:
             logits: [num_positions, vocab_size], any float dtype. Not changed.
-            positions: at least one position. Either every sequence of the positions has a row
-                (Sequence.row is set), or no sequence has one. The caller must not change the
-                requests before the result is read.
+            positions: at least one position. Either all sequences have a row (Sequence.row is set),
+                or no sequence has a row. The caller must not change the requests before the result
+                is read.
             masks: the token masks of the guides; None allows every token. The caller must not
                 change the masks before the result is read.
         """
@@ -267,7 +269,7 @@ class Sampler:
         return PendingTokens(self, pending)
 
     def sample_again(self, part: _PendingSlice, rows: list[int]) -> SampledTokens:
-        """Sample the given rows of a slice again from all tokens of the vocabulary."""
+        """Sample some rows of a slice again. All tokens of the vocabulary are examined."""
         assert part.logits is not None
         logits = part.logits[upload(np.array(rows), part.logits.device)]
         again = self._launch_slice(logits, part.inputs.select(rows), defers=False)
@@ -280,7 +282,7 @@ class Sampler:
 
         Args:
             model_logits: [n, vocab_size], any float dtype, the model's own logits. Not changed.
-            inputs: the n positions and their settings.
+            inputs: the n positions, their sampling parameters and their masks.
             defers: whether uncertain rows are sampled again only when the result is read.
         """
         if self.has_kernel:
@@ -302,8 +304,8 @@ class Sampler:
         """Launch the sampling with torch or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
         likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # `likeliest` was computed from the model's own logits. If a mask or a penalty has changed
-        # the logits, the likeliest tokens may be different.
+        # `likeliest` was computed from the model's own logits. If `_process` has changed the
+        # logits, other tokens may be the likeliest, so `likeliest` is not used.
         token_ids, uncertain = _sample_rows(
             processed,
             likeliest if processed is model_logits else None,
@@ -318,8 +320,8 @@ class Sampler:
         has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
         sampled = _SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
-        # Keep a copy of the logits of uncertain rows, because the next forward pass may overwrite
-        # the logits.
+        # If any row is uncertain, copy the logits, because the next forward pass may overwrite them
+        # before the row is sampled again.
         saved_logits = None if uncertain is None else model_logits.clone()
         return _PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 
@@ -332,7 +334,7 @@ class Sampler:
 def _rank_positions(
     logits: Tensor, token_ids: Tensor, inputs: _SliceInputs, logsumexp: Tensor | None = None
 ) -> RankedRows | None:
-    """Return the requested log-probabilities, or None if no request needs log-probabilities.
+    """Compute the log-probabilities at the positions whose requests ask for log-probabilities.
 
     Args:
         logits: [n, vocab_size], the model's own logits.
@@ -342,15 +344,14 @@ def _rank_positions(
             computed the values.
 
     Returns:
-        The log-probabilities at the positions `inputs.ranked`; None if there are none.
+        The log-probabilities at the positions `inputs.ranked`; None if `inputs.ranked` is empty.
     """
     indices = inputs.ranked
     if not indices:
         return None
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
-    # At these positions, the request has set `logprobs`. `or 0` only tells the type checker that
-    # the value is no longer None.
+    # At these positions, `logprobs` is never None. `or 0` is needed only by the type checker.
     num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
     if len(indices) == len(inputs.positions):
         return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
@@ -361,7 +362,7 @@ def _rank_positions(
 def _sample_rows(
     logits: Tensor, likeliest: Tensor | None, inputs: _SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
-    """Return the likeliest token of each greedy row and a random token of each other row.
+    """Return one token for each row: the likeliest token of a greedy row, otherwise a random token.
 
     A row is greedy if the temperature of its request is 0.
 
@@ -369,8 +370,8 @@ def _sample_rows(
         logits: [n, vocab_size], after masks and penalties.
         likeliest: [n] int64, the likeliest token of each row. None if the caller has not computed
             the tokens.
-        inputs: the positions of the rows and their settings.
-        defers: whether the caller samples uncertain rows again. If False, no row is uncertain.
+        inputs: the positions of the rows, with their sampling parameters and masks.
+        defers: see `sample_or_defer`.
 
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
@@ -387,14 +388,14 @@ def _sample_rows(
     batch = SamplingBatch.of([inputs.positions[i] for i in random_rows], inputs.params[index])
     sampled_ids, uncertain = sample_or_defer(logits[rows], batch, defers=defers)
     if uncertain is not None:
-        # `uncertain.rows` contains indices into `random_rows`. Convert them to indices into all
-        # rows.
+        # `uncertain.rows` contains indices into `random_rows`. Convert them to row indices of
+        # `logits`.
         uncertain = uncertain._replace(rows=index[uncertain.rows])
     return token_ids.index_copy(0, rows, sampled_ids), uncertain
 
 
 def _kernel_settings(inputs: _SliceInputs) -> gpu_sampling.Settings:
-    """Return the sampling settings [5, n] that `gpu_sampling.sample` takes as an argument."""
+    """Return the argument `settings` of `gpu_sampling.sample`, [5, n]."""
     batch = SamplingBatch.of(inputs.positions, inputs.params)
     temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
     top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)

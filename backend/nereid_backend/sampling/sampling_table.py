@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters of the running sequences, stored in the rows of one array.
 
-Most requests use the default of most sampling parameters. Therefore a step first reads one array,
-which shows the sequences that need random numbers, filters, log-probabilities or changed logits.
-The Python objects of the other sequences are not read.
+Most requests use the default values of most sampling parameters. Reading the parameters from the
+Python object of each request in each step would take long. Therefore, each step reads this array
+instead. The array shows which sequences need random numbers, filters, log-probabilities or changed
+logits.
 """
 
 from collections import abc
@@ -19,7 +20,7 @@ from nereid_backend.sampling.penalties import asks_for_penalties
 Integers = NDArray[np.int64]
 
 # The type of one row of the table:
-#   temperature, top_p, top_k, min_p   see `SamplingParams`; 0 turns top_k off
+#   temperature, top_p, top_k, min_p   see `SamplingParams`; top_k=0 turns top_k off
 #   seed              the seed of the sequence's random numbers
 #   is_greedy         whether the likeliest token is always selected
 #   has_logprobs      whether log-probabilities of the sampled tokens are reported
@@ -43,8 +44,8 @@ SamplingRows = NDArray[np.void]
 class SamplingTable:
     """The sampling parameters of the running sequences, one row for each sequence.
 
-    A row is written when a sequence is first read in that row. The row then stays unchanged until
-    another sequence gets the row, because the parameters of a request never change.
+    When a sequence gets a row, the parameters of the sequence are written into the row once. They
+    are not updated later, because the parameters of a request never change.
     """
 
     def __init__(self) -> None:
@@ -54,10 +55,11 @@ class SamplingTable:
     def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
         """Return the sampling parameters at each position, [num_positions] ROW.
 
-        The parameters of a sequence are stored at the first call. Later calls read the stored row.
+        The first call for a sequence stores its parameters. Later calls read the stored row.
 
-        Either all sequences of the positions have rows, or no sequence has a row. Sequences outside
-        a scheduler have no rows. For them, the index of a position is used as the row.
+        Either all sequences have a row (Sequence.row is set), or no sequence has a row. Sequences
+        that are not in a scheduler have no row. In this case, the index of the position is used as
+        the row.
         """
         rows: list[int] = []
         owners = self._owners
@@ -72,7 +74,7 @@ class SamplingTable:
         return self._rows[rows]
 
     def _grow(self, num_rows: int) -> None:
-        """Enlarge the table to at least `num_rows` rows, and at least double its size."""
+        """Enlarge the table to at least `num_rows` rows, or to twice its size if this is more."""
         num_new = max(num_rows, 2 * len(self._owners)) - len(self._owners)
         self._rows = np.concatenate([self._rows, np.zeros(num_new, ROW)])
         self._owners += [None] * num_new

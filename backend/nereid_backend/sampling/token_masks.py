@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token masks, which mark the tokens that a request may generate next.
+"""Token masks. A mask marks the tokens that a request may generate next.
 
-A mask has one bit for each token of the vocabulary, 32 bits in a word. A bit of 1 means that the
-token is allowed. Guides fill their masks while the model computes. If filling takes long, other
+A mask has one bit for each token of the vocabulary. A word contains 32 bits. A bit of 1 means that
+the token is allowed. Guides fill their masks while the model computes. If filling takes long, other
 threads fill the masks. Then the masks are applied to the logits of all positions at once.
 """
 
@@ -29,10 +29,10 @@ from nereid_backend.sampling.draft_verification import Position
 
 logger = logging.getLogger(__name__)
 
-# Other threads fill masks only if one thread would take longer than this time for all masks of a
-# step. Otherwise, the masks are filled after the forward pass is launched. A GPU is still computing
-# at that time. On a CPU, a second thread that competes for the Python interpreter would cost more
-# time than it saves.
+# Other threads fill the masks of a step only if one thread would take longer than this time.
+# Otherwise, the engine's thread fills the masks after the forward pass is launched. A GPU is still
+# computing at that time. On a CPU, other threads would compete for the Python interpreter, which
+# would cost more time than they save.
 _WORTH_A_THREAD_S = 5e-4
 
 # The smallest number of sequences in one job for a thread. Starting a job takes about as long as
@@ -43,9 +43,9 @@ _MAX_THREADS = 4
 # The weight of the newest step in the moving average `_seconds_per_mask`.
 _NEWEST_WEIGHT = 0.2
 
-# A table for reading the masks. One byte of a mask belongs to 8 logits. For each value of the byte,
-# the table has the 8 float32 numbers (0 or -inf) that are added to these logits. numpy copies the 8
-# numbers at once as one item.
+# A table that converts the bytes of a mask. Each byte of a mask belongs to 8 logits. For each value
+# of the byte, the table contains the 8 float32 numbers (0 or -inf) that are added to these logits.
+# One item of the table contains 8 numbers, so numpy copies 8 numbers at once.
 _BIAS_OF_BYTE = np.ascontiguousarray(
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -56,7 +56,7 @@ _BIAS_OF_BYTE = np.ascontiguousarray(
 
 
 class MaskingGuide(Guide, Protocol):
-    """The state of a request's grammar, with methods that write token masks for the sampler."""
+    """The state of a request's grammar. The methods write token masks for the sampler."""
 
     def fill(self, row: TokenMask) -> bool:
         """Write the mask of the next token into `row`, [ceil(vocab_size / 32)] int32.
@@ -94,11 +94,11 @@ class StepMasks:
     """The token masks of one step.
 
     Attributes:
-        by_position: a mapping from the index of a position to its mask. Every token is allowed at
-            positions without an entry.
-        errors: a mapping from the index of a request's first position to the reason why the guide
-            of the request failed.
-        seconds: the CPU time in seconds that filling took.
+        by_position: maps the index of a position to the mask of the position. Every token is
+            allowed at positions without an entry.
+        errors: the reasons for the guides that failed. The key of a reason is the index of the
+            request's first position.
+        seconds: the CPU time in seconds that was used to fill the masks.
     """
 
     by_position: dict[int, TokenMask] = field(default_factory=dict)
@@ -119,21 +119,21 @@ class StepMasks:
 
 
 class Job(Protocol):
-    """The filling of some token masks, in another thread or in the call of `result`."""
+    """A job that fills some token masks, either in another thread or when `result` is called."""
 
     def result(self) -> StepMasks:
-        """Return the masks when they are filled."""
+        """Wait until the masks are filled, and return the masks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _FillJob:
-    """Fills the masks of some sequences of a step when `result` is called.
+    """Fills the masks of some sequences when `result` is called.
 
     Attributes:
-        groups: the indices of the positions of each sequence.
+        groups: one list for each sequence. The list contains the indices of its positions.
         positions: all positions of the step.
         buffer: [n, ceil(vocab_size / 32)] int32, the memory for the masks of the step.
-        rows: a mapping from the index of a position to the index of its row in `buffer`.
+        rows: maps the index of a position to the row of `buffer` that contains the mask.
     """
 
     groups: abc.Sequence[abc.Sequence[int]]
@@ -142,19 +142,20 @@ class _FillJob:
     rows: dict[int, int]
 
     def result(self) -> StepMasks:
-        """Fill the masks and return the masks.
+        """Fill and return the masks.
 
-        The first positions of all sequences are filled together, because they do not depend on
-        draft tokens. The positions after draft tokens follow, one sequence at a time.
+        The masks of the first positions do not depend on draft tokens. Therefore, these masks are
+        filled together for all sequences. The masks of the other positions are then filled for one
+        sequence at a time.
         """
         masks = StepMasks()
         started = time.thread_time()
         for guide_class, indices in self._first_positions_by_class().items():
             try:
                 self._fill_first(guide_class, indices, masks)
-            except Exception:  # noqa: BLE001 - the loop below reports the guide that fails
-                # A guide has failed. Fill the masks one by one to find this guide; some rows are
-                # filled twice.
+            except Exception:  # noqa: BLE001 - `_fill_alone` reports the error
+                # A guide has failed. Fill the masks one by one to find this guide. Some masks have
+                # been filled already; they are filled a second time.
                 for index in indices:
                     self._fill_alone(guide_class, index, masks)
         for group in self.groups:
@@ -164,7 +165,7 @@ class _FillJob:
         return masks
 
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
-        """Group the first position of each sequence by the class of the guide.
+        """Group the first positions of all sequences by the classes of their guides.
 
         Each class fills the masks of all its guides in one call (see MaskingGuide.fill_all).
         """
@@ -202,10 +203,11 @@ class _FillJob:
             self._store_error(index, error, masks)
 
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
-        """Fill the masks for the positions after the draft tokens of one sequence.
+        """Fill the masks of all positions of one sequence except the first position.
 
-        Stop at the first draft token that the grammar does not allow. The mask of the position
-        before that token forbids the token, so the results of the later positions are discarded.
+        Each of these positions follows a draft token. Stop at the first draft token that the
+        grammar does not allow. The mask of the position before this token forbids the token, so the
+        tokens that are sampled at later positions are discarded.
         """
         sequence = self.positions[group[0]].sequence
         try:
@@ -234,22 +236,22 @@ class _FillJob:
 
 
 class MaskFiller:
-    """Fills the token masks of a step. Uses several threads if filling the masks takes long."""
+    """Fills the token masks of each step. If filling takes long, several threads are used."""
 
     def __init__(self) -> None:
         self._max_jobs = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._max_jobs, thread_name_prefix="nereid-masks")
         self._buffer: TokenMasks = np.zeros((0, 0), np.int32)
-        # The moving average of the seconds that it takes to fill one mask.
+        # The time that is needed to fill one mask, as a moving average in seconds.
         self._seconds_per_mask = 1e-3
 
     def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
-        """Start filling the masks of some positions. `join` waits for the masks.
+        """Start to fill the masks of some positions. `join` waits for the masks.
 
-        If filling takes long, the positions are divided into jobs, which threads run. Example: 40
-        sequences with a grammar on a machine with 4 CPUs are divided into 4 jobs of 10 sequences.
-        Otherwise the masks are filled in one job when `join` is called. The masks are views of one
-        buffer, which the next call overwrites.
+        If filling takes long, the sequences are divided into jobs, and threads run the jobs.
+        Example: on a machine with 4 CPUs, 40 sequences with a grammar are divided into 4 jobs of 10
+        sequences. Otherwise, there is one job, which runs when `join` is called. All masks are
+        views of one buffer. The next call of `start` overwrites the buffer.
         """
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]
         if not guided:
@@ -270,7 +272,8 @@ class MaskFiller:
     def join(self, jobs: Iterable[Job]) -> StepMasks:
         """Wait for the jobs that `start` returned, and return the masks of the step.
 
-        The measured time updates the average with which `start` decides about threads.
+        Also update the average time for one mask. `start` uses this average to choose between one
+        job and several threads.
         """
         masks: dict[int, TokenMask] = {}
         errors: dict[int, str] = {}
@@ -292,14 +295,15 @@ class MaskFiller:
 
 
 def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
-    """Return the logits with -inf for every token that is not allowed.
+    """Return the logits. The logit of every token that is not allowed is replaced by -inf.
 
-    Example: the logits [[1.5, 0.2, 3.0]] with a mask of which only the bits 0 and 2 are set give
-    [[1.5, -inf, 3.0]].
+    Example: the logits are [[1.5, 0.2, 3.0]], and the mask of the row allows the tokens 0 and 2.
+    The result is [[1.5, -inf, 3.0]].
 
     Args:
         logits: [n, vocab_size] float32, finite or -inf. Not changed.
-        masks: a mapping from rows to their masks. Every token is allowed in the other rows.
+        masks: maps the index of a row to the mask of the row. Every token is allowed in rows
+            without an entry.
 
     Returns:
         A new tensor, even if every token is allowed.
@@ -314,18 +318,18 @@ def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
 
 
 def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
-    """On a CPU, return the logits with -inf for every token that is not allowed.
+    """Compute the result of `with_masks` for logits on a CPU.
 
-    Adding 0 or -inf has no branches. The addition takes the same time for any mask and is several
-    times faster than `masked_fill_`.
+    0 or -inf is added to each logit. The addition takes the same time for any mask, because it has
+    no branches. It is several times as fast as `masked_fill_`.
 
     Args:
         logits: [n, vocab_size] float32. Not changed.
         rows: the rows with a mask.
-        packed: [len(rows), ceil(vocab_size / 32)] int32, their masks.
+        packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
     """
-    # Each byte is a valid index into the table, so mode="clip" changes nothing. It only makes numpy
-    # skip the check of the indices.
+    # With mode="clip", numpy does not check the indices, which saves time. The mode does not change
+    # the result, because each byte is a valid index into the table.
     bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
     row_biases = torch.from_numpy(bias[:, : logits.shape[1]])
     if len(rows) == len(logits):
@@ -337,7 +341,7 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
 
 
 def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
-    """Compute the result of `_with_masks_on_cpu` for logits on a GPU."""
+    """Compute the result of `with_masks` for logits on a GPU."""
     device = logits.device
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     bits = (upload(packed, device)[:, :, None] >> shifts) & 1
@@ -347,10 +351,10 @@ def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
 
 
 def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
-    """Group the indices of positions into one list for each sequence.
+    """Group the indices of positions by sequence. Return one list for each sequence.
 
-    The first position of a sequence has no draft tokens. Example: positions with 0, 1, 2 and 0
-    draft tokens give the groups [[0, 1, 2], [3]].
+    The first position of a sequence has no draft tokens. Example: four positions have 0, 1, 2 and 0
+    draft tokens. The result is [[0, 1, 2], [3]].
 
     Args:
         guided: the indices of all positions whose sequences have a guide.

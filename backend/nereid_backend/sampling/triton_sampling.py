@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The sampling kernel in the Triton language: one program for each row, without sorting.
+"""The sampling kernel in the Triton language. One program samples one row, without sorting it.
 
 The weight of a token is its probability divided by the probability of the likeliest token. A weight
-is a float32 number from 0 to 1. The filters top_k and top_p keep the tokens whose weights reach a
-threshold. Floats that are not negative have the same order as their bits, so the kernel searches
-the threshold among 2 ** 30 bit patterns. Each pass over the row counts the tokens at or above three
-bit patterns. The search ends when only one token lies between a threshold that keeps enough tokens
-and a threshold that keeps too few.
+is a float32 number from 0 to 1. The filters top_k and top_p keep the tokens whose weights are at
+least a threshold. The bit patterns of non-negative floats, read as integers, have the same order as
+the floats. Therefore, the kernel searches for the threshold among 2 ** 30 bit patterns. Each pass
+over the row compares the tokens with three bit patterns. The search ends when two thresholds are
+found that differ by one token: the lower threshold keeps enough tokens, and the higher threshold
+keeps too few.
 
 Weights are added as integers in units of 2 ** -40, so the sums are exact and do not depend on the
 order of the additions. The sampled token of a row therefore depends only on the logits of the row,
@@ -24,14 +25,14 @@ BITS_OF_ONE = tl.constexpr(0x3F800000)
 
 @triton.jit
 def load_logits(logits, columns, vocab_size):
-    """Load some logits of a row as float32. Columns after the end of the row give -inf."""
+    """Load the logits of some columns as float32. A column after the end of the row gives -inf."""
     is_token = columns < vocab_size
     return tl.load(logits + columns, mask=is_token, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def weight_bits(values, max_logit, factor):
-    """Return the weights of logits as the bits of float32 numbers. The weight of NaN is 0."""
+    """Convert logits to weights, and return the bit patterns. The weight of NaN is 0."""
     weights = tl.exp2((values - max_logit) * factor)
     return tl.where(values == values, weights, 0.0).to(tl.int32, bitcast=True)
 
@@ -40,9 +41,8 @@ def weight_bits(values, max_logit, factor):
 def fixed_point(bits):
     """Convert weights from float32 bit patterns to fixed-point numbers.
 
-    The unit of a fixed-point number is 2 ** -40.
-
-    The result is int64, rounded down. Example: the weight 0.5 gives 2 ** 39.
+    A fixed-point number is an int64 that counts units of 2 ** -40. The result is rounded down.
+    Example: the weight 0.5 gives 2 ** 39.
     """
     # The bits of a float32 number contain the exponent plus 127, and 23 bits of the mantissa. The
     # leading 1 of the mantissa is not stored, so it is added here. The mantissa is then shifted so
@@ -53,9 +53,10 @@ def fixed_point(bits):
 
 @triton.jit
 def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
-    """Count the tokens at or above each threshold, and sum the weights of these tokens.
+    """Count the tokens whose weights are at least a threshold, and sum the weights of these tokens.
 
-    Thresholds are compared as the bit patterns of float32 values.
+    There are three thresholds: `low`, `middle` and `high`. A threshold is the bit pattern of a
+    float32 number.
 
     Returns:
         Three counts, int32, and three sums in units of 2 ** -40, int64.
@@ -89,13 +90,13 @@ def search(
 ):  # fmt: skip
     """Find the highest threshold that keeps enough tokens. The search starts at `low`.
 
-    With BY_COUNT, a threshold keeps enough if it keeps at least `wanted` tokens. Otherwise, the
-    weights of the kept tokens must sum to at least `wanted`. `count` and `total` are the number of
-    tokens that the threshold `low` keeps, and the sum of their weights. If `low` itself does not
-    keep enough, the result is `low`.
+    If BY_COUNT is true, a threshold must keep at least `wanted` tokens. If BY_COUNT is false, the
+    weights of the kept tokens must sum to at least `wanted`. `count` is the number of tokens that
+    the threshold `low` keeps, and `total` is the sum of their weights. If `low` itself does not
+    keep enough tokens, the result is `low`.
 
     Returns:
-        The threshold, the number of tokens that it keeps, and the sum of their weights.
+        The threshold, the number of tokens that the threshold keeps, and the sum of their weights.
     """
     # During the search, the threshold `low` keeps enough tokens and the threshold `high` keeps too
     # few. A threshold above the largest weight keeps no token.
@@ -104,8 +105,8 @@ def search(
     is_enough = count >= wanted if BY_COUNT else total >= wanted
     high = tl.where(is_enough, high, low + 1)
     while (high - low > 1) & (count - too_few > 1):
-        # Each pass excludes at least one of the remaining thresholds, and leaves at most a third of
-        # them.
+        # The three new thresholds divide the interval from `low` to `high` into about four equal
+        # intervals. Each pass keeps one of these intervals, so the interval always becomes smaller.
         step = (high - low + 3) // 4
         first = low + step
         second = tl.minimum(first + step, high)
@@ -129,9 +130,10 @@ def search(
 
 @triton.jit
 def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
-    """Return value_3 if is_3 is true, otherwise value_2 if is_2 is true, and so on.
+    """Return the value of the last condition that is true.
 
-    If no condition is true, the result is value_0.
+    For example, return value_2 if is_2 is true and is_3 is false. If no condition is true, return
+    value_0.
     """
     return tl.where(is_3, value_3, tl.where(is_2, value_2, tl.where(is_1, value_1, value_0)))
 
@@ -140,11 +142,11 @@ def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
 def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr):
     """Return the first token at which the cumulative weights exceed `target`.
 
-    Weights below the threshold `low` are treated as 0. `target` must be less than the sum of the
+    Each weight below the threshold `low` counts as 0. `target` must be less than the sum of the
     other weights.
     """
     # Find the tile that contains the token. `begin` is the first column of the next tile. `inside`
-    # is the sum of the weights in the last tile that was read, and `before` is the sum in all
+    # is the sum of the weights in the newest tile, and `before` is the sum of the weights in all
     # earlier tiles.
     begin = tl.full([], 0, tl.int32)
     before = tl.full([], 0, tl.int64)
@@ -155,7 +157,7 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
         bits = weight_bits(values, max_logit, factor)
         inside = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
         begin += TILE
-    # The last tile that was read contains the token. Read that tile again to find the token.
+    # The newest tile contains the token. Read this tile again to find the token.
     begin -= TILE
     values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
     bits = weight_bits(values, max_logit, factor)
@@ -167,16 +169,15 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
 def sample_token(
     logits, max_logit, temperature, top_p, top_k, min_p, uniform, vocab_size, TILE: tl.constexpr
 ):
-    """Sample a token after applying min_p, top_k and top_p.
+    """Apply min_p, top_k and top_p, and sample a token from the remaining tokens.
 
-    `max_logit` is the largest logit of the row, which must be finite. Thresholds of weights are the
-    bit patterns of float32 numbers, and sums of weights are integers in units of 2 ** -40 (see the
-    module's docstring).
+    `max_logit` is the largest logit of the row. It must be finite. The module's docstring describes
+    the algorithm.
     """
     factor = LOG2E / temperature
-    # Thresholds are the bit patterns of weights. The smallest threshold is 1, so a token with the
-    # weight 0 is never sampled. min_p removes the tokens whose weights are less than min_p times
-    # the largest weight, which is 1. The threshold of min_p is therefore its own bit pattern.
+    # Thresholds are bit patterns of weights. The smallest threshold is 1, so a token with the
+    # weight 0 is never sampled. The largest weight is 1, so min_p removes the tokens whose weights
+    # are less than min_p. Therefore, the threshold of min_p is the bit pattern of min_p itself.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
@@ -186,7 +187,7 @@ def sample_token(
             logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE
         )
     if top_p < 1.0:
-        # The smallest integer that is at least top_p times the total, and at least 1.
+        # Multiply top_p by the total, round the product up, and use at least 1.
         exact = top_p.to(tl.float64) * total.to(tl.float64)
         wanted = exact.to(tl.int64)
         wanted = tl.maximum(wanted + (wanted.to(tl.float64) < exact).to(tl.int64), 1)
@@ -197,9 +198,8 @@ def sample_token(
     return pick(logits, max_logit, factor, vocab_size, low, target, TILE)
 
 
-# The number of rows is different in every step. If Triton specialised the kernel by this number, it
-# would compile separate kernels for one row, for multiples of 16 rows, and for other numbers of
-# rows.
+# The number of rows changes from step to step. By default, Triton compiles separate kernels for the
+# number 1, for multiples of 16, and for all other numbers. do_not_specialize prevents this.
 @triton.jit(do_not_specialize=["num_rows"])
 def sample_kernel(
     logits, raw, settings, token_ids, logprobs, has_allowed,
@@ -209,16 +209,18 @@ def sample_kernel(
     """Sample the token of one row of logits. The grid is (num_rows,).
 
     `logits` and `raw` are [num_rows, vocab_size] with a contiguous last dimension. `raw` contains
-    the model's own logits; it is the same tensor as `logits` if IS_RAW. `settings` is [5, num_rows]
-    float64: temperature (0 is greedy), top_p, top_k, min_p, uniform. The outputs have one element
-    for each row: `token_ids` int64, `logprobs` float32 and `has_allowed` uint8; see
-    `gpu_sampling.sample`.
+    the model's own logits. If IS_RAW is true, `raw` is the same tensor as `logits`. `settings` is
+    [5, num_rows] float64. Its rows contain the temperature, top_p, top_k, min_p and the random
+    number. The temperature 0 selects the likeliest token.
+
+    The kernel writes one element for each row to `token_ids` (int64), `logprobs` (float32) and
+    `has_allowed` (uint8); see `gpu_sampling.sample`.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     raw += row * raw_stride
-    # The first pass finds the largest logit and its token, which is the greedy token. Element i of
-    # these tensors belongs to the tokens i, i + TILE, i + 2 * TILE and so on.
+    # The first pass finds the largest logit. The token with this logit is the greedy token. Element
+    # i of `column_max` is the largest logit of the tokens i, i + TILE, i + 2 * TILE and so on.
     column_max = tl.full([TILE], float("-inf"), tl.float32)
     columns_of_max = tl.zeros([TILE], tl.int32)
     raw_column_max = column_max
@@ -236,9 +238,10 @@ def sample_kernel(
     max_logit = tl.max(column_max, 0)
     token = tl.min(tl.where(column_max == max_logit, columns_of_max, vocab_size), 0)
     raw_max = tl.max(raw_column_max, 0)
-    # The logits of a row are invalid if one of them is NaN or +inf, or if all of them are -inf.
+    # The logits of a row are invalid if any logit is NaN or +inf, or if all logits are -inf.
     is_finite = (tl.max(is_invalid, 0) == 0) & (raw_max > float("-inf"))
-    # The second pass sums the exponentials of the model's own logits, for the log-probability.
+    # The second pass sums the exponentials of the model's own logits. The log-probability is
+    # computed from this sum.
     powers = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, vocab_size, TILE, num_stages=3):
         raw_values = load_logits(raw, begin + tl.arange(0, TILE), vocab_size)

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-# A row of at least _MIN_BLOCKS blocks of _BLOCK tokens is searched one block at a time.
+# A row with at least _MIN_BLOCKS * _BLOCK weights is divided into blocks of _BLOCK weights.
 _BLOCK = 512
 _MIN_BLOCKS = 32
 
@@ -12,14 +12,14 @@ _MIN_BLOCKS = 32
 def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
     """Select one index in each row by the random number of the row.
 
-    The result is the first index at which the cumulative weights exceed the random number times the
-    sum of the row. Example: the weights [1, 0, 3] have the cumulative weights [1, 1, 4]. The random
-    number 0.5 gives the target 2, so the result is 2. The random number 0.2 gives the target 0.8,
-    so the result is 0.
+    The target of a row is its random number times the sum of its weights. The result is the first
+    index at which the cumulative weights exceed the target. Example: the weights [1, 0, 3] have the
+    cumulative weights [1, 1, 4]. The random number 0.5 gives the target 2, so the result is 2. The
+    random number 0.2 gives the target 0.8, so the result is 0.
 
-    A wide row is divided into blocks. Cumulative sums are computed only over the sums of the
-    blocks, and over the weights of the block with the result. This is faster than the cumulative
-    sums of the whole row.
+    A wide row is divided into blocks. First, the block that contains the result is found from the
+    cumulative sums of the blocks. Then, the weights of this block are cumulated. This is faster
+    than cumulating the weights of the whole row.
 
     Args:
         weights: [n, width], not negative.
@@ -35,7 +35,7 @@ def select_indices(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Compute the result of `select_indices` for wide rows, in blocks.
+    """Compute the result of `select_indices` for wide rows, which are divided into blocks.
 
     Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
     """
@@ -50,8 +50,8 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
     block = _search(cumulated, target)[:, None]
     sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
     # Read the weights of the selected block. The last block can be longer than the other blocks,
-    # but all rows of a tensor must have the same length. Therefore, the length of the last block is
-    # read from each row, and the weights after the end of a shorter block are set to 0.
+    # but the same number of weights must be read from each row. Therefore, as many weights are read
+    # as the last block has. If the selected block is shorter, the weights after it are set to 0.
     last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
     columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
     block_weights = weights.gather(1, columns)
@@ -71,8 +71,8 @@ def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:
 def _search(cumulated: Tensor, target: Tensor) -> Tensor:
     """Return the index of the first cumulative sum above `target` in each row, [n] int64."""
     total = cumulated[:, -1:]
-    # Rounding can make the target equal to the total, and no cumulative sum exceeds the total. The
-    # target is therefore limited to the next smaller number than the total.
+    # Rounding can make the target equal to the total, but no cumulative sum exceeds the total.
+    # Therefore, the target is limited to the largest float that is less than the total.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulated, target.contiguous(), right=True).squeeze(1)
     return index.clamp_(max=cumulated.shape[1] - 1)

@@ -1,5 +1,5 @@
 """Attention over the paged KV cache.
 
-The package contains the attention function that is registered in transformers, the reference
-implementation, and the kernels for CPUs and GPUs.
+The package contains three parts: the attention function that is registered in transformers, the
+reference implementation of attention, and the attention kernels for CPUs and GPUs.
 """

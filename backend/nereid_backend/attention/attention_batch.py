@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention metadata of one step: the slots, the block tables and the lengths of its sequences.
+"""The attention metadata of one step: cache slots, block tables and sequence lengths.
 
-A packed step is one row of tokens. Decodes (sequences that add one token) come first, because
-attention computes them together. Prefills (chunks of several tokens) follow, one after the other:
+The tokens of all sequences in a step are packed into one row. A decode is a sequence that adds one
+token. The decodes come first, because they are computed together. A prefill is a sequence that adds
+several tokens. The prefills follow, one after the other:
 
     tokens   a | b | c | d d d d d | e e e
              decodes     prefills
@@ -19,7 +20,7 @@ from nereid_backend.attention.layers import LayerWindow
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The new tokens of one sequence that adds more than one token in a step.
+    """A sequence that adds more than one token in a step.
 
     Attributes:
         start: the index of the first new token in the packed row.
@@ -35,7 +36,7 @@ class Prefill:
 
     @property
     def seq_len(self) -> int:
-        """The length of the sequence up to the last new token."""
+        """The number of tokens in the sequence, including the new tokens."""
         return self.num_cached + self.end - self.start
 
 
@@ -44,10 +45,10 @@ class VisibleBlocks:
     """The KV cache blocks that a group of decodes reads for one attention window.
 
     Attributes:
-        blocks: [num_decodes, n] int64. The elements after the last block of a sequence may be the
-            number of any block.
-        bias: [num_decodes, 1, 1, n * block_size] float32, 0 for each token to which the decode
-            attends, and -inf for every other token.
+        blocks: [num_decodes, n] int64, the block numbers. If a sequence has fewer than n blocks,
+            the other elements may contain any block number.
+        bias: [num_decodes, 1, 1, n * block_size] float32. It is 0 for each token to which the
+            decode attends, and -inf for every other token.
     """
 
     blocks: Tensor
@@ -56,17 +57,17 @@ class VisibleBlocks:
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Sequences of similar lengths that each add one token in a step.
+    """A group of decodes whose sequences have similar lengths.
 
-    Layers with the same window have some results in common. These results are computed once and
-    cached.
+    `visible` and `rows` are computed once for each attention window, and then cached, because
+    several layers have the same window.
 
     Attributes:
-        tokens: [num_decodes] int64, the indices of the tokens in the packed row; None if they are
-            the first tokens of the row.
-        blocks: [num_decodes, n] int64, the block tables. Any block may be used as padding.
+        tokens: [num_decodes] int64, the indices of the new tokens in the packed row. None means
+            that the new tokens are the first tokens of the row.
+        blocks: [num_decodes, n] int64, the block tables. The padding may contain any block number.
         lens: [num_decodes] int64, the lengths of the sequences, including the new token.
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
     """
 
     tokens: Tensor | None
@@ -93,31 +94,29 @@ class DecodeGroup:
         return rows
 
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
-        """Return the blocks that the decodes read, and the bias that hides all other positions.
+        """Return the blocks that the decodes read, and the bias for the positions in these blocks.
 
-        Example: with blocks of 4 tokens and a window of 4 tokens, a decode with 11 tokens attends
-        to the positions 7 to 10. This window covers at most 2 blocks, so of the block table
-        [8, 3, 6], the blocks [3, 6] are read. These two blocks contain the positions 4 to 11. The
-        bias is -inf for the positions 4, 5, 6 and 11.
+        Example: blocks and windows have 4 tokens. A decode with 11 tokens and the block table
+        [8, 3, 6] attends to the positions 7 to 10. The blocks [3, 6] are read, which contain the
+        positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11.
         """
         size = self.block_size
         lens = self.lens[:, None]
         blocks = self.blocks
         limit = window.size if window.size is not None else window.chunk
-        # The first position that each decode attends to, [num_decodes, 1].
+        # For each decode, the first position to which it attends, [num_decodes, 1].
         first_positions = torch.zeros_like(lens)
         if not window.is_full:
             first_positions = _first_visible(lens - 1, window)
-        # The index of the first block that is read for each decode, [num_decodes, 1].
+        # For each decode, the index of the first block that is read, [num_decodes, 1].
         first_blocks = torch.zeros_like(lens)
-        # A window of `limit` tokens overlaps with at most this number of blocks.
+        # A window of `limit` tokens overlaps at most this number of blocks.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
             first_blocks = torch.div(first_positions, size, rounding_mode="floor")
             columns = first_blocks + torch.arange(max_blocks, device=blocks.device)
             blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
-        # The position of each read token in the sequence of the token,
-        # [num_decodes, n * block_size].
+        # For each token that is read, its position in the sequence, [num_decodes, n * block_size].
         positions = first_blocks * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
         is_hidden = positions >= lens
         if not window.is_full:
@@ -135,13 +134,14 @@ class AttentionBatch:
         slots: [num_tokens] int64, the cache slot of each token. The keys and values of the token
             are stored in this slot.
         num_decodes: the number of decodes, which are the first tokens of the row.
-        decodes: the decodes in groups of similar length. A group is padded to its longest sequence.
-        prefills: the prefills, in the order of the row.
-        block_size: tokens in one block.
-        device_rows: the same metadata in the form that the kernels of a device read. This form is
-            computed when the first layer is computed, and then stored here.
-        other_groups: the metadata of the other groups of layers (`LayerGroups`). The groups differ
-            only in their slots and blocks. Empty if all layers form one group.
+        decodes: the decodes in groups of similar length. The block tables of a group are padded to
+            the length of the longest.
+        prefills: the prefills, in the order of their tokens in the row.
+        block_size: the number of tokens in one block.
+        device_rows: the same metadata in the form that the kernels of a device read. The first
+            layer computes this form and stores it here.
+        other_groups: the metadata for the other groups of layers (`LayerGroups`). It differs only
+            in the slots and blocks. Empty if all layers form one group.
     """
 
     slots: Tensor
@@ -155,7 +155,7 @@ class AttentionBatch:
     _prefill_masks: dict[tuple[int, LayerWindow], Tensor] = field(default_factory=dict)
 
     def store_rows(self, num_heads: int) -> Tensor:
-        """Return the cache rows to which a layer writes the keys or values of this step.
+        """Return the cache rows into which a layer writes the keys or values of this step.
 
         `num_heads` is the number of key heads of the layer.
         """
@@ -165,9 +165,10 @@ class AttentionBatch:
         return rows
 
     def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:
-        """Return a mask of the tokens to which each new token of `prefills[index]` attends.
+        """Return the attention mask of the prefill `prefills[index]`.
 
-        The mask is [num_tokens, seq_len] bool.
+        The mask is [num_new_tokens, seq_len] bool. An element is True if the new token attends to
+        the token of the sequence.
         """
         mask = self._prefill_masks.get((index, window))
         if mask is None:
@@ -180,9 +181,9 @@ class AttentionBatch:
 
 
 def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
-    """Return the first position that the token at each of `positions` attends to.
+    """Return the first position to which each token attends. `positions` are the tokens' positions.
 
-    Example: with a window of 4, the positions [2, 9] give [0, 6].
+    Example: with a window of 4 tokens, the positions [2, 9] give [0, 6].
     """
     first = torch.zeros_like(positions)
     if window.size is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the class of the KV cache for a device. The class determines the attention code.
+"""Chooses the class of the KV cache for a device. The class selects the attention implementation.
 
-Outside the folder attention/gpu, only this module refers to the GPU kernels for attention.
-The GPU kernels are used only if `cache_type` returns `GpuKVCache`.
+No other module outside the folder attention/gpu refers to the GPU kernels for attention. The GPU
+kernels are used only if `cache_type` returns `GpuKVCache`.
 """
 
 import functools
@@ -35,9 +35,9 @@ _NAMES: dict[type[KVCache], str] = {
 _NO_GPU_KERNELS = "Attention runs without GPU kernels and is several times slower, because %s."
 # The classes of KV cache that the reference implementation can read.
 _REFERENCE_TYPES = (Int8KVCache, Float8KVCache, KVCache)
-# If the setting kv_cache_dtype is not auto, a class with rounded numbers replaces the class with
-# unrounded numbers. Example: "int8" replaces GpuKVCache by GpuInt8KVCache. The CPU kernels do not
-# support fp8, so the reference implementation reads fp8 caches on a CPU.
+# If the setting kv_cache_dtype is not "auto", the class for unrounded numbers is replaced by a
+# class that stores 8-bit numbers. Example: for "int8", GpuKVCache is replaced by GpuInt8KVCache.
+# The CPU kernels do not support fp8, so the reference implementation reads fp8 caches on a CPU.
 _STORED_TYPES: dict[type[KVCache], dict[str, type[KVCache]]] = {
     gpu_attention.GpuKVCache: {
         "int8": gpu_attention.GpuInt8KVCache,
@@ -54,11 +54,11 @@ _MIN_CAPABILITY = (8, 0)
 def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> type[KVCache]:
     """Return the fastest class of KV cache that this device supports.
 
-    If the device's kernels cannot be used, log a warning and return the class that the reference
-    implementation reads.
+    If the device's kernels cannot be used, log a warning and return the class for the reference
+    implementation.
 
     Args:
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
         dtype: the data type of keys and values.
         device: the device of the cache.
     """
@@ -76,7 +76,7 @@ def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
 
     Args:
         kind: the class for unrounded keys and values.
-        kv_cache_dtype: the setting of this name: "auto", "int8" or "fp8".
+        kv_cache_dtype: the value of the setting: "auto", "int8" or "fp8".
     """
     if kv_cache_dtype == "auto":
         return kind
@@ -98,15 +98,14 @@ def proven_type(
 ) -> type[KVCache]:
     """Test the GPU kernels, and return the KV cache class that can be used.
 
-    If GPU kernels read the class, one layer of each combination of properties is computed in this
-    process, and the result is compared with the reference. If the results of a layer differ, log a
-    warning and return the class that the reference reads. A class that the GPU kernels do not read
-    is returned unchanged.
+    If `kind` is a class for the GPU kernels, the test computes one layer of each combination of
+    properties, and compares the result with the reference. If the results differ, log a warning and
+    return the class for the reference implementation. Any other class is returned without a test.
 
     Args:
         kind: the class of the KV cache.
         layers: the attention layers of the model.
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
         dtype: the data type of the model.
         device: the device of the cache.
     """
@@ -138,8 +137,8 @@ def attend(
         layer: the index of the layer in the cache, and the properties of the layer.
         cache: the KV cache. The class of the cache selects the implementation. Mutated.
         batch: the metadata of the step.
-        scale: the factor of the scores.
-        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
 
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
@@ -165,7 +164,7 @@ def store_layer(
     cache.store(number, key.transpose(0, 1), value.transpose(0, 1), rows)
 
 
-def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is stored
+def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     query: Tensor,
     layer: tuple[int, LayerSpec],
     cache: KVCache,
@@ -175,18 +174,18 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Compute the attention of a step whose keys and values are in the cache already.
+    """Compute the attention of a step whose keys and values are already in the cache.
 
-    The CPU kernels do not support this, because a single call of these kernels stores the keys and
-    values and computes the attention. Apart from `out`, the arguments are those of `attend`.
+    The cache must not be a CpuKVCache, because the CPU kernels always store the keys and values in
+    the same call that computes the attention.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
         layer: the index of the layer in the cache, and the properties of the layer.
         cache: the KV cache, which contains the keys and values of the step.
-        batch: the metadata of the step, with at least one sequence.
-        scale: the factor of the scores.
-        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        batch: the metadata of the step. The step must have at least one sequence.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
         out: [num_tokens, num_heads, value_dim]. Mutated.
     """
     if isinstance(cache, gpu_attention.GpuKVCache):
@@ -199,12 +198,12 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
 
 
 def uses_gpu_kernels(cache: KVCache) -> bool:
-    """Return whether the GPU kernels compute the attention over a KV cache."""
+    """Return whether GPU kernels compute the attention for this KV cache."""
     return isinstance(cache, gpu_attention.GpuKVCache)
 
 
 def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | None:
-    """Return the layout of the arrays that only GPU kernels read, or None.
+    """Return the `StepLayout` of a model; None if no GPU kernels are used.
 
     Args:
         cache: the KV cache of a model.
@@ -216,14 +215,17 @@ def step_layout(cache: KVCache, layers: Sequence[LayerSpec]) -> StepLayout | Non
 
 
 def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
-    """Select the attention libraries that are faster than the project's kernels.
+    """Select the attention libraries that are faster than the project's GPU kernels.
+
+    Do nothing if no GPU kernels are used.
 
     Args:
-        cache: the KV cache of a model. Mutated. Nothing changes if no GPU kernel is used.
+        cache: the KV cache of a model. Mutated.
         layers: the attention layers of the model.
 
     Returns:
-        The number of pairs (properties of a layer, `Situation`) for which a library is used.
+        The number of selections. There is at most one selection for each pair of a layer's
+        properties and a `Situation`.
     """
     if not isinstance(cache, gpu_attention.GpuKVCache):
         return 0
@@ -245,17 +247,17 @@ def _fastest_backends(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ChosenBackends:
-    """Return the result of `fastest_backends`. A process measures each result only once."""
+    """Call `fastest_backends`, and cache the result for later calls with the same arguments."""
     return fastest_backends(kind, layers, block_size, dtype, device)
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """Return the name of the attention implementation, as reports show it."""
+    """Return the name of the attention implementation that is used in reports."""
     return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 
 def gpu_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the GPU kernels cannot be used; None if they can.
+    """Return the reason why the GPU kernels cannot be used; None if they can be used.
 
     The reason is a clause without a final period.
 

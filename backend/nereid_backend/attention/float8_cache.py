@@ -2,10 +2,10 @@
 """A KV cache that stores 8-bit floating point numbers in the format e4m3.
 
 Each stored number has 1 sign bit, 4 exponent bits and 3 mantissa bits. The rounding error is at
-most 1/16 of the number itself, even if other numbers of its vector are much larger. The error is
-this small because each vector is scaled by a factor. Without the factor, numbers below 1/64 would
-lose bits, and numbers above 448 could not be stored. docs/history/gpu-kernels.md lists the errors
-with and without the factor.
+most 1/16 of the number itself, even if other numbers of its vector are much larger. Each vector is
+scaled by a factor before it is rounded. Without the factor, numbers below 1/64 would lose bits, and
+numbers above 448 could not be stored. docs/history/gpu-kernels.md lists the errors with and without
+the factor.
 """
 
 import torch
@@ -20,8 +20,8 @@ _LARGEST = 448
 class Float8KVCache(ScaledKVCache):
     """A KV cache that stores keys and values as e4m3.
 
-    The largest absolute number of each vector is stored as 448 or -448. The numbers are stored as
-    uint8, because torch can copy and clear uint8 on every device.
+    In each vector, the number with the largest absolute value is stored as 448 or -448. The tensors
+    have the dtype uint8, because torch can copy and clear uint8 tensors on every device.
     """
 
     stored_dtype = torch.uint8

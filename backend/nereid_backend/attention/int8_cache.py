@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A KV cache that stores 8-bit integers.
 
-The rounding error is at most half of 1/127 of the largest number in the vector. If the numbers of a
-vector have similar sizes, this error is a quarter of the error of 8-bit floating point numbers. If
-a few numbers are many times larger than the others, the error of integers is the larger one.
+The rounding error is at most 1/254 of the largest number in the vector. If the numbers of a vector
+have similar sizes, this error is a quarter of the error of 8-bit floating point numbers. If a few
+numbers are many times larger than the others, the error of integers is larger than the error of
+8-bit floating point numbers.
 """
 
 import torch
@@ -18,7 +19,7 @@ _LARGEST = 127
 class Int8KVCache(ScaledKVCache):
     """A KV cache that stores keys and values as int8.
 
-    The largest absolute number of each vector is stored as 127 or -127.
+    In each vector, the number with the largest absolute value is stored as 127 or -127.
     """
 
     stored_dtype = torch.int8
@@ -36,7 +37,5 @@ class Int8KVCache(ScaledKVCache):
 
 
 class CpuInt8KVCache(Int8KVCache, CpuKVCache):
-    """A KV cache of 8-bit integers in the layout that the CPU kernels read.
-
-    The keys of each block are transposed.
+    """A KV cache of 8-bit integers for the CPU kernels. The keys are transposed in each block.
     """

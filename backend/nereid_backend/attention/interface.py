@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers the attention function of an engine in transformers' attention interface.
 
-Transformers finds an attention function by its name at every call. Each engine therefore registers
-a function under its own name, so that two engines in one process are independent. The metadata of a
-step is set before each forward pass. The metadata is not passed through the model, because some
-architectures drop extra arguments.
+In every attention call, transformers looks up the attention function by its name. Each engine
+registers its function under a name of its own, so that two engines in one process are independent.
+The metadata of a step is stored before each forward pass. It is not passed as an argument of the
+model, because some architectures ignore additional arguments.
 """
 
 import itertools
@@ -44,12 +44,12 @@ class AttentionHook:
     """The attention function of one engine, registered in transformers.
 
     Attributes:
-        name: the value of a model's `attn_implementation` that selects this function. No mask
-            function is registered under this name, so models build no attention mask.
+        name: the name of the function. A model uses the function if its `attn_implementation` is
+            this name. No mask function has this name, so models build no attention mask.
     """
 
     def __init__(self, name: str | None = None) -> None:
-        """Register the function under `name`. Without a name, generate a unique one."""
+        """Register the function under `name`. If `name` is None, generate a unique name."""
         self.name = name or f"nereid_paged_{next(_numbers)}"
         self._forward: AttentionForward | None = None
         AttentionInterface.register(self.name, self._call)
@@ -76,10 +76,10 @@ class AttentionHook:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # noqa: ARG002 - models build no mask for this name
+        attention_mask: Tensor | None,  # noqa: ARG002 - always None
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """Compute one attention call. The signature is defined by transformers."""
+        """Compute one attention call. transformers defines the arguments and the result."""
         if self._forward is None:
             raise EngineError("The model was called outside of a step of the engine.")
         return self._forward(module, query, key, value, **kwargs), None
@@ -98,8 +98,8 @@ class PagedForward:
         Args:
             layers: the attention layers of the model, in order.
             cache: the KV cache.
-            batch: the metadata of the step for the first group of layers, which contains the
-                metadata of the other groups.
+            batch: the metadata of the step for the first group of layers. `batch.other_groups`
+                contains the metadata for the other groups.
         """
         self._layers = layers
         self._numbers = iter(range(len(layers)))
@@ -114,7 +114,7 @@ class PagedForward:
     def native(self) -> AbstractContextManager[None]:
         """Return a context in which compiled models call the CPU kernels without Python.
 
-        For other kinds of KV cache, the context manager does nothing.
+        If the cache is not a CpuKVCache, the context manager does nothing.
         """
         if isinstance(self._cache, cpu_attention.CpuKVCache):
             return cpu_attention.serving(self._cache, self._layers, self._batches)
@@ -123,7 +123,10 @@ class PagedForward:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Store the keys and values of a call in the cache, and compute the attention."""
+        """Compute one attention call; see `AttentionForward`.
+
+        The keys and values are stored in the cache.
+        """
         number = next(self._numbers, None)
         if number is None:
             raise EngineError(
@@ -142,15 +145,17 @@ class PagedForward:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Compute the attention of one layer; shapes as in `AttentionForward`.
+        """Compute the attention of one layer. The keys and values are stored in the cache.
+
+        `AttentionForward` documents the shapes.
 
         Args:
             number: the index of the layer.
             query: the queries of the step.
             key: the keys of the step.
             value: the values of the step.
-            scale: the factor of the scores.
-            sinks: the attention sinks, [num_heads]; None if the layer has none.
+            scale: the factor by which the scores are multiplied.
+            sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
         """
         inputs = (query.squeeze(0), key.squeeze(0), value.squeeze(0))
         layer = (number, self._layers[number])
@@ -162,8 +167,8 @@ class PagedForward:
 def scale_of(module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]) -> float:
     """Return the factor by which the scores of an attention call are multiplied.
 
-    The factor is the argument `scaling` of the call. If the call has none, the factor is the
-    attribute `scaling` of the module, or else 1 / sqrt(key_dim).
+    The factor is the argument `scaling` of the call. If the call has no such argument, the factor
+    is the attribute `scaling` of the module. If both are missing, the factor is 1 / sqrt(key_dim).
     """
     scale = kwargs.get("scaling")
     if scale is None:
@@ -172,6 +177,6 @@ def scale_of(module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]) 
 
 
 def sinks_of(kwargs: dict[str, object]) -> Tensor | None:
-    """Return the attention sinks of a call, [num_heads], or None."""
+    """Return the attention sinks of a call, [num_heads]; None if the call has no sinks."""
     sinks = kwargs.get("s_aux")
     return sinks.reshape(-1) if isinstance(sinks, Tensor) else None

@@ -11,24 +11,24 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec, single_group
 
 
 class KVCache:
-    """The keys and values of all blocks, as tensors.
+    """The tensors that contain the keys and values of all blocks.
 
     A block belongs to one group of layers (`LayerGroups`). Layers with the same place in different
     groups share one tensor, because layers of different groups never share a block.
 
-    Token `t` of a sequence is in the block `block_table[t // block_size]`, at the place `t %
-    block_size` within the block. The slot of the token is `block * block_size + t % block_size`.
+    Token `t` of a sequence is stored in the block `block_table[t // block_size]`. The slot of the
+    token is `block * block_size + t % block_size`.
 
-    Within a block, the tokens of one head are contiguous. A gathered sequence is therefore
-    contiguous for each head, as batched matrix products require. With the other order, in which the
-    heads of one token are contiguous, bfloat16 decoding on a CPU took up to nine times as long.
+    In a block, the tokens of each head are contiguous. Therefore, a gathered sequence is contiguous
+    for each head, which makes batched matrix products fast. A layout in which the heads of each
+    token are contiguous made bfloat16 decoding on a CPU up to nine times slower.
 
     Attributes:
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
         values: one tensor for each layer, [num_blocks + 1, num_kv_heads, block_size, value_dim].
-        null_block: the index of the last block, which always contains zeros. The padding of block
-            tables is this index.
-        dtype: the data type in which keys and values are read.
+        null_block: the index of the last block, which always contains zeros. Block tables are
+            padded with this index.
+        dtype: the data type of the keys and values that `gather` returns.
         group_of: for each layer, the index of its group.
     """
 
@@ -47,11 +47,11 @@ class KVCache:
         Args:
             layers: the attention layers of the model.
             num_blocks: the number of blocks, without the null block.
-            block_size: tokens in one block.
+            block_size: the number of tokens in one block.
             dtype: the data type of keys and values.
             device: the device of the cache.
             groups: the groups of the layers; None if all layers form one group. Layers with the
-                same place must have heads of the same number and size.
+                same place must have the same number of heads and the same head sizes.
         """
         groups = groups or single_group(layers)
         self.group_of = [group for group, _ in groups.places]
@@ -77,15 +77,15 @@ class KVCache:
         return 1 + max(self.group_of, default=0)
 
     def _first_layers(self) -> list[int]:
-        """Return the first layer of each place in the groups, in the order of the places."""
+        """Return one layer index for each place: the first layer that has this place."""
         return [self._places.index(place) for place in range(len(set(self._places)))]
 
     def _for_layers(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensor that each layer uses. `tensors` has one tensor for each place."""
+        """Convert a list with one tensor for each place to a list with one for each layer."""
         return [tensors[place] for place in self._places]
 
     def _for_places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensor of each place in the groups. `tensors` has one item for each layer."""
+        """Convert a list with one tensor for each layer to a list with one for each place."""
         return [tensors[index] for index in self._first_layers()]
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
@@ -95,7 +95,7 @@ class KVCache:
             layer: the index of the layer.
             key: [num_tokens, num_kv_heads, key_dim].
             value: [num_tokens, num_kv_heads, value_dim].
-            rows: [num_tokens * num_kv_heads] int64, from `store_rows`.
+            rows: [num_tokens * num_kv_heads] int64, the result of `store_rows`.
 
         Mutates: this cache.
         """
@@ -108,11 +108,11 @@ class KVCache:
 
         Args:
             layer: the index of the layer.
-            rows: [num_seqs, num_kv_heads, n] int64, from `gather_rows`.
+            rows: [num_seqs, num_kv_heads, n] int64, the result of `gather_rows`.
 
         Returns:
-            The keys, [num_seqs, num_kv_heads, n * block_size, key_dim], and the values, which have
-            the same shape except that value_dim replaces key_dim.
+            The keys, [num_seqs, num_kv_heads, n * block_size, key_dim], and the values,
+            [num_seqs, num_kv_heads, n * block_size, value_dim].
         """
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
@@ -124,7 +124,7 @@ class KVCache:
         """Copy whole blocks. All sources are read before any block is written.
 
         Args:
-            copies: pairs of source and target block.
+            copies: pairs of a source block and a target block.
 
         Mutates: this cache.
         """
@@ -135,9 +135,9 @@ class KVCache:
             tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
 
     def read_block(self, block: int) -> bytes:
-        """Return the keys and values of a block in all layers as bytes.
+        """Return the content of a block as bytes: the keys and values of all layers.
 
-        The bytes are concatenated in the order of `tensors`.
+        The order of the bytes is the order of `tensors`.
         """
         parts = [tensor[block].reshape(-1).view(torch.uint8) for tensor in self.tensors()]
         return torch.cat(parts).cpu().numpy().tobytes()
@@ -162,20 +162,19 @@ class KVCache:
 
 
 def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """Return the cache rows to which the keys or values of some tokens are written.
+    """Return the cache rows into which the keys or values of some tokens are written.
 
-    Each token has one row for each head.
-
-    A row is one vector of the cache, viewed as [..., dim].
+    If a tensor of the cache is viewed as [..., dim], a row is one vector. Each token has one row
+    for each head.
 
     Args:
         slots: [num_tokens] int64.
         num_heads: the number of key heads.
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
 
     Returns:
-        [num_tokens * num_heads] int64. Example: slot 5 with 2 heads and 4 tokens in a block is
-        place 1 of block 1, and gives the rows [9, 13].
+        [num_tokens * num_heads] int64. Example: there are 2 heads, and a block has 4 tokens. Slot 5
+        is token 1 of block 1. Its rows are [9, 13].
     """
     head_offsets = torch.arange(num_heads, device=slots.device) * block_size
     first_head_rows = (slots // block_size) * (num_heads * block_size) + slots % block_size
@@ -185,17 +184,15 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
 def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
     """Return the cache rows that contain the keys or values of some blocks.
 
-    Each block has one row for each head.
-
-    A row contains the keys or values of one head in one block. The cache is viewed as
-    [..., block_size * dim].
+    If a tensor of the cache is viewed as [..., block_size * dim], a row contains the keys or values
+    of one head in one block. Each block has one row for each head.
 
     Args:
         blocks: [num_seqs, n] int64.
         num_heads: the number of key heads.
 
     Returns:
-        [num_seqs, num_heads, n] int64. Example: block 3 with 2 heads gives the rows 6 and 7.
+        [num_seqs, num_heads, n] int64. Example: with 2 heads, block 3 has the rows 6 and 7.
     """
     heads = torch.arange(num_heads, device=blocks.device)
     return blocks[:, None, :] * num_heads + heads[:, None]
@@ -203,8 +200,8 @@ def gather_rows(blocks: Tensor, num_heads: int) -> Tensor:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of zeros. On a CPU, the memory of the tensor has huge pages if possible."""
-    # The memory must not be uninitialised, because it may contain NaN. Masked values are multiplied
-    # by 0, and 0 * NaN is NaN.
+    # The memory must be initialised, because uninitialised memory may contain NaN. Masked values
+    # are multiplied by 0, but 0 * NaN is NaN.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return huge_pages.zeros(shape, dtype)

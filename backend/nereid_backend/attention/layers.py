@@ -9,15 +9,16 @@ from nereid_backend.core.blocks.window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class LayerWindow:
-    """The limits on the earlier tokens that a token attends to in one layer.
+    """The attention window of one layer. It limits to which earlier tokens a token attends.
 
-    A layer may have neither limit, one of the limits, or both limits.
+    A layer may have neither limit, one limit or both limits.
 
     Attributes:
-        size: the sliding window, in tokens. A token attends to itself and to the `size - 1` tokens
-            before it. None means no sliding window.
-        chunk: the attention chunk, in tokens. Positions are divided into chunks of this number of
-            tokens, and a token attends only to tokens of its own chunk. None means no chunks.
+        size: the number of tokens in the sliding window. A token attends to itself and to the
+            `size - 1` previous tokens. None means that there is no sliding window.
+        chunk: the number of tokens in an attention chunk. The sequence is divided into chunks of
+            this size, and a token attends only to tokens of its own chunk. None means that there
+            are no chunks.
     """
 
     size: int | None = None
@@ -25,12 +26,12 @@ class LayerWindow:
 
     @property
     def is_full(self) -> bool:
-        """Whether a token attends to all tokens before it."""
+        """Whether a token attends to all earlier tokens."""
         return self.limit is None
 
     @property
     def limit(self) -> int | None:
-        """The largest number of tokens that one token attends to; None if there is no limit."""
+        """The largest number of tokens to which one token attends; None if there is no limit."""
         limits = [limit for limit in (self.size, self.chunk) if limit is not None]
         return min(limits, default=None)
 
@@ -39,20 +40,20 @@ class LayerWindow:
 class LayerSpec:
     """The properties of one attention layer of a model.
 
-    The properties are recorded when the probe runs the model once.
-
-    The n-th call of every forward pass belongs to the same layer. The attribute `layer_idx` of
-    transformers' modules is not correct in all models, so it is not used.
+    When a model is loaded, a probe runs the model once and records the properties. The n-th
+    attention call of every forward pass belongs to the n-th layer. The attribute `layer_idx` of
+    transformers' modules is not used, because it is wrong in some models.
 
     Attributes:
         num_heads: the number of query heads.
-        num_kv_heads: the number of key and value heads; it divides num_heads.
+        num_kv_heads: the number of key and value heads. num_heads is a multiple of this number.
         key_dim: the size of one query or key head.
         value_dim: the size of one value head.
         window: the attention window.
-        softcap: a score s becomes softcap * tanh(s / softcap). None leaves scores unchanged.
+        softcap: each score s is replaced by softcap * tanh(s / softcap). None leaves the scores
+            unchanged.
         has_sinks: whether each head has an attention sink. A sink is an additional score in the
-            softmax. This score belongs to no token.
+            softmax that belongs to no token.
     """
 
     num_heads: int
@@ -64,11 +65,12 @@ class LayerSpec:
     has_sinks: bool = False
 
     def bytes_per_token(self, itemsize: int, scale_bytes: int = 0) -> int:
-        """Return how many bytes one token needs in this layer's KV cache.
+        """Return the number of bytes that one token needs in this layer's KV cache.
 
         Args:
-            itemsize: the bytes of one number.
-            scale_bytes: the bytes of the factor that is stored with each key and each value vector.
+            itemsize: the number of bytes of one stored number.
+            scale_bytes: the number of bytes of a scale factor. Each key vector and each value
+                vector has one factor.
         """
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * itemsize + 2 * scale_bytes)
 
@@ -78,8 +80,8 @@ class LayerGroups:
     """The groups into which a model's attention layers are divided; see core/blocks/window.py.
 
     A block stores the keys and values of one group. A group may have fewer layers than a block has
-    places. Example: four layers with full attention (F) or a window (W), in the order W, W, W, F.
-    With two places in a block, there are three groups:
+    places. Example: a model has four layers. The first three layers have a window (W), and the last
+    layer has full attention (F). A block has two places. Then there are three groups:
 
         group 0   F, empty place       places ((1, 0), (1, 1), (2, 0), (0, 0))
         group 1   W, W
@@ -101,7 +103,7 @@ class LayerGroups:
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """Return the attention window of a group of layers; None without a limit."""
+    """Return the attention window of a group of layers; None if at least one layer has no limit."""
     if not layers or any(layer.window.is_full for layer in layers):
         return None
     windows = dict.fromkeys(layer.window for layer in layers)
@@ -109,5 +111,5 @@ def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
 
 
 def single_group(layers: Sequence[LayerSpec]) -> LayerGroups:
-    """Return the division in which all layers form one group."""
+    """Return a `LayerGroups` in which all layers form one group."""
     return LayerGroups((attention_window_of(layers),), tuple((0, i) for i in range(len(layers))))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference implementation of paged attention in plain torch. Kernels are compared with it.
+"""The reference implementation of paged attention in plain torch.
 
-Decodes of similar length are computed by one gather and two batched matrix products. A prefill is
-one call of torch's fused attention. If the layer has a softcap or sinks, which the fused attention
-does not support, the prefill is computed in slices of queries.
+The results of the kernels are compared with the results of this implementation. Decodes of similar
+length are computed by one gather and two batched matrix products. A prefill is one call of torch's
+fused attention. The fused attention does not support softcaps and sinks. If the layer has one of
+these, the prefill is computed in slices of queries.
 """
 
 import torch
@@ -14,13 +15,12 @@ from nereid_backend.attention.attention_batch import AttentionBatch, Prefill
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
-# The limits on the slices in which a prefill is computed: the number of scores and the number of
-# queries.
+# A slice of a prefill has at most _MAX_SCORES scores and at most _MAX_ROWS queries.
 _MAX_SCORES = 2**25
 _MAX_ROWS = 64
 
-# The type of a step's query, key and value. The key and the value are None if they are read from
-# the cache.
+# The type of a tuple with the query, key and value of a step. The key and the value are None if
+# they are read from the cache.
 StepInputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -41,11 +41,11 @@ def attend(
         inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
             key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the key and the value are
             None, they are read from the cache.
-        layer: the index of the layer in the cache, and its properties.
-        cache: the KV cache, including the keys and values of this step.
+        layer: the index of the layer in the cache, and the properties of the layer.
+        cache: the KV cache. It contains the keys and values of this step.
         batch: the metadata of the step.
-        scale: the factor of the scores.
-        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
 
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
@@ -68,8 +68,7 @@ def _attend_decodes(
 ) -> Tensor:
     """Return the attention of a step's decodes, [num_decodes, num_heads, value_dim].
 
-    The decodes are the first tokens of `query`. The keys and values of all their tokens, including
-    the new ones, are read from the cache.
+    The decodes are the first tokens of `query`. All keys and values are read from the cache.
     """
     number, spec = layer
     rows = query[:, : batch.num_decodes].transpose(0, 1)
@@ -119,9 +118,9 @@ def _prefill_keys(
     """
     query, key, value = inputs
     number, spec = layer
-    # If the cache stores rounded numbers, read the new keys and values from the cache, too.
-    # Attention then uses the rounded numbers of all tokens, so the answer does not depend on how a
-    # prompt is divided into chunks.
+    # If the cache stores rounded numbers, the new keys and values are also read from the cache.
+    # Attention then uses rounded numbers for all tokens. Therefore, the answer does not depend on
+    # the division of a prompt into chunks.
     is_exact = cache.keys[number].dtype == query.dtype
     if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
         tokens = slice(prefill.start, prefill.end)
@@ -139,15 +138,15 @@ def _prefill(
 ) -> Tensor:
     """Return the attention of several new tokens of one sequence.
 
-    The result is [1, num_heads, q, value_dim].
+    If `mask` is None, the sequence has no cached tokens, and each token attends to itself and to
+    all earlier tokens.
 
     Shapes: query [1, num_heads, q, key_dim], key and value [1, num_kv_heads, k, dim], mask [q, k]
-    bool. If there is no mask, the sequence has no cached tokens. Each token then attends to itself
-    and to all tokens before itself.
+    bool. The result is [1, num_heads, q, value_dim].
     """
     query, key, value = inputs
-    # On a CPU, torch's fused attention computes bfloat16 no faster than float32. Batched matrix
-    # products in bfloat16 take one half to two thirds of that time.
+    # On a CPU, torch's fused attention is not faster in bfloat16 than in float32. Batched matrix
+    # products in bfloat16 take only one half to two thirds of the time of the fused attention.
     is_slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
     if spec.softcap is None and sinks is None and not is_slow:
         return functional.scaled_dot_product_attention(
@@ -174,9 +173,9 @@ def _prefill_in_slices(
 ) -> Tensor:
     """Compute the attention of a prefill for a few queries at a time, to save memory.
 
-    The arguments and the result are those of `_prefill`. Example: 1000 queries, of which 400 fit
-    into a slice, are computed as the queries 0 to 399, 400 to 799 and 800 to 999. If no earlier
-    tokens are cached, the first slice needs only the keys 0 to 399.
+    See `_prefill` for the arguments and the result. Example: a prefill has 100 queries, and a slice
+    can have 40 queries. The slices contain the queries 0 to 39, 40 to 79 and 80 to 99. If no tokens
+    are cached, the first slice reads only the keys 0 to 39.
     """
     query, key, value = inputs
     num_queries = query.shape[2]
@@ -206,17 +205,17 @@ def _stepwise(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute the attention of some sequences as the definition of attention says.
+    """Compute the attention of some sequences step by step: scores, softmax and weighted values.
 
     The softmax is computed in float32.
 
-    Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim], bias
-    broadcastable to [n, 1, q, k] float32. The result is [n, num_heads, q, value_dim].
+    Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim]. `bias` is
+    float32 and can be broadcast to [n, 1, q, k]. The result is [n, num_heads, q, value_dim].
     """
     query, key, value = inputs
     count, num_heads, num_queries, dim = query.shape
     num_kv_heads = key.shape[1]
-    # Query heads that share a key head become rows of the same matrix product.
+    # The query heads that share a key head become rows of one matrix product.
     grouped = query.reshape(count, num_kv_heads, -1, dim)
     scores = (grouped @ key.transpose(2, 3)).float().mul_(scale)
     scores = scores.view(count, num_heads, num_queries, -1)

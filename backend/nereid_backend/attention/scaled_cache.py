@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache that stores each number in 8 bits, with one factor for each vector.
+"""A KV cache that stores 8-bit numbers, and one factor for each vector.
 
-The cache needs half of the memory of bfloat16 and a quarter of the memory of float32.
-
-Each key vector and each value vector has its own factor, so a stored vector does not depend on the
-other vectors of its block. int8_cache.py and float8_cache.py define the meaning of the 8 bits.
+The cache needs about half of the memory of a bfloat16 cache. Each key vector and each value vector
+has its own factor, so a stored vector does not depend on the other vectors of its block.
+int8_cache.py and float8_cache.py define the formats of the 8-bit numbers.
 """
 
 from collections.abc import Sequence
@@ -18,16 +17,16 @@ from nereid_backend.attention.layers import LayerGroups, LayerSpec
 
 
 class ScaledKVCache(KVCache):
-    """A KV cache that stores each key and value vector as 8-bit numbers and a factor.
+    """A KV cache that stores each key and each value as a vector of 8-bit numbers and a factor.
 
-    The stored numbers times the factor are the restored vector.
+    The restored vector is the product of the stored vector and its factor.
 
     Attributes:
-        stored_dtype: the data type of the stored tensors. Zero must consist of zero bits.
-        dtype: the data type in which keys and values are read.
-        key_scales: one tensor of factors for each layer, [num_blocks + 1, num_kv_heads, block_size]
-            float32.
-        value_scales: the factors of the values, with the same shapes.
+        stored_dtype: the data type of the stored tensors. All bits of the number 0 must be 0.
+        dtype: the data type of the restored keys and values.
+        key_scales: the factors of the keys. There is one tensor for each layer,
+            [num_blocks + 1, num_kv_heads, block_size] float32.
+        value_scales: the factors of the values. The tensors have the same shapes as in key_scales.
     """
 
     stored_dtype: ClassVar[torch.dtype]
@@ -63,13 +62,13 @@ class ScaledKVCache(KVCache):
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Round vectors to 8-bit numbers, and return these numbers with their factors.
+        """Round vectors to 8-bit numbers, and return the rounded vectors and their factors.
 
         Example for int8: [1.0, -2.0] gives [64, -127] and the factor 2 / 127.
 
         Args:
-            numbers: [..., dim]. If a number is not finite, the factor of its vector is NaN, so that
-                the error is visible in the answer.
+            numbers: [..., dim]. If a number is not finite, the factor of its vector is NaN.
+                Attention then gives NaN, so the error is noticed.
 
         Returns:
             The stored vectors [..., dim], and the factors [...] float32.
@@ -82,12 +81,15 @@ class ScaledKVCache(KVCache):
 
         Args:
             stored: the stored vectors, [..., dim].
-            scales: their factors, [...] float32.
+            scales: the factors of the vectors, [...] float32.
         """
         raise NotImplementedError
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
-        """Round and write the keys and values of one step; see `KVCache.store`."""
+        """Round the keys and values of one step, and write them into the cache of one layer.
+
+        `KVCache.store` documents the arguments.
+        """
         keys, key_scales = self.rounded(key)
         values, value_scales = self.rounded(value)
         super().store(layer, keys, values, rows)
@@ -108,9 +110,9 @@ class ScaledKVCache(KVCache):
         return [*super().tensors(), *scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        """Convert vectors that were gathered from `rows` back to the model's dtype.
+        """Convert stored vectors back to the model's dtype. They were gathered from `rows`.
 
-        `scales` contains the factors of the whole cache.
+        `scales` contains the factors of all vectors of the layer.
         """
         row_scales = scales.view(-1, scales.shape[2]).index_select(0, rows.reshape(-1))
         return self.restored(stored, row_scales.view(stored.shape[:3])).to(self.dtype)
@@ -119,22 +121,23 @@ class ScaledKVCache(KVCache):
 def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Scale vectors so that the largest absolute number of each vector becomes `top`.
 
-    Example: with top 127, the vector [1.0, -2.0] gives [63.5, -127.0] and the factor 2 / 127.
+    Example: with top=127, the vector [1.0, -2.0] gives [63.5, -127.0] and the factor 2 / 127.
 
     Args:
         top: the largest absolute number after scaling.
         numbers: [..., dim].
 
     Returns:
-        The scaled vectors [..., dim] and the factors that restore them [...], both float32. If a
-        number is not finite, the factor of its vector is NaN.
+        The scaled vectors, [..., dim] float32, and the factors by which they must be multiplied to
+        restore the original vectors, [...] float32. If a number is not finite, the factor of its
+        vector is NaN.
     """
     wide = numbers.float()
     largest = wide.abs().amax(-1)
     largest = torch.where(largest.isfinite(), largest, float("nan"))
     restoring_factors = largest / top
     scaling_factors = torch.where(largest > 0, top / largest, 0.0)
-    # Replace numbers that are not finite by 0, because integers cannot represent NaN. The factor is
-    # still NaN, so the restored vector is NaN.
+    # Integers cannot represent NaN and infinity, so these numbers are replaced by 0. The factor is
+    # NaN, so the restored vector is NaN, too.
     scaled = (wide * scaling_factors.unsqueeze(-1)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return scaled, restoring_factors

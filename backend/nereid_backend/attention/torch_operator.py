@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention as a torch operator, so that torch can trace and compile a model.
 
-The metadata of a step cannot pass through a traced graph. The operator therefore reads the metadata
-from a thread-local variable that `serving` sets. If the cache is a CpuKVCache, compiled models call
-the kernels without Python (cpu_shim.cpp).
+The metadata of a step cannot be an argument of a traced graph. Therefore, `serving` stores the
+metadata in a thread-local variable, and the operator reads this variable. If the cache is a
+CpuKVCache, compiled models call the kernels without Python (cpu_shim.cpp).
 """
 
 import threading
@@ -42,7 +42,7 @@ class TracedForward:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Compute an attention call; see `AttentionForward`."""
+        """Compute one attention call; see `AttentionForward`."""
         number = self._num_calls
         self._num_calls += 1
         output: Tensor = torch.ops.nereid.paged_attend(
@@ -54,11 +54,10 @@ class TracedForward:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float
 ) -> Tensor:
-    """Compute the attention of one layer of a step; shapes as in `AttentionForward`.
+    """Compute the attention of one layer in the running step.
 
-    `layer` is the number of the layer.
-
-    The inputs may have more rows than the step has tokens. The outputs of surplus rows are zero.
+    `layer` is the index of the layer. `AttentionForward` documents the shapes. The inputs may have
+    more rows than the step has tokens. The outputs of the surplus rows are zero.
     """
     forward: PagedForward | None = getattr(_current, "forward", None)
     if forward is None:
@@ -82,7 +81,7 @@ def _attend_meta(
     layer: int,  # noqa: ARG001
     scale: float,  # noqa: ARG001
 ) -> Tensor:
-    """Return an uninitialised output of the right shape, which torch needs for tracing."""
+    """Return an uninitialised tensor with the shape of the output. torch uses it for tracing."""
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 

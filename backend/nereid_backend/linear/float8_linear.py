@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers for GPUs. The weights are stored as 8-bit floating point numbers (e4m3).
 
-The weights take half of the memory of bfloat16. Each call also rounds its input to e4m3, because
-the GPU multiplies two matrices of e4m3. If the device supports it, each output of the weight and
-each row of the input has its own scale. Otherwise, each matrix has one scale.
+The weights need half of the memory of bfloat16 weights. Each call also rounds its input to e4m3,
+because the GPU multiplies two e4m3 matrices. If the device supports scales for each row, each row
+of the weight (one output) and each row of the input has its own scale. Otherwise, each matrix has
+one scale.
 
-docs/history/gpu-kernels.md has the rounding errors. The speed has not been measured on a GPU.
+docs/history/gpu-kernels.md contains the rounding errors. The speed has not been measured on a GPU.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from nereid_backend.linear.prepack import change_class, shared_weights
 _DTYPE = torch.float8_e4m3fn
 # The largest number that the format e4m3 can represent.
 _LARGEST = 448.0
-# The smallest scale. A row of zeros has this scale, so that no number is divided by zero.
+# The smallest scale. A row of zeros gets this scale, so that its numbers are not divided by 0.
 _MIN_SCALE = 1e-12
 # The numbers of rows and columns of the matrices must be multiples of this number.
 _MULTIPLE = 16
-# The largest accepted relative error of a matrix product in the check at load. Rounding to 3
-# mantissa bits causes an error of 0.04, and a wrong scale causes an error of more than 0.3.
+# When a model is loaded, a matrix product is checked. Its relative error may be at most this
+# number. Rounding to 3 mantissa bits causes an error of 0.04, and a wrong scale causes an error of
+# more than 0.3.
 _TOLERANCE = 0.1
 
 
@@ -43,8 +45,8 @@ class Float8Product:
 
         The scales have the shape [rows, 1], or [] if the matrix has one scale.
 
-        Example for one scale: [[1.0, -4.48]] becomes [[100, -448]] with the scale 0.01; 100 is then
-        rounded to 96.
+        Example with one scale: the matrix is [[1.0, -4.48]], so the scale is 0.01. The division by
+        the scale gives [[100, -448]]. The nearest e4m3 numbers are [[96, -448]].
         """
         wide = matrix.float()
         largest = wide.abs().amax(1, keepdim=True) if self.has_row_scales else wide.abs().amax()
@@ -57,12 +59,12 @@ class Float8Product:
         Args:
             rows: [num_rows, in_features], in the model's data type.
             weight: [out_features, in_features] e4m3.
-            weight_scales: the scales of the weight, from `rounded`.
+            weight_scales: the scales of the weight, as `rounded` returned them.
         """
         numbers, scales = self.rounded(rows)
         if self.has_row_scales:
             weight_scales = weight_scales.t()
-        # torch computes a product with one scale for each row only with a bfloat16 result.
+        # With one scale for each row, torch supports only bfloat16 results.
         dtype = torch.bfloat16 if self.has_row_scales else rows.dtype
         product: Tensor = torch._scaled_mm(
             numbers, weight.t(), scale_a=scales, scale_b=weight_scales, out_dtype=dtype
@@ -71,10 +73,11 @@ class Float8Product:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer for inference whose weight is stored as e4m3.
+    """A linear layer for inference. The weight is stored as e4m3.
 
-    `weight` has the original shape, dtype and device, but its numbers are NaN. Model code that
-    reads the numbers instead of calling the layer then gives NaN, which the self-check detects.
+    The attribute `weight` contains only NaN. It has the original shape, dtype and device. Some
+    model code reads `weight` instead of calling the layer. The result of such code is NaN, and the
+    self-check detects the NaN.
 
     Attributes:
         stored: [out_features, in_features] e4m3.
@@ -87,7 +90,7 @@ class Float8Linear(nn.Linear):
     product: Float8Product
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out_features] for [..., in_features], in the input's dtype."""
+        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
         rows = input.reshape(-1, self.in_features)
         output = self.product.multiply(rows, self.stored, self.scales)
         output = output.view(*input.shape[:-1], self.out_features)
@@ -95,11 +98,10 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate method by which a device can multiply e4m3 matrices.
+    """Return the most accurate method that a device supports for multiplying e4m3 matrices.
 
-    Return None if no method works on the device.
-
-    Each method is tried on a small product and compared with the exact result.
+    Return None if the device supports no method. Each method is tested: a small product is computed
+    and compared with the exact product.
 
     Args:
         device: the device that computes the product.
@@ -125,12 +127,12 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
 def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
     """Replace the weights of a model's linear layers by weights in the format e4m3.
 
-    The output layer keeps its weight, because rounding this weight would change all logits
-    directly. A layer also keeps its weight if another layer uses the same weight, or if the sizes
-    of the layer are not multiples of 16.
+    The output layer is not converted, because rounding its weight would change all logits directly.
+    A layer is also not converted if another layer shares its weight, or if a size of the layer is
+    not a multiple of 16.
 
     Args:
-        model: the model. Mutated; it can then neither be trained nor saved.
+        model: the model. Mutated. Afterwards, the model cannot be trained or saved.
         product: the method by which the device multiplies matrices; see `find_product`.
 
     Returns:

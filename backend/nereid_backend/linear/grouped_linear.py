@@ -5,10 +5,10 @@ A group consists of `group_size` consecutive weights of one output. The weights 
 
     weight[o][i] = (value[o][i] - zero[o][g]) * scale[o][g]        with g = i // group_size
 
-The integers are not dequantised in memory, so a step reads a quarter (4 bits) or half (8 bits) of
-the bytes of bfloat16 weights. The C++ kernel (cpu_grouped.cpp) also converts the inputs of the
-layer to 8-bit integers, with one scale for each row and group. The output of a row has the same
-bits whether the row is computed alone or with other rows.
+The dequantised weights are never stored in memory. Compared with bfloat16 weights, a step therefore
+reads a quarter of the bytes (4 bits) or half of the bytes (8 bits). The C++ kernel
+(cpu_grouped.cpp) also converts the inputs of the layer to 8-bit integers, with one scale for each
+row and group. The output of a row is bitwise identical for any number of other rows in the call.
 """
 
 import ctypes
@@ -26,25 +26,24 @@ LANES = 16
 # The number of inputs that a kernel multiplies at once. Every group size is a multiple of this
 # number.
 UNIT = 8
-# The largest size of the groups in which weights and activations are quantised. A large activation
-# makes the other activations in its group less accurate. Groups above this size are therefore
-# divided.
+# The largest number of inputs in a group. A larger group is divided, because one large activation
+# makes all other activations in its group less accurate.
 _MAX_GROUP_SIZE = 128
-# The number of outputs that are packed at a time. It is a multiple of LANES.
+# The number of outputs that are packed at a time. It must be a multiple of LANES.
 _SLICE_ROWS = 256
 
 
 class GroupedLinear(nn.Linear):
     """A linear layer for inference on a CPU. The weights are 4-bit or 8-bit integers.
 
-    `weight` has the original shape, but contains NaN unless other layers share the weight; see
+    If no other layer shares the weight, the attribute `weight` contains only NaN; see
     `PackedLinear`.
 
     Attributes:
         values: the integers as uint8, in panels of 16 outputs; see `pack_values`.
         scales: float16 [panels, groups, 16].
-        zeros: float16 [panels, groups, 16]; None if the zero of every group is the middle of the
-            range (8 for 4 bits, 128 for 8 bits).
+        zeros: float16 [panels, groups, 16]. None means that the zero of every group is the middle
+            of the range (8 for 4 bits, 128 for 8 bits).
         bits: the number of bits of an integer, 4 or 8.
         group_size: the number of inputs that share a scale.
     """
@@ -69,31 +68,33 @@ class GroupedLinear(nn.Linear):
         """Create a layer from the integers and scales of a quantised checkpoint.
 
         Args:
-            values: [out_features, in_features], one integer in each element: uint8 from 0 to
-                2**bits - 1, or int8 from -2**(bits - 1) to 2**(bits - 1) - 1.
-            scales: [out_features, groups], of any floating data type. `groups` is in_features /
-                group_size, rounded up.
-            zeros: [out_features, groups], the zero of each group in the range of `values`, integers
-                or floating. None means the middle of the range: 0 for int8, 2**(bits - 1) for
-                uint8.
-            group_size: the number of inputs that share a scale: a multiple of 8, or at least
-                in_features (one scale for each output).
+            values: [out_features, in_features], one integer in each element. The integers are
+                either uint8 from 0 to 2**bits - 1, or int8 from -2**(bits - 1) to
+                2**(bits - 1) - 1.
+            scales: [out_features, groups], any floating-point dtype. The number of groups is
+                in_features / group_size, rounded up.
+            zeros: [out_features, groups], the zero of each group in the range of `values`. Any
+                integer or floating-point dtype is accepted. None means the middle of the range: 0
+                for int8, or 2**(bits - 1) for uint8.
+            group_size: the number of inputs that share a scale. It must be a multiple of 8, or at
+                least in_features, so that each output has one scale.
             bits: 4 or 8.
-            bias: [out_features]; None if the layer has none.
+            bias: [out_features]; None if the layer has no bias.
 
         Raises:
             ValueError: if the shapes do not match, or if the group size is not supported.
 
-        Example: values [[3, -8]] of int8 with scales [[0.5]] and bits=4 are the weights [1.5, -4].
+        Example: `values` is [[3, -8]] (int8), `scales` is [[0.5]], and bits=4. The layer has the
+        weights [[1.5, -4]].
         """
         out_features, in_features = values.shape
         _check(values, scales, zeros, group_size, bits)
-        # The constructor of nn.Linear would allocate and initialise a weight of the given sizes.
+        # With the real sizes, the constructor of nn.Linear would allocate and initialise a weight.
         layer = cls(1, 1, bias=False)
         layer.in_features = in_features
         layer.out_features = out_features
-        # The expanded tensor takes almost no memory, because all its elements are the same number
-        # in memory.
+        # The expanded tensor needs almost no memory, because it stores a single number for all
+        # elements.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -110,7 +111,7 @@ class GroupedLinear(nn.Linear):
         *,
         bits: int,
     ) -> None:
-        """Pack and store integers, scales and zeros; see `from_quantised`."""
+        """Pack and store the integers, scales and zeros of all outputs; see `from_quantised`."""
         self.allocate_panels(values.shape[1], group_size, bits=bits, has_zeros=zeros is not None)
         # The outputs are processed in slices, so that the temporary copies need little memory.
         for start in range(0, len(values), _SLICE_ROWS):
@@ -122,14 +123,15 @@ class GroupedLinear(nn.Linear):
     def allocate_panels(
         self, in_features: int, group_size: int, *, bits: int, has_zeros: bool
     ) -> None:
-        """Allocate the memory for the integers that `store_rows` will store.
+        """Allocate the memory for the integers, scales and zeros that `store_rows` will store.
 
-        The arguments are those of `from_quantised`. `has_zeros` is whether the groups have zeros.
+        `from_quantised` documents the arguments. `has_zeros` is True if the groups have zeros.
         Mutates: the layer.
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # The layer divides each group into this number of smaller groups with the same scale.
+        # Each group of the arguments is divided into this number of smaller groups with the same
+        # scale.
         self._repeats = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)
         num_groups = _divide_up(in_features, self.group_size)
@@ -148,24 +150,24 @@ class GroupedLinear(nn.Linear):
         Mutates: the layer.
 
         Args:
-            start: the index of the first output, a multiple of 16. The number of outputs must also
-                be a multiple of 16, unless the call stores the last outputs of the layer.
+            start: the index of the first output. It must be a multiple of 16. The number of outputs
+                must also be a multiple of 16, unless the call stores the last outputs of the layer.
             values: see `from_quantised`.
             scales: see `from_quantised`.
             zeros: see `from_quantised`.
         """
         # The layer stores unsigned integers.
         offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
-        # A negative int8 number becomes a uint8 number of at least 128, and the addition overflows
-        # to the right result.
+        # `view` turns a negative int8 number into a uint8 number of at least 128. The addition then
+        # overflows, and the result is correct. Example: -3 becomes 253, and 253 + 128 gives 125.
         unsigned = values.view(torch.uint8) + offset if offset else values
         num_groups = self.scales.shape[1]
         first_panel = start // LANES
         panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
 
         def panels_of(group_values: Tensor) -> Tensor:
-            # If the last group is incomplete, it needs fewer than `_repeats` copies of its scale.
-            # The slice drops the surplus copies.
+            # An incomplete last group needs fewer than `_repeats` copies of its scale. The slice
+            # removes the surplus copies.
             repeated = group_values.repeat_interleave(self._repeats, dim=1)[:, :num_groups]
             return _panels_of_groups(repeated)
 
@@ -183,7 +185,7 @@ class GroupedLinear(nn.Linear):
         return weights[: self.out_features, : self.in_features]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out_features] for [..., in_features], in the input's dtype."""
+        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
         bias: Tensor | None = self.bias
         if bias is not None and bias.dtype != input.dtype:
             bias = bias.to(input.dtype)
@@ -197,7 +199,10 @@ class GroupedLinear(nn.Linear):
         return linear(input, *arguments, *sizes)
 
     def _by_input(self, of_groups: Tensor) -> Tensor:
-        """Return the scale or the zero of each weight, [panels * 16, groups * group_size]."""
+        """Convert scales or zeros of groups to one number for each weight.
+
+        The result is [panels * 16, groups * group_size].
+        """
         rows = of_groups.float().transpose(1, 2).reshape(-1, of_groups.shape[1])
         return rows.repeat_interleave(self.group_size, dim=1)
 
@@ -221,7 +226,7 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
         values: see `GroupedLinear`.
         scales: see `GroupedLinear`.
         zeros: see `GroupedLinear`.
-        bias: [out_features], of the dtype of x; None if the layer has none.
+        bias: [out_features], with the dtype of x; None if the layer has no bias.
         bits: see `GroupedLinear`.
         group_size: see `GroupedLinear`.
         out_features: the number of outputs, without the padding of the last panel.
@@ -263,28 +268,29 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
 
 
 def _linear_meta(x: Tensor, *arguments: Any) -> Tensor:  # noqa: ANN401 - as `linear`
-    """Return an uninitialised output of the right shape, which torch needs for tracing."""
+    """Return an uninitialised tensor with the shape of the output. torch uses it for tracing."""
     return x.new_empty(*x.shape[:-1], arguments[-1])
 
 
 def is_available() -> bool:
-    """Return whether the kernel exists for the instruction set of this machine."""
+    """Return whether the kernel exists for the instruction set of this processor."""
     return has_kernels() and bool(kernels().nereid_has_grouped_linear())
 
 
 def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     """Rearrange unsigned integers [out_features, in_features] for the kernels.
 
-    16 outputs are one panel. Outputs and inputs are padded with zeros to whole panels and groups.
-    With 8 bits, four inputs of one output are adjacent: [panels, inputs / 4, 16, 4]. With 4 bits, a
-    byte contains two inputs of a unit of eight inputs, input j in the lower half and input j + 4 in
-    the upper half: [panels, inputs / 8, 16, 4].
+    16 outputs form one panel. The outputs are padded with zeros to whole panels, and the inputs are
+    padded with zeros to whole groups. With 8 bits, the result is [panels, inputs / 4, 16, 4], so
+    four inputs of one output are adjacent. With 4 bits, the result is [panels, inputs / 8, 16, 4].
+    Each byte then contains two of eight inputs: input j in the lower half of the byte, and input
+    j + 4 in the upper half.
 
     Example: with 4 bits, the inputs [1, 2, 3, 4, 5, 6, 7, 8] of one output become the bytes
     [0x51, 0x62, 0x73, 0x84].
     """
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
-    # Skip `pad` if no padding is needed, because it would copy the values.
+    # `pad` copies the values, so it is called only if padding is needed.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
     units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
     if bits == 4:
@@ -293,7 +299,7 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
 
 
 def unpack_values(packed: Tensor, bits: int) -> Tensor:
-    """Return the integers that `pack_values` packed, as uint8 [panels * 16, padded inputs]."""
+    """Undo `pack_values`. The result is uint8 [panels * 16, padded inputs]."""
     if bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1, 2)
     return packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
@@ -309,14 +315,14 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 
 
 def _used_group_size(group_size: int, in_features: int) -> int:
-    """Return the size of the groups that the layer stores for groups of `group_size` inputs.
+    """Return the number of inputs in a stored group, if a checkpoint has groups of `group_size`.
 
-    A group of more than 128 inputs is divided into smaller groups of equal size. This size is a
-    multiple of 8. Each smaller group gets a copy of the scale. A group that covers the whole row
-    may be divided into groups of 128 inputs. The last of these groups is then incomplete.
+    A group of more than 128 inputs is divided into smaller groups of equal size. Their size is a
+    multiple of 8. Each smaller group gets a copy of the scale. If one group covers the whole row,
+    it is divided into groups of 128 inputs, and the last of these groups may be incomplete.
 
-    Examples: groups of 192 inputs are stored as groups of 96. One group of 300 inputs is stored as
-    groups of 128, and one group of 20 inputs as a group of 24.
+    Examples: groups of 192 inputs are stored as groups of 96 inputs. A row with one group of 300
+    inputs is stored in groups of 128 inputs. A row with one group of 20 inputs is padded to 24.
     """
     if group_size >= in_features:
         padded_row = _divide_up(in_features, UNIT) * UNIT

@@ -5,13 +5,13 @@ An adapter has two small matrices for a linear layer with the weight W:
 
     output = W x + up (down x)        down is [rank, in_features], up is [out_features, rank]
 
-On a CPU, a kernel adds the products of the adapters (native_adapters.py). On other devices, a
-forward hook of each layer adds them with torch, as follows.
+On a CPU, a kernel adds the products of the adapters (native_adapters.py). On other devices, each
+layer has a forward hook that adds the products with torch, as follows.
 
-One step computes requests with different adapters. The matrices of all adapters of the step are
-joined along their ranks, so that a layer needs two products for any number of adapters. Between the
-two products, a mask sets numbers to zero. In each row, only the numbers of the adapter of the row's
-request remain:
+One step can compute requests with different adapters. The matrices of all these adapters are
+concatenated along their ranks. A layer then needs only two products for any number of adapters.
+Each row belongs to one request. Between the two products, a mask sets the numbers of all adapters
+except the adapter of this request to zero:
 
     rows x          times all down     masked                 times all up
     request with a  [1 2 | 3 4 5]      [1 2 | 0 0 0]          the product of adapter a
@@ -19,10 +19,11 @@ request remain:
     other request   [1 2 | 3 4 5]      [0 0 | 0 0 0]          zero
 
 Merged layers have the same input (merged_linear.py), so the first matrices of these layers are also
-joined. The first layer of a group then computes the masked numbers for all layers of the group.
+concatenated. The first layer of a group then computes the masked numbers for all layers of the
+group.
 
-The layer itself stays unchanged, so an adapter works with every class of linear layer: packed,
-merged and quantised layers.
+The hook does not change the layer itself, so adapters work with all classes of linear layers,
+including packed, merged and quantised layers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -49,11 +50,12 @@ from nereid_backend.linear.native_adapters import (
 from nereid_backend.linear.native_linear import NativeLinear
 from nereid_backend.linear.prepack import prepack_linears
 
-# The number of copies of an adapter's matrices in memory, for a layer outside of `NativeAdapters`.
+# The number of copies of an adapter's matrices in memory, for layers that `NativeAdapters` does not
+# contain.
 _COPIES = 2
-# The joined matrices of an earlier step are reused even if they contain more adapters than this
-# step needs. The total rank of these matrices may be at most this number times the rank that the
-# step needs.
+# The joined matrices of an earlier step can contain more adapters than the present step needs. They
+# are used again if their total rank is at most this number times the total rank of the needed
+# adapters.
 _MAX_UNUSED = 2
 
 
@@ -62,11 +64,10 @@ class _Group:
     """Linear layers with the same input, and the adapters' first matrices for these layers.
 
     Attributes:
-        down: the layer with the first matrices of all linear layers and adapters.
-        ranks: for each linear layer, and for each adapter of the step in order, the number of rows
-            in the first matrix.
+        down: a layer whose weight contains the first matrices of all linear layers and adapters.
+        ranks: one tuple for each linear layer. The tuple contains the rank of each joined adapter.
         input: the last input of the linear layers in this step; None before the first call.
-        hidden: the masked product of `down` and `input`, [rows, sum of ranks].
+        hidden: the masked output of `down` for `input`, [rows, sum of ranks].
     """
 
     down: nn.Linear
@@ -75,7 +76,7 @@ class _Group:
     hidden: Tensor | None = None
 
     def clear(self) -> None:
-        """Delete the last input and the last product, so that the memory of both is freed."""
+        """Delete the last input and the last product, so that their memory is freed."""
         self.input = self.hidden = None
 
 
@@ -85,8 +86,8 @@ class _Joined:
 
     Attributes:
         group: the group of the linear layer.
-        columns: the columns of the group's product that belong to the linear layer.
-        up: the layer with the second matrices.
+        columns: the columns of `_Group.hidden` that belong to the linear layer.
+        up: a layer whose weight contains the second matrices of all adapters.
     """
 
     group: _Group
@@ -97,13 +98,14 @@ class _Joined:
 def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
     """Join the matrices of several adapters for linear layers with the same input.
 
-    The first matrices (`down`) of all layers become one layer, and the second matrices (`up`) of
-    each linear layer become one layer. Example: two adapters of the ranks 2 and 3 change q_proj and
-    k_proj. The joined first matrix has 10 rows, and each joined second matrix has 5 columns.
+    The first matrices (`down`) of all linear layers are concatenated to one matrix. The second
+    matrices (`up`) are concatenated separately for each linear layer. Example: two adapters with
+    the ranks 2 and 3 change q_proj and k_proj. The joined first matrix has 10 rows, and each joined
+    second matrix has 5 columns.
 
     Args:
-        pairs: the matrices of each adapter, for each linear layer. An item is None if the adapter
-            does not change the layer.
+        pairs: one list for each linear layer. The list contains the matrices of each adapter, or
+            None for each adapter that does not change the layer.
 
     Returns:
         The joined matrices of each linear layer.
@@ -112,7 +114,7 @@ def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
     all_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     all_up = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
     layers = nn.ModuleList([_linear(all_down), *map(_linear, all_up)])
-    # On a CPU, packed layers compute such narrow matrices several times faster than torch.
+    # On a CPU, packed layers multiply such narrow matrices several times as fast as torch.
     prepack_linears(layers)
     down, *ups = cast("list[nn.Linear]", list(layers))
     ranks = tuple(
@@ -135,31 +137,31 @@ class LoraLayers:
         """Create an object without adapters for a model."""
         self._model = model
         self._device = next(model.parameters()).device
-        # The matrices of the adapters, for the layers that do not belong to `_native`.
+        # For each adapter, the matrices of the layers that `_native` does not contain.
         self._weights: dict[Adapter, AdapterWeights] = {}
         # The rank of each adapter, summed over all layers in `_weights`.
         self._total_ranks: dict[Adapter, int] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         # For each adapter, the layers that need a forward hook.
         self._hooked: dict[Adapter, list[str]] = {}
-        # The adapters whose matrices are joined at the moment, and the joined matrices of each
-        # layer.
+        # The adapters whose matrices are joined at present, and the joined matrices of each layer.
         self._adapters: tuple[Adapter, ...] = ()
         self._joined: dict[str, _Joined] = {}
-        # For each row of the running step, the index of its adapter in `_adapters`, or -1 for a row
-        # without an adapter. None outside of a step, and if the step needs no hooks.
+        # For each row of the running step, the index of its adapter in `_adapters`. The index is -1
+        # for a row without an adapter. None while no step is running, and also if the running step
+        # needs no hooks.
         self._owners: Tensor | None = None
-        # For each chunk of the running step, the index of its adapter; see `_owners`.
+        # For each chunk of the running step, the index of its adapter in `_adapters`, or -1.
         self._chunk_owners = np.zeros(1, dtype=np.int64)
-        # The masks of the running step, by the arguments of `_mask`.
+        # The masks of the running step. A key contains the arguments of `_mask`.
         self._masks: dict[tuple[tuple[tuple[int, ...], ...], int], Tensor] = {}
 
     @cached_property
     def _native(self) -> NativeAdapters:
-        """The matrices for layers on a CPU.
+        """The matrices for layers that the CPU kernels compute.
 
-        The object is created for the first adapter, because the layers of the model are packed
-        after this instance is created.
+        The object is created when the first adapter is added, not in `__init__`. The model's layers
+        are packed after `__init__`, and the object needs the packed layers.
         """
         return NativeAdapters(self._model)
 
@@ -170,8 +172,8 @@ class LoraLayers:
     def num_bytes(self, weights: AdapterWeights) -> int:
         """Return the memory in bytes that the matrices of an adapter need during a step.
 
-        On a GPU, the matrices are in memory twice: a step also needs a copy that is joined with the
-        matrices of other adapters.
+        On a GPU, the matrices are in memory twice, because a step also needs a joined copy of the
+        matrices of its adapters.
         """
         return sum(
             adapter_bytes(pair)
@@ -181,10 +183,9 @@ class LoraLayers:
         )
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Store the matrices of an adapter, and register the hooks that its layers need.
+        """Store the matrices of an adapter, and register the forward hooks that the layers need.
 
-        The keys of `weights` are the names of linear layers. The kernels of `_native` compute some
-        of these layers, and forward hooks change the outputs of the other layers.
+        The keys of `weights` are the names of linear layers.
         """
         native = {name: pair for name, pair in weights.items() if name in self._native}
         other = {name: pair for name, pair in weights.items() if name not in native}
@@ -200,7 +201,7 @@ class LoraLayers:
             self._hooks[name] = layer.register_forward_hook(partial(add_product, name))
 
     def remove(self, adapter: Adapter) -> None:
-        """Free the matrices of an adapter. Remove each hook that no other adapter needs."""
+        """Free the matrices of an adapter, and remove the hooks that no other adapter needs."""
         self._native.remove(adapter)
         del self._weights[adapter], self._total_ranks[adapter], self._hooked[adapter]
         self._join(())
@@ -210,14 +211,14 @@ class LoraLayers:
 
     @contextmanager
     def serving(self, chunks: Iterable[Chunk]) -> Iterator[bool]:
-        """Return a context in which a forward pass applies an adapter to each chunk.
+        """Return a context in which a forward pass applies the adapter of each chunk's request.
 
         Args:
             chunks: the chunks of one forward pass, in the order of its rows.
 
         Yields:
-            Whether the layers need hooks. If False, the CPU kernels add the products of the
-            adapters, so the modules of the model need not be called.
+            True if any layer needs a forward hook, so the modules of the model must be called. If
+            False, the CPU kernels add all products, and a compiled model may be used.
         """
         chunks = list(chunks)
         owners = [chunk.sequence.adapter for chunk in chunks]
@@ -257,7 +258,7 @@ class LoraLayers:
             self._end_step()
 
     def _use(self, adapters: tuple[Adapter, ...]) -> None:
-        """Join the matrices of these adapters, unless they are joined already."""
+        """Join the matrices of `adapters`. Reuse the present joined matrices if possible."""
         if set(adapters) <= set(self._adapters):
             needed = sum(map(self._total_ranks.__getitem__, adapters))
             present = sum(map(self._total_ranks.__getitem__, self._adapters))
@@ -267,8 +268,8 @@ class LoraLayers:
 
     def _join(self, adapters: tuple[Adapter, ...]) -> None:
         """Join the matrices of some adapters, separately for each linear layer."""
-        # Free the old joined matrices first, so that they are never in memory together with the new
-        # ones.
+        # Free the old joined matrices first, so that the old and the new matrices are not in memory
+        # at the same time.
         self._joined = {}
         self._adapters = adapters
         for names in self._names_by_input(adapters):
@@ -276,7 +277,10 @@ class LoraLayers:
             self._joined.update(zip(names, _join_group(pairs), strict=True))
 
     def _names_by_input(self, adapters: tuple[Adapter, ...]) -> Iterable[list[str]]:
-        """Return the names of the layers that the adapters change, grouped by their inputs."""
+        """Return the names of the layers that the adapters change.
+
+        The names of layers with the same input are in one list.
+        """
         names = dict.fromkeys(name for adapter in adapters for name in self._weights[adapter])
         groups: dict[object, list[str]] = {}
         for name in names:
@@ -285,7 +289,7 @@ class LoraLayers:
         return groups.values()
 
     def _end_step(self) -> None:
-        """Delete the data of the step that has just ended, such as the adapter of each row."""
+        """Delete the data of the step that has just ended."""
         self._owners = None
         self._masks.clear()
         for joined in self._joined.values():
@@ -304,13 +308,12 @@ class LoraLayers:
         output.view(-1, up.out_features).add_(_product(up, hidden))
 
     def _hidden(self, group: _Group, layer_input: Tensor) -> Tensor:
-        """Compute the product of an input and the first matrices, and return the masked product."""
+        """Multiply an input by the first matrices, and return the masked product."""
         if group.input is layer_input and group.hidden is not None:
             return group.hidden
         down = group.down
         hidden = _product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
-        # Set the numbers to 0 instead of multiplying by 0, because NaN and infinity times 0 are
-        # NaN.
+        # Set the masked numbers to 0. A multiplication by 0 would turn NaN and infinity into NaN.
         hidden.masked_fill_(self._mask(group.ranks, len(hidden)), 0)
         group.input, group.hidden = layer_input, hidden
         return hidden
@@ -318,9 +321,9 @@ class LoraLayers:
     def _mask(self, ranks: tuple[tuple[int, ...], ...], num_rows: int) -> Tensor:
         """Return a mask. An element is True if its row does not use the adapter of its column.
 
-        A layer usually computes one row for each token of the step. Some models store compressed
-        keys and values, and one of their layers expands the keys and values of the whole context in
-        every step. Such a layer computes the same number of rows for each chunk.
+        Most layers compute one row for each token of the step. A model that stores compressed keys
+        and values has a layer that expands the keys and values of the whole context in every step.
+        This layer computes the same number of rows for each chunk.
 
         Example: the rows have the adapters [0, 1], and `ranks` is ((1, 2),). The mask is
         [[False, True, True], [True, False, False]].
@@ -346,10 +349,10 @@ class LoraLayers:
 
 
 def _product(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """Return the output of a layer, without its bias.
+    """Return the output of a layer for `rows`. The layer must have no bias.
 
-    A step calls the packed layers hundreds of times, so the kernel is called without the overhead
-    of a module.
+    A step calls packed layers hundreds of times. Therefore, the kernel is called directly, without
+    the overhead of a module call.
     """
     if isinstance(layer, NativeLinear):
         return native_linear.linear(rows, layer.packed, None, layer.out_features)
@@ -358,7 +361,7 @@ def _product(layer: nn.Linear, rows: Tensor) -> Tensor:
 
 
 def _linear(matrix: Tensor) -> nn.Linear:
-    """Return a linear layer without bias whose weight is `matrix`, [out_features, in_features]."""
+    """Return a linear layer with the weight `matrix`, [out_features, in_features], and no bias."""
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.out_features, layer.in_features = matrix.shape
     layer.weight = nn.Parameter(matrix, requires_grad=False)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges linear layers with the same input. One matrix product then computes all these layers.
 
-Examples are the layers that compute queries, keys and values.
+For example, the layers that compute queries, keys and values have the same input.
 
 The model is run once to find the groups. The names of the layers are not used. In a forward pass,
 the first layer of a group computes the outputs of all layers of the group:
 
-    x -> q_proj   computes x * [q | k | v], returns the q part, and stores the other parts
-    x -> k_proj   returns the stored k part
-    x -> v_proj   returns the stored v part
+    x -> q_proj   computes x * [q | k | v], returns the output of q, and stores the other outputs
+    x -> k_proj   returns the stored output of k
+    x -> v_proj   returns the stored output of v
 
-A later layer returns its stored part only if its input is the same tensor object. Otherwise the
-layer computes its own output. The results are therefore correct even if the code of the model calls
-the layers in another order or with other inputs.
+A later layer returns its stored output only if its input is the same tensor object. Otherwise, the
+layer computes its output from its own input. Therefore, the results are correct even if the model
+calls the layers in another order or with other inputs.
 """
 
 import collections
@@ -44,20 +44,18 @@ class _Call(NamedTuple):
 class _Group:
     """Linear layers that the model calls one after the other with the same input.
 
-    The first layer has a buffer that contains the weights of all layers, one after the other. The
-    weight of each layer is a view into this buffer.
+    The first layer has a buffer with the concatenated weights of all layers. The weight of each
+    layer is a view into this buffer.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         """Merge the weights of several layers.
 
-        Each layer gets the class `_Merged`, a reference to this group, and its index in the group.
-        The first layer computes one product for all layers; see `_Merged.forward`. Mutates: the
-        layers.
+        The class of each layer is changed to a subclass of `_Merged`. Each layer also gets a
+        reference to this group, and its index in the group. Mutates: the layers.
         """
         self._sizes = [layer.out_features for layer in layers]
-        # The input and the outputs of the last product. The method `take` removes each output that
-        # it returns.
+        # The input of the last product, and the outputs that `take` has not yet returned.
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
         self._is_native = isinstance(layers[0], NativeLinear)
@@ -85,7 +83,7 @@ class _Group:
         Args:
             x: [..., in_features], the input.
             merged: the merged weights.
-            bias: the merged biases; None if no layer has one.
+            bias: the merged biases; None if no layer has a bias.
         """
         size = sum(self._sizes)
         output: Tensor
@@ -95,7 +93,7 @@ class _Group:
             output = torch.ops.nereid.packed_linear(x, merged, bias, size)
         else:
             output = linear(x, merged, bias, size)
-        # `take` returns a stored output only if its argument is this very tensor object.
+        # `take` compares its argument with this tensor object.
         self._input = x
         self._parts = list(torch.split(output, self._sizes, dim=-1))
 
@@ -115,7 +113,7 @@ class _Group:
 
 
 class _Merged(nn.Linear):
-    """A linear layer in a merged group, for inference with one forward pass at a time.
+    """A linear layer of a merged group. Only one forward pass may run at a time.
 
     Attributes:
         group: the group of the layer.
@@ -130,7 +128,7 @@ class _Merged(nn.Linear):
     merged_bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out_features] for [..., in_features]; see `nn.Linear`."""
+        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
         if self.place == 0:
             self.group.compute(input, self.merged, self.merged_bias)
         part = self.group.take(self.place, input)
@@ -149,7 +147,7 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
     """Merge the linear layers that get the same input in a forward pass of a model.
 
     Args:
-        model: the model, with layers as loaded or packed by `prepack_linears`. Mutated.
+        model: the model. Its layers may have been packed by `prepack_linears`. Mutated.
         run: runs the model once.
 
     Returns:
@@ -168,15 +166,15 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
             hook.remove()
     groups = _layers_with_same_input(calls)
     for layers in groups:
-        _Group(layers)  # This merges the weights. Each layer refers to its group.
+        _Group(layers)  # The constructor merges the layers, and each layer refers to the group.
     return len(groups)
 
 
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
     """Return the groups of layers that can be merged.
 
-    Each group has at least two layers, in the order of their calls. If a layer is called twice, its
-    group is left out, because the inputs of the two calls may differ in a later run.
+    Each group has at least two layers, in the order of their calls. If a layer of a group is called
+    twice, the group is omitted, because the inputs of the two calls may differ in a later run.
     """
     groups: list[list[_Call]] = []
     for call in calls:
@@ -208,7 +206,7 @@ def _call_recorder(
     """Return a forward hook that appends each call of a layer to `calls`.
 
     Args:
-        calls: receives the calls. Mutated.
+        calls: the recorded calls. The hook mutates this list.
         parent: the name of the module that contains the layer.
     """
 
@@ -221,7 +219,10 @@ def _call_recorder(
 
 
 def _can_merge(last: _Call, call: _Call) -> bool:
-    """Return whether two calls have the same input, and their weights can be concatenated."""
+    """Return whether two layers can be merged.
+
+    This is the case if their calls have the same input, and if their weights can be concatenated.
+    """
     weight = _weight_of(last.layer)
     next_weight = _weight_of(call.layer)
     return (
@@ -230,13 +231,13 @@ def _can_merge(last: _Call, call: _Call) -> bool:
         and type(last.layer) is type(call.layer)
         and weight.dtype == next_weight.dtype
         and weight.device == next_weight.device
-        # The kernels need the weights of each packed layer to begin at the start of a panel.
+        # The weights of each packed layer must begin at the start of a panel.
         and (not isinstance(last.layer, NativeLinear) or last.layer.out_features % LANES == 0)
     )
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:
-    """Return the weight of a layer. The first dimension of the weight is the output."""
+    """Return the weight of a layer. Its first dimension is the output or the panel of outputs."""
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies LoRA adapters to linear layers on a CPU, mostly inside the layers' own kernels.
+"""Applies LoRA adapters to linear layers on a CPU.
 
-The kernels of native_linear.py and grouped_linear.py add the products of the adapters to the
-outputs that they compute (cpu_adapters.cpp). A step only passes the adapter of each row to the
-kernels. The kernels identify a layer by the address of its weights, so adapters also work with
-compiled models. For other linear layers, such as the layers that oneDNN computes, a forward hook
-calls the same code.
+The kernels of native_linear.py and grouped_linear.py also compute the products of the adapters, and
+add the products to the outputs (cpu_adapters.cpp). Before a step, the kernels receive the adapter
+of each row. They identify a layer by the address of its weights, so adapters also work with
+compiled models. Other linear layers, for example the layers that oneDNN computes, have a forward
+hook that calls the same code.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from nereid_backend.linear.merged_linear import MergedNativeLinear
 from nereid_backend.linear.native_linear import LANES, NativeLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The kernels compute this number of rows of an adapter's first matrix at once.
+# The kernels process this number of rows of an adapter's first matrix at once.
 _RANKS = 4
 
 
@@ -39,7 +39,7 @@ class LayerPair(NamedTuple):
 
     Attributes:
         down: [rank, in_features].
-        up: [out_features, rank], multiplied by the adapter's scale.
+        up: [out_features, rank], already multiplied by the adapter's scale.
     """
 
     down: Tensor
@@ -47,26 +47,27 @@ class LayerPair(NamedTuple):
 
 
 AdapterWeights = Mapping[str, LayerPair]
-"""Maps the name of a linear layer to the matrices of an adapter for this layer."""
+"""The matrices of one adapter. The keys are the names of linear layers."""
 
 
 class NativeAdapters:
     """The LoRA adapters in memory, in the layout that the CPU kernels read."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Create an object without adapters. The weights of the model must not move afterwards.
+        """Create an object without adapters.
 
-        If the device is not a CPU, or if this CPU has no kernels, the object contains no layers.
+        The memory addresses of the model's weights must not change afterwards. If the model is not
+        on a CPU, or if this CPU has no kernels, the object contains no layers.
         """
-        # A number for each layer, by the name of the layer. Merged layers have consecutive numbers.
+        # Maps the name of each layer to a number. Merged layers have consecutive numbers.
         self._numbers: dict[str, int] = {}
-        # The layers that need a hook, by name. Each of these layers has a key, which replaces the
-        # address of the weights.
+        # Maps the name of each layer that needs a hook to a key. The kernels identify such a layer
+        # by this key instead of the address of its weights.
         self._hook_keys: dict[str, int] = {}
-        # The number of outputs of each layer, by the number of the layer.
+        # The number of outputs of each layer. The index in the list is the number of the layer.
         sizes: list[int] = []
-        # The matrix products to which the kernels add adapters: one for each layer, and one for
-        # each merged group. The kernels find a product by the address of its weights.
+        # The matrix products of the layers and of the merged groups. The kernels find a product by
+        # the address of its weights, and then add the products of the adapters to its output.
         products: list[NativeAdaptedProduct] = []
         for group in _groups(model):
             first_number = len(sizes)
@@ -93,13 +94,13 @@ class NativeAdapters:
         # Whether the matrices are bfloat16; otherwise, they are float32.
         self._is_bfloat16 = False
         self._is_serving = False
-        # For each adapter, the array of structs that the kernels read, and the matrices to which
-        # the structs point.
+        # For each adapter, `_arrays` contains the structs that the kernels read. The structs point
+        # to the matrices in `_matrices`.
         self._arrays: dict[Adapter, ctypes.Array[NativeAdapterMatrices]] = {}
         self._matrices: dict[Adapter, list[LayerPair]] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the linear layer with this name belongs to this object."""
+        """Return whether this object contains the linear layer with this name."""
         return name in self._numbers
 
     def needs_hook(self, name: str) -> bool:
@@ -111,10 +112,10 @@ class NativeAdapters:
     ) -> None:
         """Add the products of the adapters to the output of a layer. Mutates: `output`.
 
-        Outside of a step with adapters, the output stays unchanged.
+        If no step with adapters is running, the output stays unchanged.
 
         Args:
-            name: the name of the layer, which must need a hook.
+            name: the name of the layer. `needs_hook` must be True for this layer.
             module: the layer.
             inputs: the arguments of the layer. The first argument is [..., in_features].
             output: [..., out_features].
@@ -140,11 +141,11 @@ class NativeAdapters:
             output.copy_(out)
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
-        """Copy the matrices of an adapter, in the layout that the kernels read.
+        """Store copies of an adapter's matrices in the layout that the kernels read.
 
         Args:
             adapter: the adapter.
-            weights: the matrices for layers that this object contains.
+            weights: the matrices of the adapter. This object must contain all their layers.
         """
         pairs = {self._numbers[name]: _kernel_layout(pair) for name, pair in weights.items()}
         array = (NativeAdapterMatrices * len(self._sizes))()
@@ -152,7 +153,7 @@ class NativeAdapters:
             array[number] = NativeAdapterMatrices(
                 pair.down.data_ptr(), pair.up.data_ptr(), len(pair.down)
             )
-            # All adapters have the data type of the model.
+            # The matrices of all adapters have the data type of the model.
             self._is_bfloat16 = pair.down.dtype == torch.bfloat16
         self._arrays[adapter] = array
         self._matrices[adapter] = list(pairs.values())
@@ -163,15 +164,15 @@ class NativeAdapters:
 
     @contextmanager
     def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
-        """Return a context in which the layers of this thread apply an adapter to each chunk.
+        """Return a context in which the layers of this thread apply the adapter of each chunk.
 
         Args:
-            owners: the adapter of each chunk; None for chunks without an adapter.
+            owners: the adapter of each chunk; None for a chunk without an adapter.
             counts: the number of rows of each chunk.
 
         Raises:
             RuntimeError: if a layer has computed a number of rows that cannot be divided over the
-                chunks. The outputs of the step are then wrong.
+                chunks. In this case, the outputs of the step are wrong.
         """
         if not self._numbers:
             yield
@@ -211,16 +212,16 @@ class NativeAdapters:
 
 
 def adapter_bytes(pair: LayerPair) -> int:
-    """Return the memory that the kernels need for the matrices of one layer, in bytes."""
+    """Return the number of bytes that the kernels need for the matrices of one layer."""
     rank, inputs, outputs = _padded_sizes(pair)
     return rank * (inputs + outputs) * pair.down.itemsize
 
 
 def _kernel_layout(pair: LayerPair) -> LayerPair:
-    """Return matrices in the layout of `AdapterMatrices` in cpu_kernels.h.
+    """Convert matrices to the layout of `AdapterMatrices` in cpu_kernels.h.
 
-    Example: `down` [3, 20] becomes [4, 32], and `up` [20, 3] becomes [2, 4, 16]: two panels of 16
-    outputs. The added numbers are zero.
+    Example: `down` has the shape [3, 20] and is padded with zeros to [4, 32]. `up` has the shape
+    [20, 3] and becomes [2, 4, 16], which contains two panels of 16 outputs.
     """
     dtype = torch.bfloat16 if pair.down.dtype == torch.bfloat16 else torch.float32
     rank, inputs, outputs = _padded_sizes(pair)
@@ -232,17 +233,17 @@ def _kernel_layout(pair: LayerPair) -> LayerPair:
 
 
 def _padded_sizes(pair: LayerPair) -> tuple[int, int, int]:
-    """Return the rank and the numbers of inputs and outputs after padding."""
+    """Return three numbers after padding: the rank, the inputs and the outputs."""
     rank, inputs = pair.down.shape
     outputs = len(pair.up)
     return (-(-rank // _RANKS) * _RANKS, -(-inputs // LANES) * LANES, -(-outputs // LANES) * LANES)
 
 
 def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the linear layers of a model on a CPU, with merged layers in one group.
+    """Return the linear layers of a model on a CPU in groups. Merged layers form one group.
 
-    Each group maps the names of its layers to the layers, in the order in which the layers were
-    merged. A layer that is not merged is alone in its group. Example: `[{"q_proj": q, "k_proj": k,
+    A group maps the names of layers to the layers. Merged layers are in the order in which they
+    were merged. Every other layer has its own group. Example: `[{"q_proj": q, "k_proj": k,
     "v_proj": v}, {"o_proj": o}]`. The list is empty if the kernels cannot be used.
     """
     device = next(model.parameters()).device
@@ -262,8 +263,8 @@ def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
 
 def _num_outputs(module: nn.Module) -> int:
     """Return the number of outputs of a linear layer; 0 for other modules."""
-    # The class Conv1D of transformers is a linear layer with the number of outputs in the attribute
-    # nf.
+    # The class Conv1D of transformers is a linear layer, too. Its attribute nf is the number of
+    # outputs.
     for name in ("out_features", "nf"):
         size = getattr(module, name, None)
         if isinstance(size, int):
@@ -272,7 +273,7 @@ def _num_outputs(module: nn.Module) -> int:
 
 
 def _address(layer: nn.Module) -> int | None:
-    """Return the address of a layer's weights, by which the kernels identify the layer, or None.
+    """Return the address of a layer's weights. The kernels identify the layer by this address.
 
     Return None if the kernels do not compute the layer.
     """

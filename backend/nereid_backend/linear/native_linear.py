@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers for CPUs with vector instructions. A C++ kernel (cpu_linear.cpp) computes them.
 
-The kernel reads the weights in order and prefetches them, because the speed of a step with few rows
-is limited by reading the weights. The layout of the weights is the same for any number of rows. The
-output of a row has the same bits whether the row is computed alone or with other rows. The
-kernel is a torch operator, so models that use it can be traced and compiled. Compiled models call
+In a step with few rows, reading the weights takes most of the time. Therefore, the kernel reads the
+weights in order and prefetches them. The layout of the weights does not depend on the number of
+rows. The output of a row is bitwise identical for any number of other rows in the call. The kernel
+is a torch operator, so models that use the kernel can be traced and compiled. Compiled models call
 the kernel without Python (attention/cpu/cpu_shim.cpp).
 """
 
@@ -24,12 +24,12 @@ LANES = 16
 class NativeLinear(nn.Linear):
     """A linear layer for inference on a CPU. The weight has the layout of the kernel.
 
-    `weight` has the original shape, dtype and device, but contains NaN unless other layers share
-    the weight; see `PackedLinear`.
+    If no other layer shares the weight, the attribute `weight` contains only NaN; see
+    `PackedLinear`.
 
     Attributes:
-        packed: the weight as float32 [panels, in_features, 16] or as bfloat16
-            [panels, in_features / 2, 16, 2].
+        packed: the weight in panels of 16 outputs. A float32 weight is [panels, in_features, 16],
+            and a bfloat16 weight is [panels, in_features / 2, 16, 2].
     """
 
     packed: Tensor
@@ -66,11 +66,11 @@ def can_pack(weight: Tensor) -> bool:
 def pack(weight: Tensor) -> Tensor:
     """Return a weight in the kernel's layout; see `NativeLinear.packed`.
 
-    Example: a float32 weight [20, 8] becomes [2, 8, 16]: two panels of 16 outputs. The last 12
-    outputs are padding and contain zeros.
+    Example: a float32 weight of the shape [20, 8] becomes a tensor of the shape [2, 8, 16], which
+    contains two panels of 16 outputs. The last 12 outputs are padding, whose weights are 0.
     """
     missing = -weight.shape[0] % LANES
-    # `pad` copies the weight, so `pad` is called only if rows are missing.
+    # `pad` copies the weight, so it is called only if padding is needed.
     padded = functional.pad(weight, (0, 0, 0, missing)) if missing else weight.contiguous()
     if weight.dtype == torch.bfloat16:
         return padded.view(-1, LANES, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -83,7 +83,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     Args:
         x: the input [..., in_features].
         packed: the weight, with the dtype of x; see `NativeLinear.packed`.
-        bias: [out_features]; None if the layer has none.
+        bias: [out_features]; None if the layer has no bias.
         out_features: the number of outputs, without the padding of the last panel.
 
     Returns:
@@ -116,7 +116,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
 
 
 def _linear_meta(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:  # noqa: ARG001
-    """Return an uninitialised output of the right shape, which torch needs for tracing."""
+    """Return an uninitialised tensor with the shape of the output. torch uses it for tracing."""
     return x.new_empty(*x.shape[:-1], out_features)
 
 
@@ -129,8 +129,8 @@ def is_available() -> bool:
 def _has_tiles() -> bool:
     """Return whether the processor has instructions for bfloat16 matrix tiles (AMX).
 
-    oneDNN uses these instructions, but this kernel does not. On such a processor, oneDNN is
-    therefore faster.
+    On a processor with these instructions, oneDNN is faster than this kernel, because this kernel
+    does not use the instructions.
     """
     return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 

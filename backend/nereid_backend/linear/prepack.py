@@ -3,10 +3,11 @@
 
 On a CPU, torch computes float32 products with a library that does not use the widest vectors of
 every processor. The library also converts the layout of the weight in every call. Packed layers
-avoid these costs.
+avoid both costs.
+
 If the processor has AVX2 or 512-bit vectors, the kernel of native_linear.py computes the products.
-On other processors, oneDNN computes the products.
-docs/history/cpu-kernels.md has the measurements.
+On other processors, oneDNN computes the products. docs/history/cpu-kernels.md contains the
+measurements.
 """
 
 import collections
@@ -24,22 +25,23 @@ from nereid_backend.loading_progress import no_progress, report_items
 LinearClass = TypeVar("LinearClass", bound=nn.Linear)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# oneDNN selects the layout that is best for this number of rows, but the layer accepts any number.
+# oneDNN selects the layout that is best for inputs with this number of rows. Inputs with other
+# numbers of rows are also accepted.
 _ROWS = 256
 
 
 class PackedLinear(nn.Linear):
     """A linear layer for inference on a CPU. The weight has the layout of oneDNN.
 
-    `weight` has the original shape, dtype and device, but contains NaN unless other layers share
-    the weight. Model code that reads the numbers instead of calling the layer then gives NaN, which
-    the self-check detects.
+    If no other layer shares the weight, the attribute `weight` contains only NaN. It has the
+    original shape, dtype and device. Some model code reads `weight` instead of calling the layer.
+    The result of such code is NaN, and the self-check detects the NaN.
     """
 
     packed: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out_features] for [..., in_features], in the weight's dtype."""
+        """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             input, self.packed, self.bias, "none", [], ""
         )
@@ -58,11 +60,11 @@ def prepack_linears(
     Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted.
 
     Args:
-        model: the model. Mutated; it can then neither be trained, saved nor moved.
-        copy_shared: whether layers with a shared weight are also converted. Example: an output
-            layer may be tied to the embedding. Such a layer gets a packed copy of the weight, which
-            needs further memory.
-        progress: called with a line every few seconds.
+        model: the model. Mutated. Afterwards, the model cannot be trained, saved or moved.
+        copy_shared: whether layers that share a weight with another module are also converted. For
+            example, an output layer may share its weight with the embedding. Each of these layers
+            gets a packed copy of the weight, which needs additional memory.
+        progress: this function is called with a line of text every few seconds.
 
     Returns:
         The number of converted layers.
@@ -91,7 +93,7 @@ def has_fast_bfloat16() -> bool:
 
 
 def shared_weights(model: nn.Module) -> set[int]:
-    """Return the addresses of the parameters that more than one module of a model uses."""
+    """Return the memory addresses of the parameters that several modules of a model share."""
     counts = collections.Counter(
         parameter.data_ptr()
         for module in model.modules()
@@ -103,10 +105,8 @@ def shared_weights(model: nn.Module) -> set[int]:
 def free_weight(layer: nn.Linear) -> None:
     """Replace a layer's weight by a placeholder, so that the memory of the weight is freed.
 
-    The placeholder has the shape of the weight. All elements of the placeholder are the same NaN in
-    memory.
-
-    Mutates: layer.
+    The placeholder has the shape of the weight, but stores only a single number, NaN, for all
+    elements. Mutates: layer.
     """
     placeholder = torch.full((1, 1), float("nan"), dtype=layer.weight.dtype)
     layer.weight = nn.Parameter(placeholder.expand(layer.weight.shape), requires_grad=False)
@@ -115,20 +115,20 @@ def free_weight(layer: nn.Linear) -> None:
 def change_class(layer: nn.Linear, kind: type[LinearClass]) -> LinearClass:
     """Change the class of an existing layer object, and return the layer.
 
-    The layer remains the same object. It keeps its bias and its name in the model, and other
-    modules may continue to refer to the layer. Mutates: layer.
+    The layer remains the same object, so its bias, its name and the references to it stay valid.
+    Mutates: layer.
     """
     layer.__class__ = kind
-    assert isinstance(layer, kind)  # This only informs the type checker.
+    assert isinstance(layer, kind)  # Only the type checker needs this assertion.
     return layer
 
 
 def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
-    """Convert the weight of one layer if possible, and return whether it was converted.
+    """Convert the weight of one layer. Return False if the weight cannot be converted.
 
     Args:
         layer: the layer. Mutated.
-        keep: whether the weight must remain unchanged, because other layers share it.
+        keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
     """
     weight = layer.weight.detach()
     packed_class: type[nn.Linear]

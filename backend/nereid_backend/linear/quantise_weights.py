@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds the weights of linear layers to integers of 8 or 4 bits when a model is loaded.
 
-Weights of 8 bits are symmetric: each group of 64 inputs has a scale, and a weight of 0 has no
-rounding error. Weights of 4 bits have a scale and a zero for each group of 32 inputs.
-docs/history/cpu-kernels.md has the measured errors and speeds.
+With 8 bits, each group of 64 inputs has a scale. The weight 0 has no rounding error. With 4 bits,
+each group of 32 inputs has a scale and a zero. docs/history/cpu-kernels.md contains the measured
+errors and speeds.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ _DTYPES = (torch.float32, torch.bfloat16)
 GROUP_SIZES = {4: 32, 8: 64}
 """Maps the number of bits to the number of inputs that share a scale."""
 
-# The smallest scale, which is the smallest positive float16 number. A group of zeros has this
-# scale, so that no weight is divided by zero.
+# The smallest scale. It is the smallest positive float16 number. A group of zeros gets this scale,
+# so that its weights are not divided by 0.
 _MIN_SCALE = 2.0**-24
 # The largest integers of 8 and of 4 bits. The integers of 8 bits are signed, and the integers of 4
 # bits are unsigned.
 _MAX_INT8 = 127
 _MAX_UINT4 = 15
-# The largest size of the float32 copy of the rows that are quantised together. All temporary
-# tensors together need about four times this size.
+# Rows are quantised in slices. The float32 copy of one slice has at most this size. All temporary
+# tensors of one slice together need about four times this size.
 _SLICE_BYTES = 4 * 2**20
 
 
@@ -44,9 +44,9 @@ class QuantisedWeight(NamedTuple):
 
 
 def slow_integers_warning() -> str:
-    """Return a warning if this machine has no fast kernel for integers, else "".
+    """Return a warning if this machine has no fast kernel for integers; otherwise "".
 
-    The warning is appended to a log message.
+    The caller appends the warning to a log message.
     """
     if grouped_linear.is_available():
         return ""
@@ -62,15 +62,15 @@ def quantise_linears(
 ) -> int:
     """Convert the weights of a model's linear layers to integers.
 
-    Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. If several
-    layers share a weight, such as an embedding and an output layer, the converted layer gets its
-    own copy. The output layer always has 8 bits, because rounding errors in this layer change the
-    logits directly.
+    Only layers of the class `nn.Linear` in float32 or bfloat16 on a CPU are converted. An output
+    layer may share its weight with an embedding. In this case, the output layer gets its own
+    converted copy of the weight. The output layer always has 8 bits, because rounding errors in
+    this layer change the logits directly.
 
     Args:
-        model: the model. Mutated; it can then neither be trained, saved nor moved.
+        model: the model. Mutated. Afterwards, the model cannot be trained, saved or moved.
         bits: 4 or 8.
-        progress: called with a line every few seconds.
+        progress: this function is called with a line of text every few seconds.
 
     Returns:
         The number of converted layers.
@@ -99,11 +99,8 @@ def _can_quantise(weight: Tensor) -> bool:
 def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
     """Round a weight to integers, and return the integers and one scale for each group.
 
-    The weight is [out_features, in_features].
-
-    With 4 bits, each group also has a zero.
-
-    Example: with 8 bits, a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
+    The weight is [out_features, in_features]. With 4 bits, each group also has a zero. Example:
+    with 8 bits, a group with the weights [0.5, -1.27] has the scale 0.01 and the integers
     [50, -127].
     """
     num_rows = _rows_of_slice(weight.shape[1])
@@ -115,18 +112,19 @@ def quantise_weight(weight: Tensor, bits: int) -> QuantisedWeight:
 
 
 def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits: int) -> None:
-    """Replace a layer by a GroupedLinear. Only a few rows of the weight are read at a time.
+    """Convert a layer to a GroupedLinear. The function `read_rows` provides the weight.
 
-    The weight of the layer is not read.
+    `layer.weight` determines only the shape. A few rows of the weight are read at a time.
 
     Args:
         layer: the layer. Mutated.
-        read_rows: returns rows of the weight. Example: `read_rows(16, 32)` returns 16 rows.
+        read_rows: returns rows of the weight. Example: `read_rows(16, 32)` returns the rows 16 to
+            31.
         bits: 4 or 8.
     """
     num_rows, in_features = layer.weight.shape
     grouped = change_class(layer, GroupedLinear)
-    # Integers of 8 bits need no zeros, because they are symmetric.
+    # Integers of 8 bits are symmetric, so they need no zeros.
     grouped.allocate_panels(in_features, GROUP_SIZES[bits], bits=bits, has_zeros=bits == 4)
     step = _rows_of_slice(in_features)
     for start in range(0, num_rows, step):
@@ -135,9 +133,10 @@ def round_layer(layer: nn.Linear, read_rows: Callable[[int, int], Tensor], bits:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Return the size in bytes of a model's parameters and buffers. Shared memory counts once.
+    """Return the size in bytes of a model's parameters and buffers.
 
-    If a weight is divided over several processes, only the part of this process counts.
+    If several tensors share memory, the memory counts once. If a weight is divided over several
+    processes, only the slice of this process counts.
     """
     sizes: dict[int, int] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -156,11 +155,11 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
     """
     size = GROUP_SIZES[bits]
     num_inputs = weight.shape[1]
-    # The shape is [num_rows, groups, size]. The last group is padded with zeros, which do not
-    # change the scale of the group, because the range of every group contains 0.
+    # The shape is [num_rows, groups, size]. The last group is padded with zeros. The padding does
+    # not change the scale of the group, because the range of every group contains 0 anyway.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
     zeros = None
-    # `_as_float16` has replaced the scales of 0, so no number is divided by 0.
+    # `_as_float16` replaces the scale 0 by `_MIN_SCALE`, so no number is divided by 0.
     if bits == 8:
         scales = _as_float16(groups.abs().amax(2) / _MAX_INT8)
         values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
@@ -178,18 +177,18 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
 def _as_float16(scales: Tensor) -> Tensor:
     """Round float32 scales to numbers that float16 can represent exactly.
 
-    The integers are computed with the rounded scales, so the rounding adds no error.
+    The integers are computed with the rounded scales, so rounding the scales adds no error.
     """
     return scales.clamp(min=_MIN_SCALE).half().float()
 
 
 def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
-    """Replace one layer by a GroupedLinear with the rounded weights.
+    """Convert one layer to a GroupedLinear, and round its weights.
 
     Args:
         layer: the layer, of the class nn.Linear. Mutated.
         bits: 4 or 8.
-        keep: whether the weight must remain unchanged, because other layers share it.
+        keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
     """
     assert isinstance(layer, nn.Linear)
     weight = layer.weight.detach()
@@ -199,5 +198,5 @@ def _quantise(layer: nn.Module, bits: int, *, keep: bool) -> None:
 
 
 def _rows_of_slice(num_inputs: int) -> int:
-    """Return how many rows are quantised together, as a multiple of 16."""
+    """Return the number of rows that are quantised together. It is a multiple of 16."""
     return max(1, _SLICE_BYTES // (4 * LANES * num_inputs)) * LANES

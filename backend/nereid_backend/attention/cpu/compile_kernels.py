@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the C++ kernels for CPUs to a shared library.
 
-The kernels are compiled when a server starts (cpu_build.py), or when the wheel is built
-(hatch_build.py). This module imports no other package, because a wheel is built without torch.
+The kernels are compiled either when a server starts (cpu_build.py) or when the wheel is built
+(hatch_build.py). When the wheel is built, torch is not installed. Therefore, this module imports
+only modules of the standard library.
 """
 
 import shutil
@@ -25,10 +26,10 @@ SOURCES = (
 HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
 COMPILERS = ("g++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
-# The time limit of the compiler in seconds. The compiler needs about 10 seconds, but several
-# minutes on a busy machine.
+# The time limit of the compiler in seconds. The compiler usually needs about 10 seconds. On a busy
+# machine, it may need several minutes.
 _TIMEOUT_S = 900
-# The largest number of characters of the compiler's output that an error message contains.
+# An error message contains at most this number of characters from the end of the compiler's output.
 _MAX_OUTPUT = 500
 
 
@@ -43,7 +44,7 @@ def find_compiler() -> str:
     """Return the path of a C++ compiler.
 
     Raises:
-        KernelBuildError: if there is none.
+        KernelBuildError: if no compiler is installed.
     """
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
@@ -61,9 +62,9 @@ def compile_library(
     Args:
         compiler: the path of the compiler.
         flags: the flags for an instruction set and for OpenMP, in addition to FLAGS.
-        libraries: the libraries that the loader loads with the kernels. If the kernels call a
-            function that is in none of these libraries, the function must be a global symbol when
-            the kernels are loaded.
+        libraries: the paths of the libraries to link. They are loaded together with the kernels.
+            All other functions that the kernels call must already be global symbols of the process
+            when the kernels are loaded.
         path: the file of the library.
 
     Raises:
@@ -76,9 +77,9 @@ def compile_library(
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             objects = _compile(compiler, [*FLAGS, *flags], Path(folder))
             built = Path(folder) / path.name
-            # The flag -fopenmp is not used for linking, because it would add the compiler's own
-            # OpenMP library. With -Bsymbolic, the functions of this library call each other, even
-            # if the process has also loaded the library for another instruction set.
+            # The flag -fopenmp is not used for linking, because it would link the compiler's own
+            # OpenMP library. With -Bsymbolic, the functions of this library call only functions of
+            # this library, even if the kernels for another instruction set are loaded, too.
             _run([compiler, "-shared", "-Wl,-Bsymbolic", *objects, *libraries, "-o", str(built)])
             built.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -98,7 +99,7 @@ def _compile(compiler: str, flags: list[str], folder: Path) -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    """Run a command and raise KernelBuildError if it fails."""
+    """Run a command. Raise a KernelBuildError if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     if done.returncode != 0:
         raise KernelBuildError(

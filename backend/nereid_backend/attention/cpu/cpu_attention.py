@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention for CPUs. The C++ kernels read the blocks of the KV cache directly.
 
-The speed of a decode is limited by memory and the speed of a prefill by arithmetic, so decodes and
-prefills have different kernels.
+Decodes and prefills have different kernels, because the speed of a decode is limited by memory,
+whereas the speed of a prefill is limited by arithmetic.
 """
 
 import ctypes
@@ -34,15 +34,15 @@ from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-# The kernels process this number of tokens at once, so the block size must be a multiple of this
-# number.
+# The block size must be a multiple of this number, because the kernels process this number of
+# tokens at once.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class _NativeStep:
-    """The metadata of a step as C structs, which the kernels read for all layers.
+    """The metadata of a step as C structs. The kernels read the structs for every layer.
 
     The pointers refer to tensors that the AttentionBatch owns.
     """
@@ -59,7 +59,7 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
     If the kernels cannot be used on a CPU, log a warning.
 
     Args:
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
         dtype: the data type of keys and values.
         device: the device of the cache.
     """
@@ -89,41 +89,42 @@ class CpuKVCache(KVCache):
 
     Attributes:
         keys: one tensor for each layer, [num_blocks + 1, num_kv_heads, key_dim, block_size].
-        key_scales: the factors of the keys, if the cache stores integers (int8_cache.py); otherwise
-            empty.
-        value_scales: the factors of the values, if the cache stores integers; otherwise empty.
-        kernel_times: the total time that compiled models have spent in the kernels. The kernels
-            update this time. None if the time is not measured.
+        key_scales: the factors of the keys. Empty unless the cache stores integers (int8_cache.py).
+        value_scales: the factors of the values. Empty unless the cache stores integers.
+        kernel_times: the time that compiled models have spent in the kernels since the measurement
+            was started. The kernels update it. None if the time is not measured.
     """
 
     kernel_times: KernelTimes | None
     key_scales: list[Tensor]
     value_scales: list[Tensor]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - KVCache's own
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of KVCache
         """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
         super().__init__(*args, **kwargs)
         self.key_scales = []
         self.value_scales = []
         self.kernel_times = None
-        # For each layer, the struct that the method `native` returned last, with the arguments of
-        # the call.
+        # For each layer, the arguments of the last call of `native`, and the struct that the call
+        # returned.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         self._native_layers: ctypes.Array[NativeLayer] | None = None
-        # Change the shape of the keys to that of transposed keys. Their numbers need not be
-        # rearranged, because all numbers are 0.
+        # Change the shape of the keys to the transposed shape. The numbers need not be rearranged,
+        # because they are all 0.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Return the C struct that describes one layer to the kernels. The last struct is cached.
+        """Return the C struct that describes one layer to the kernels.
+
+        The struct is cached. It is built again only if the arguments change.
 
         Args:
             layer: the index of the layer, and the properties of the layer.
-            scale: the factor of the scores.
+            scale: the factor by which the scores are multiplied.
             dtype: the data type of the query, float32 or bfloat16.
-            block_size: tokens in one block.
+            block_size: the number of tokens in one block.
         """
         number, spec = layer
         arguments = (spec, scale, dtype, block_size)
@@ -136,9 +137,9 @@ class CpuKVCache(KVCache):
     def native_layers(
         self, specs: Sequence[LayerSpec], block_size: int
     ) -> "ctypes.Array[NativeLayer]":
-        """Return the C structs that describe all layers to compiled models.
+        """Return the C structs that describe all layers to the kernels in compiled models.
 
-        The scale of each layer is left at zero, because a compiled model passes it with each call.
+        The field `scale` is 0, because a compiled model passes the scale in each call.
         """
         if self._native_layers is None:
             natives = [
@@ -152,8 +153,8 @@ class CpuKVCache(KVCache):
         self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
         """Build the C struct that describes one layer."""
-        # In the struct, 0 means that the layer has no sliding window, no attention chunk or no
-        # softcap.
+        # The value 0 in `window`, `chunk` or `softcap` means that the layer does not have this
+        # property.
         shape = NativeShape(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -180,9 +181,9 @@ class CpuKVCache(KVCache):
         keys = self.keys[layer]
         values = self.values[layer]
         _, _, dim, size = keys.shape
-        # The numbers of one key are not contiguous, because the keys are transposed. In this view,
-        # the first index selects a block and a head, and the last index selects a token of the
-        # block. Row r therefore has the first index r // size and the last index r % size.
+        # The numbers of one key are not contiguous, because the keys are transposed. In the view
+        # below, the first index selects a block and a head, and the last index selects a token of
+        # the block. Therefore, row r has the first index r // size and the last index r % size.
         keys.view(-1, dim, size)[rows // size, :, rows % size] = key.reshape(-1, dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
@@ -210,10 +211,10 @@ def attend(
 ) -> Tensor:
     """Store the keys and values of one layer in the cache, and compute the attention of the layer.
 
-    The arguments and the result are those of `reference.attend`. Mutates: cache.
+    `reference.attend` documents the arguments and the result. Mutates: cache.
     """
-    # These variables keep the tensors in memory until the calls return, because the kernels get
-    # only pointers.
+    # The kernels get only pointers. These variables keep the tensors in memory until the calls
+    # return.
     query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
     sink_scores = None if sinks is None else sinks.float().contiguous()
     spec = layer[1]
@@ -234,8 +235,8 @@ def attend(
         kernels().nereid_attend(
             native_layer, ctypes.byref(group), ctypes.byref(layer_step), num_threads
         )
-        # The first call stores the keys and values of all tokens, so the calls for the other groups
-        # of decodes must not store them again. A call with num_tokens = 0 stores nothing.
+        # The first call stores the keys and values of all tokens. With num_tokens = 0, the calls
+        # for the other groups of decodes store nothing.
         layer_step.num_tokens = 0
     if step.prefills:
         kernels().nereid_attend_prefills(
@@ -252,19 +253,19 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Return a context in which compiled models use this step's cache and metadata.
+    """Return a context in which compiled models use a given cache and a given step.
 
-    Only the models that run in this thread use the step.
+    The context applies only to models that run in this thread.
 
     Args:
-        cache: receives the keys and values of the step. Mutated.
+        cache: the KV cache, into which the keys and values of the step are stored. Mutated.
         layers: the attention layers of the model.
         batches: the metadata of the step for each group of layers.
     """
     steps = [_native_step(batch) for batch in batches]
     natives = cache.native_layers(layers, batches[0].block_size)
-    # The structs contain only addresses. The arrays at these addresses belong to `cache` and
-    # `batches`, which the caller keeps in memory.
+    # The structs contain only the addresses of arrays. `steps`, `natives`, `cache` and `batches`
+    # keep these arrays in memory.
     group_steps = (NativeGroupStep * len(steps))(
         *(
             NativeGroupStep(
@@ -295,7 +296,7 @@ def serving(
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as the kernels require."""
+    """Make the last dimension of a tensor contiguous, because the kernels require this."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
@@ -306,9 +307,9 @@ def _native_rows(tensor: Tensor) -> NativeRows:
 
 
 def _native_step(batch: AttentionBatch) -> _NativeStep:
-    """Return the metadata of a step as the C struct that the kernels read.
+    """Return the metadata of a step as C structs for the kernels.
 
-    The struct is built once and stored in `batch.device_rows`.
+    The first call builds the structs and stores them in `batch.device_rows`.
     """
     step = batch.device_rows
     if not isinstance(step, _NativeStep):
@@ -317,10 +318,10 @@ def _native_step(batch: AttentionBatch) -> _NativeStep:
 
 
 def _make_native_step(batch: AttentionBatch) -> _NativeStep:
-    """Build the C struct with the metadata of a step.
+    """Build the C structs with the metadata of a step.
 
-    The structs contain pointers to the tensors of `batch`, so the structs must not be used after
-    `batch` has been freed.
+    The structs contain pointers to the tensors of `batch`, so they must not be used after `batch`
+    has been freed.
     """
     groups = [
         NativeDecodeGroup(
@@ -341,8 +342,8 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
         )
         for prefill in batch.prefills
     ]
-    # The call for the first group of decodes also stores the keys and values of the step, so a step
-    # without decodes needs an empty group.
+    # The call for the first group of decodes also stores the keys and values of the step.
+    # Therefore, a step without decodes needs an empty group.
     groups = groups or [NativeDecodeGroup()]
     return _NativeStep(
         batch.slots.data_ptr(),

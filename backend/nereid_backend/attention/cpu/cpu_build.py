@@ -2,11 +2,11 @@
 """Loads the CPU kernels for the best instruction set that the processor supports.
 
 A wheel contains libraries for the usual instruction sets (see hatch_build.py). If none of these
-libraries is suitable, the kernels are built. The build takes some seconds. It needs a C++ compiler
-but no torch headers, because the kernels and torch exchange plain C types. A built library is
-stored in a cache folder; its name contains the instruction set and a hash of everything that it was
-built from. The functions of a library are loaded as global symbols, so that models that AOTInductor
-has compiled can call them.
+libraries is suitable, the kernels are built. The build takes some seconds. It needs a C++ compiler,
+but no torch headers, because the kernels and torch exchange only plain C types. The built library
+is stored in a cache folder. Its name contains the instruction set and a hash of all inputs of the
+build. The functions of a library are loaded as global symbols, so that models that AOTInductor has
+compiled can call these functions.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from nereid_backend.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
-# The folder for libraries that a wheel contains.
+# The folder of the libraries that a wheel contains.
 _PRECOMPILED = Path(__file__).with_name("precompiled")
 # cpu_shim.cpp calls functions of this library.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
@@ -44,11 +44,11 @@ _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
 def load_library() -> ctypes.CDLL:
     """Return the kernels for the best instruction set. Build the kernels if necessary.
 
-    The library is built if neither this package nor the cache folder contains the library. If the
-    compiler is too old for an instruction set, use the next lower one.
+    The kernels are built if neither this package nor the cache folder contains them. If the build
+    for an instruction set fails, the next slower instruction set is tried.
 
     Raises:
-        KernelBuildError: if there is neither a library nor a compiler, or if the compiler fails.
+        KernelBuildError: if there is no library for any instruction set, and none can be built.
     """
     try:
         instruction_sets = usable_instruction_sets()
@@ -94,19 +94,19 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
-    """Return the library of this package for an instruction set, or None.
+    """Return the precompiled library for an instruction set, which this package may contain.
 
-    Return None if the package contains no library for the instruction set, or if the library does
-    not work with the installed version of torch.
+    Return None if the package contains no such library, or if the library does not work with the
+    installed version of torch.
     """
     path = _PRECOMPILED / f"{instruction_set.name}.so"
     openmp = _openmp()
     if openmp is None or not path.is_file():
         return None
     try:
-        # The library of kernels does not name the files of torch and OpenMP, because the names
-        # depend on torch's version. The kernels find the functions of torch and OpenMP as global
-        # symbols, so both libraries are loaded globally first.
+        # A precompiled library is not linked with torch and OpenMP, because the names of their
+        # files depend on torch's version. The kernels call functions of torch and OpenMP as global
+        # symbols, so these two libraries are loaded first.
         for needed in (str(_TORCH), openmp):
             ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
@@ -140,21 +140,19 @@ def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
 
 
 def _openmp() -> str | None:
-    """Return the path of the OpenMP library that torch uses, or None.
+    """Return the path of the OpenMP library that torch uses.
 
-    Return None if torch uses no libgomp, or if the libraries of the process are not known.
-
-    The kernels use the same library. A second OpenMP library in the process would start a second
-    set of threads, which would compete with torch's threads for the same cores.
+    Return None if torch uses no libgomp, or if the libraries of the process cannot be read. The
+    kernels must use the same OpenMP library as torch. A second library would start more threads,
+    which would compete with torch's threads for the same cores.
     """
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return None
     loaded = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
-    # Other Python packages may also have loaded a libgomp. torch uses the libgomp in its own
-    # folders (torch/ and torch.libs/). If these folders contain no libgomp, torch uses the libgomp
-    # of the system.
+    # Other Python packages may have loaded a libgomp of their own. torch uses the libgomp in its
+    # own folders (torch/ and torch.libs/). If there is none, torch uses the libgomp of the system.
     packages = Path(torch.__file__).parent.parent
     of_torch = [
         path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch."))
@@ -164,12 +162,11 @@ def _openmp() -> str | None:
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
-    """Return a hash of everything from which a library is built.
+    """Return one hash of all inputs of a build.
 
-    The hash covers the sources, the flags, the compiler, torch and its OpenMP library.
-
-    The instruction set `native` has no list of features. Its library depends on the processor, so
-    the hash then includes the processor, too.
+    The inputs are the sources, the flags, the compiler's version, torch and its OpenMP library. The
+    library for the instruction set `native` depends on the processor. For this instruction set, the
+    hash includes the name and features of the processor, too.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30)
     sources = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
@@ -181,7 +178,7 @@ def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
 
 
 def processor() -> str:
-    """Return the processor's name and features, as the operating system reports them."""
+    """Return the lines of /proc/cpuinfo that contain the processor's name and features."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C interface of the CPU kernels: the library's functions and the structs of their arguments.
+"""The C interface of the CPU kernels: the types of the functions and of the structs.
 
-The structs have the layout of the structs in cpu_kernels.h and cpu_shim.cpp.
+The structs have the same layout as the structs in cpu_kernels.h and cpu_shim.cpp.
 """
 
 import ctypes
@@ -154,7 +154,7 @@ _ARGUMENT_TYPES: dict[str, tuple[type, ...]] = {
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """Return the library of kernels. The first call builds or loads the library.
+    """Return the library of kernels. The first call loads the library, and builds it if necessary.
 
     Raises:
         KernelBuildError: if the kernels cannot be built on this machine.
@@ -171,11 +171,11 @@ def kernels() -> ctypes.CDLL:
 def forced_instruction_set(name: str) -> Iterator[None]:
     """Return a context in which the kernels for another instruction set are used.
 
-    This is meant for tests and measurements. Models that were compiled outside the context must not
-    be called inside the context.
+    The context is intended for tests and measurements. A model that was compiled outside the
+    context must not be called inside the context.
 
     Args:
-        name: the name of an instruction set; see `instruction_sets.INSTRUCTION_SETS`.
+        name: the name of one of the instruction sets in `instruction_sets.INSTRUCTION_SETS`.
     """
     before = os.environ.get(CPU_INSTRUCTIONS)
     try:
@@ -197,7 +197,7 @@ def _forget_kernels() -> None:
 
 @functools.cache
 def has_kernels() -> bool:
-    """Return whether the kernels can be built on this machine."""
+    """Return whether the kernels can be used on this machine. They are loaded to find out."""
     try:
         kernels()
     except KernelBuildError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instruction sets of x86-64 processors for which the CPU kernels are compiled.
 
-The kernels are compiled for one instruction set, with compiler flags that name its instructions, so
-that the library also works on other processors with the same instruction set. The best instruction
-set of the processor is chosen when the kernels are loaded. The environment variable
-NEREID_CPU_INSTRUCTIONS chooses another supported instruction set, for tests and for comparisons.
+A library of kernels is compiled for one instruction set. The library works on every processor that
+supports this instruction set. When the kernels are loaded, the best instruction set that the
+processor supports is chosen. For tests and comparisons, the environment variable
+NEREID_CPU_INSTRUCTIONS selects another supported instruction set.
 """
 
 import os
@@ -24,8 +24,10 @@ class InstructionSet:
     """An instruction set for which the kernels are compiled.
 
     Attributes:
-        name: the name in the environment variable NEREID_CPU_INSTRUCTIONS.
-        features: the features that a processor must have, as in the line `flags` of /proc/cpuinfo.
+        name: the value of the environment variable NEREID_CPU_INSTRUCTIONS that selects this
+            instruction set.
+        features: the features that a processor must have. The names are those in the line `flags`
+            of /proc/cpuinfo. Empty means that any processor is accepted.
     """
 
     name: str
@@ -33,15 +35,15 @@ class InstructionSet:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The compiler flags for the instruction set. Example: avx512_vnni gives -mavx512vnni."""
+        """The compiler flags. Example: the feature avx512_vnni gives the flag -mavx512vnni."""
         if not self.features:
             return ("-march=native",)
         return tuple(f"-m{feature.replace('_', '')}" for feature in self.features)
 
 
-# The instruction sets, from the fastest to the slowest. The last instruction set works on every
-# processor: its library is portable C++ that the compiler optimises for the present processor. This
-# library has no kernels for linear layers.
+# The instruction sets, from the fastest to the slowest. The last instruction set, `native`, works
+# on every processor. Its library is portable C++ that the compiler optimises for the processor of
+# this machine. It has no kernels for linear layers.
 INSTRUCTION_SETS = (
     InstructionSet("avx512_bf16", (*_AVX512, "avx512_vnni", "avx512_bf16")),
     InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni")),
@@ -53,7 +55,7 @@ INSTRUCTION_SETS = (
 
 
 def supported_instruction_sets() -> list[InstructionSet]:
-    """Return the instruction sets of this processor, the fastest first."""
+    """Return the instruction sets that this processor supports, the fastest first."""
     features = set(re.findall(r"\S+", _cpu_flags()))
     return [one for one in INSTRUCTION_SETS if features.issuperset(one.features)]
 
@@ -79,7 +81,7 @@ def usable_instruction_sets() -> list[InstructionSet]:
 
 
 def _cpu_flags() -> str:
-    """Return the names of the processor's features, or "" if they are unknown."""
+    """Return the names of the processor's features; "" if the features are unknown."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ""
     try:

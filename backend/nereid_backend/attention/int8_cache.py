@@ -37,5 +37,4 @@ class Int8KVCache(ScaledKVCache):
 
 
 class CpuInt8KVCache(Int8KVCache, CpuKVCache):
-    """A KV cache of 8-bit integers for the CPU kernels. The keys are transposed in each block.
-    """
+    """A KV cache of 8-bit integers for the CPU kernels. The keys are transposed in each block."""

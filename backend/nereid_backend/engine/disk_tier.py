@@ -217,7 +217,7 @@ class DiskTier:
             del snapshots.unsaved[block_hash]
 
     def close(self) -> None:
-        """Stop reading, and wait until all new blocks and snapshots are written.
+        """Stop reading, and wait until the writer thread has written the new blocks and snapshots.
 
         The wait ends after `_CLOSE_TIMEOUT_S` seconds at the latest.
         """

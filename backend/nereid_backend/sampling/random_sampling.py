@@ -2,8 +2,8 @@
 """Random sampling with temperature, min_p, top_k and top_p.
 
 The probabilities are summed in the order of the vocabulary, and a uniform random number selects a
-token from these cumulative sums. The order of the vocabulary is used because it does not depend on
-rounding. Rounding can swap two tokens with nearly equal probabilities in an order by probability.
+token from these cumulative sums. The tokens are not sorted by probability, because rounding could
+then swap two tokens with nearly equal probabilities.
 """
 
 from collections.abc import Callable, Sequence

@@ -45,8 +45,8 @@ class SampledTokens:
         logprobs: the log-probabilities of `token_ids` under the model's own distribution.
         errors: one sentence for each position at which no token could be sampled. The sentence
             explains the reason. The key is the index of the position.
-        top: the log-probabilities of the likeliest tokens, for each position whose request asks
-            for log-probabilities. The key is the index of the position.
+        top: the log-probabilities to report at each position whose request asks for
+            log-probabilities. The key is the index of the position.
     """
 
     token_ids: list[int]

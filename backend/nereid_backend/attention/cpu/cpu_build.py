@@ -48,7 +48,8 @@ def load_library() -> ctypes.CDLL:
     for an instruction set fails, the next slower instruction set is tried.
 
     Raises:
-        KernelBuildError: if there is no library for any instruction set, and none can be built.
+        KernelBuildError: if there is no library for any instruction set and none can be built, or
+            if NEREID_CPU_INSTRUCTIONS selects an instruction set that is not supported.
     """
     try:
         instruction_sets = usable_instruction_sets()

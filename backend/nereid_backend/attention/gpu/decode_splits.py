@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides into how many parts the decode kernel divides the keys of each sequence.
+"""Computes the number of splits into which the decode kernel divides the keys of a sequence.
 
-A decode has only one new token. The keys of long sequences are therefore divided into parts, which
-different programs of the kernel compute in parallel. A second kernel combines the parts.
+A decode has only one new token, so one sequence alone cannot keep a GPU busy. Therefore, the keys
+of a long sequence are divided into splits. Different programs of the kernel compute the splits in
+parallel, and a second kernel combines the results.
 """
 
 import functools
@@ -13,39 +14,39 @@ from nereid_backend.attention.gpu.gpu_batch import DecodeRows
 from nereid_backend.attention.gpu.gpu_call import next_power_of_two
 from nereid_backend.attention.layers import LayerWindow
 
-# The largest number of parts of a sequence. If there were more parts, combining them would cost
-# more time than computing them in parallel saves.
+# The largest number of splits of a sequence. With more splits, the time for combining the results
+# would exceed the time that is saved by computing them in parallel.
 MAX_SPLITS = 128
-# The smallest number of key tiles in a part. Every part also reads the query and writes a result
-# that must be combined with others, so small parts are not worth their cost.
+# The smallest number of key tiles in a split. The program for a split also reads the query and
+# writes a result that must be combined. For a smaller split, this would take too much of the time.
 _MIN_TILES = 2
-# A decode launch should have this number of programs for each multiprocessor. With several programs
-# each, all multiprocessors finish at about the same time. A step with few tokens has fewer
-# programs.
+# A decode launch should have this number of programs for each multiprocessor. If each
+# multiprocessor runs several programs, all multiprocessors finish at about the same time. A step
+# with few tokens has fewer programs.
 _PROGRAMS_PER_PROCESSOR = 4
-# How many times more programs a launch in a CUDA graph may have than a launch for one step. The
-# graph is also used in steps in which one sequence is much longer than the others.
+# A launch in a CUDA graph may have this number times as many programs as a launch for one step,
+# because the graph is also used for steps in which one sequence is much longer than the others.
 _CAPTURED_FACTOR = 2
-# A launch in a CUDA graph divides each sequence into at least this number of parts. The program for
-# an empty part ends immediately.
+# A launch in a CUDA graph has at least this number of splits for each sequence. The program for an
+# empty split ends immediately.
 _MIN_CAPTURED_SPLITS = 4
-# The number of multiprocessors that tests on a machine without a GPU simulate.
+# On a machine without a GPU, tests simulate a GPU with this number of multiprocessors.
 _SIMULATED_PROCESSORS = 4
 
 
 def split(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> tuple[int, int]:
-    """Return the number of tokens in each part of a sequence, and the number of parts.
+    """Return the number of tokens in each split, and the number of splits of the longest sequence.
 
-    Parts are as long as possible while there are enough programs to keep the GPU busy, because each
-    further part reads the query again and adds a row to the reduction.
+    Splits are made as long as possible, because each additional split reads the query again and
+    makes the reduction slower. However, there must be enough programs to keep the GPU busy.
 
     Args:
         rows: the decodes. Only the bounds of their lengths are used.
         window: the attention window of the layer.
-        num_programs: the number of programs that compute one part of one sequence. Each of these
-            programs computes different heads.
+        num_programs: the number of programs for one split of one sequence. Each of these programs
+            computes different heads.
         tile: the number of keys in a tile.
         device: the device of the step.
     """
@@ -56,8 +57,8 @@ def split(
     tokens_by_occupancy = _divide_up(total_tokens, wanted_programs)
     tokens_by_max_splits = _divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
-    # Round the number up to a power of two times the tile size. Only few different numbers then
-    # occur, so that many steps can use the same graph.
+    # Round the number up to a power of two times the tile size. Then only few different numbers
+    # occur, so different steps usually use the same number.
     split_tokens = tile * next_power_of_two(_divide_up(min_tokens, tile))
     return split_tokens, _divide_up(longest, split_tokens)
 
@@ -65,10 +66,10 @@ def split(
 def captured_splits(
     rows: DecodeRows, window: LayerWindow, num_programs: int, tile: int, device: torch.device
 ) -> int:
-    """Return the largest number of parts of a sequence for a launch in a CUDA graph.
+    """Return the largest number of splits of a sequence for a launch in a CUDA graph.
 
-    The number depends only on values that are equal for all steps which replay the graph. The
-    arguments are those of `split`.
+    The number depends only on values that are equal for all steps that replay the graph. `split`
+    documents the arguments.
     """
     longest = max(_num_visible(length, window, tile) for _, length in rows.bounds)
     max_splits_by_length = _divide_up(longest, _MIN_TILES * tile)
@@ -87,9 +88,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def _num_visible(length: int, window: LayerWindow, tile: int) -> int:
-    """Return the largest number of keys that the kernel reads for one sequence.
-
-    The sequence has `length` tokens.
+    """Return the largest number of keys that the kernel reads for a sequence of `length` tokens.
 
     The first tile that the kernel reads can begin before the window.
     """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the attention libraries when a model is loaded, and chooses the fastest ones.
+"""Measures attention libraries when a model is loaded, and chooses the fastest for each situation.
 
-For each `Situation`, a library replaces the project's kernels only if the results of the library
-equal the results of the reference, and if the library is faster on a step of typical size.
+A library replaces the project's kernels in a `Situation` only under two conditions. The results of
+the library must equal the results of the reference, and the library must be faster than the kernels
+on a step of typical size.
 """
 
 import functools
@@ -29,12 +30,12 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 logger = logging.getLogger(__name__)
 
-# The type of a function that calls its argument and returns how many milliseconds the call takes on
-# the device.
+# The type of a function that measures a call. It calls its argument, and returns the milliseconds
+# that the call takes on the device.
 Timer = Callable[[Callable[[], object]], float]
 
-# A library is used only if it takes at most this share of the time of the project's kernels,
-# because a smaller gain could be an error of the measurement.
+# A library is used only if its time is at most this share of the time of the project's kernels. A
+# smaller difference could be an error of the measurement.
 _MAX_SHARE = 0.95
 _NUM_WARM_UPS = 3
 _NUM_RUNS = 7
@@ -45,15 +46,17 @@ class _Step:
     """The sequences of a step on which the libraries are tested and measured.
 
     Attributes:
-        decodes: the length of the sequence of each decode.
-        prefills: the numbers of cached and new tokens of each prefill.
+        decodes: the sequence length of each decode.
+        prefills: a pair for each prefill: the number of cached tokens, and the number of new
+            tokens.
     """
 
     decodes: tuple[int, ...] = ()
     prefills: tuple[tuple[int, int], ...] = ()
 
 
-# The steps whose results are compared with the reference, and the steps whose time is measured.
+# For each situation, _CHECKED contains the step on which the results are compared with the
+# reference, and _MEASURED contains the step on which the time is measured.
 _CHECKED = {
     Situation.DECODE: _Step(decodes=(400, 1, 17)),
     Situation.PROMPT: _Step(prefills=((0, 40), (0, 7))),
@@ -67,7 +70,7 @@ _MEASURED = {
 
 
 @torch.inference_mode()
-def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tests replace
+def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     kind: type[GpuKVCache],
     layers: Sequence[LayerSpec],
     block_size: int,
@@ -79,18 +82,17 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 ) -> ChosenBackends:
     """Return the libraries that are faster than the project's kernels.
 
-    The key of each library is a pair (properties of a layer, `Situation`).
-
-    For each library that cannot be used, log a warning with the reason.
+    The key of a library is a pair: the properties of a layer, and a `Situation`. If a library
+    cannot be used for a pair, log a warning with the reason.
 
     Args:
-        kind: the class of the KV cache. Libraries do not read 8-bit caches.
+        kind: the class of the KV cache. The libraries cannot read 8-bit caches.
         layers: the attention layers of the model.
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
         dtype: the data type of the model.
         device: the GPU.
-        backends: the libraries to measure; by default, all libraries that this package supports.
-        timer: measures a function; by default, with events of the GPU.
+        backends: the libraries to measure. None selects all libraries that this package supports.
+        timer: the function that measures a call. None selects `milliseconds`.
     """
     chosen: dict[tuple[LayerSpec, Situation], AttentionBackend] = {}
     if issubclass(kind, ScaledKVCache):
@@ -123,17 +125,16 @@ def fastest_backends(  # noqa: PLR0913 - the properties of a layer, and what tes
 def _why_wrong(
     backend: AttentionBackend, situation: Situation, make_trial: Callable[..., Trial]
 ) -> str | None:
-    """Return why the results of a library are wrong; None if they are right.
+    """Test a library. Return an error message, or None if the results of the library are correct.
 
-    If the library fails, return the error.
+    If the library raises an exception, the error message is the message of the exception.
     """
     step = _CHECKED[situation]
     trial = make_trial(decodes=step.decodes, prefills=step.prefills)
     try:
         gpu_check.compare(trial, trial.attend({(trial.spec, situation): backend}))
     except Exception as error:  # noqa: BLE001
-        # A library may raise any exception. The exception ends only the check of this library,
-        # which is then not used.
+        # A library may raise any exception. After an exception, the library is not used.
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return None
 
@@ -144,10 +145,10 @@ def _fastest(
     make_trial: Callable[..., Trial],
     timer: Timer,
 ) -> AttentionBackend | None:
-    """Return the fastest library; None if the project's kernels are the fastest.
+    """Return the fastest library; None if the project's kernels are faster.
 
-    The libraries and the kernels compute one step that is typical for the situation. A library must
-    take at most the share `_MAX_SHARE` of the kernels' time.
+    The libraries and the kernels compute a typical step of the situation. The time of a library
+    must be at most the share `_MAX_SHARE` of the kernels' time.
     """
     step = _MEASURED[situation]
     trial = make_trial(decodes=step.decodes, prefills=step.prefills)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged attention on a GPU, computed by kernels in the Triton language.
 
-A layer needs at most four launches: the cache write, the decodes, the reduction of their parts, and
-the prefills. The code of this module never waits for the GPU. The grids are computed from sizes
-that are on the CPU, and the metadata of a step is uploaded once for all layers, as a GpuBatch.
+A layer needs at most four launches: the cache write, the decodes, the reduction of the decodes'
+splits, and the prefills. This module never waits for the GPU. The grids are computed from sizes
+that are on the CPU. The metadata of a step is uploaded once for all layers; see `GpuBatch`.
 """
 
 import functools
@@ -41,10 +41,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class GpuKVCache(KVCache):
-    """A KV cache for the GPU kernels. The layout is that of KVCache.
+    """A KV cache for the GPU kernels. It has the same layout as KVCache.
 
-    The keys of one head in a block are contiguous, so a kernel reads a tile of keys with a few long
-    reads.
+    The keys of one head in a block are contiguous, so a kernel needs only a few long reads to load
+    a tile of keys.
 
     Attributes:
         backends: the attention libraries that replace the kernels; see fastest_backend.py.
@@ -76,10 +76,10 @@ def attend(
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
             value [num_kv_heads, num_tokens, value_dim].
         layer: the index of the layer in the cache, and the properties of the layer.
-        cache: receives the keys and values. Mutated.
+        cache: the KV cache, into which the keys and values are stored. Mutated.
         batch: the metadata of the step.
-        scale: the factor of the scores.
-        sinks: the attention sinks, [num_heads]; None if the layer has none.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
 
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
@@ -98,16 +98,14 @@ def store_layer(
 ) -> None:
     """Store the keys and values of one layer in the cache.
 
-    The shapes are those of the arguments of `attend`.
-
-    Mutates: cache.
+    `attend` documents the arguments. Mutates: cache.
     """
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
     with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]
         store(key, value, _call(layer, cache, 1.0, None), batch.slots)
 
 
-def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is stored
+def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     query: Tensor,
     new: tuple[Tensor, Tensor] | None,
     layer: tuple[int, LayerSpec],
@@ -118,7 +116,7 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of a step whose keys and values are in the cache already.
+    """Compute the attention of a step whose keys and values are already in the cache.
 
     Args:
         query: [num_heads, num_tokens, key_dim].
@@ -127,9 +125,9 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
         layer: the index of the layer in the cache, and the properties of the layer.
         cache: the cache, which contains the keys and values of the step.
         batch: the metadata of the step.
-        scale: the factor of the scores.
-        sinks: the attention sinks, [num_heads]; None if the layer has none.
-        out: the tensor for the result; by default, a new one.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
+        out: the tensor for the result. None creates a new tensor.
 
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
@@ -142,7 +140,7 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
         out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
     call = _call(layer, cache, scale, sinks)
     inputs = LayerInputs(query, new, call, batch, gpu_batch(batch))
-    # Triton launches kernels on the current device, so the device of the cache becomes the current
+    # Triton launches kernels on the current device, so the device of the query must be the current
     # device.
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         for situation in inputs.situations():
@@ -157,7 +155,7 @@ def attend_stored(  # noqa: PLR0913 - as `attend`, and where the result is store
 def _call(
     layer: tuple[int, LayerSpec], cache: GpuKVCache, scale: float, sinks: Tensor | None
 ) -> AttentionCall:
-    """Return the arguments of an attention call; see `attend_stored`."""
+    """Return the `AttentionCall` of a layer; see `attend_stored` for the arguments."""
     number, spec = layer
     scales, float8 = number_format(cache, number)
     return AttentionCall(
@@ -180,12 +178,12 @@ def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
 
 
 def _largest_dim(spec: LayerSpec) -> int:
-    """Return the size of a key or the size of a value, whichever is larger."""
+    """Return the key size or the value size, whichever is larger."""
     return max(spec.key_dim, spec.value_dim)
 
 
 def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
-    """Return a `StepLayout` that divides prefills into tiles for every layer of a model.
+    """Return the `StepLayout` of a model. It contains the tilings of all layers.
 
     Args:
         cache: the KV cache of the model.
@@ -200,7 +198,7 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
-    """Return the metadata of a step for the GPU kernels. The first call builds the metadata."""
+    """Return the metadata of a step for the GPU kernels. The first call of a step builds it."""
     rows = batch.device_rows
     if isinstance(rows, PackedRows):
         rows = batch.device_rows = rows.unpack(batch)
@@ -211,7 +209,7 @@ def gpu_batch(batch: AttentionBatch) -> GpuBatch:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the compute capability of a GPU, and the tile sizes that were measured on it."""
+    """Return the compute capability and the measured tile sizes of a GPU."""
     if device.type != "cuda":
         return Device({})
     capability = torch.cuda.get_device_capability(device)
@@ -219,7 +217,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return the arguments of AttentionCall that describe the numbers in the cache.
+    """Return the arguments `scales` and `float8` of `AttentionCall` for one layer.
 
     Args:
         cache: the KV cache.
@@ -233,5 +231,5 @@ def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] 
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as the kernels require."""
+    """Make the last dimension of a tensor contiguous, because the kernels require this."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds arrays with the metadata of a step for the GPU kernels, once for all layers.
+"""Builds the arrays with the metadata of a step for the GPU kernels.
 
-The block tables of all sequences are one flat list of block numbers. Another list contains the
-index at which the block table of each sequence starts. All values come from the CPU or from tensors
-that are already on the GPU, so nothing is read back from the GPU. `StepLayout` adds the values from
-the CPU to the arrays that a step uploads with one copy.
+The arrays are built once for all layers. The block tables of all sequences are concatenated to one
+flat table. For each sequence, another array contains the index at which its block table starts. The
+values come from the CPU, or from tensors that are already on the GPU, so nothing is read back from
+the GPU. `StepLayout` returns the arrays that come from the CPU. They are uploaded together with the
+other arrays of the step in one copy.
 """
 
 import math
@@ -27,15 +28,15 @@ class DecodeRows:
 
     Attributes:
         count: the number of decodes.
-        bounds: for each group, (number of sequences, largest number of tokens of a sequence). These
-            numbers are on the CPU.
+        bounds: one pair for each group of decodes: the number of sequences, and the largest number
+            of tokens of a sequence. These numbers are on the CPU.
         table: [n] int64, the block numbers of all sequences.
-        table_starts: [count] int64, the index in `table` of each sequence's first block.
-        tokens: [count] int64, the index of each decode in the packed step.
+        table_starts: [count] int64, the index of each sequence's first block in `table`.
+        tokens: [count] int64, the index of each decode's token in the packed row.
         lens: [count] int64, the length of each sequence, including the new token.
         longest: [1] int64, the length of the longest sequence. It is set if the launches are
-            captured into a CUDA graph, which is replayed for sequences of any length up to the
-            bounds. None if the launches are only for this step.
+            captured into a CUDA graph. The graph is replayed for other sequences whose lengths are
+            within the bounds. None if the launches are used only for this step.
     """
 
     count: int
@@ -48,9 +49,9 @@ class DecodeRows:
     _workspaces: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def workspace(self, shape: tuple[int, ...]) -> Tensor:
-        """Return float32 memory for the intermediate results of one layer.
+        """Return a float32 tensor for the intermediate results of one layer.
 
-        All layers use the same memory in turn.
+        All layers use the same tensor, one after the other.
         """
         memory = self._workspaces.get(shape)
         if memory is None:
@@ -64,7 +65,7 @@ class PrefillRows:
     """The metadata of a step's prefills.
 
     Attributes:
-        prefills: the prefills of the AttentionBatch.
+        prefills: the prefills of the step.
         table: [n] int64, the block numbers of all sequences.
         sequences: [num_sequences, 4] int64; see `triton_prefill.prefill_kernel`.
     """
@@ -89,8 +90,8 @@ class GpuBatch:
     """The metadata of one step in the form that the GPU kernels read.
 
     Attributes:
-        decodes: the decodes; None if the step has none.
-        prefills: the prefills; None if the step has none.
+        decodes: the decodes; None if the step has no decodes.
+        prefills: the prefills; None if the step has no prefills.
         shared: values that attention libraries compute once for all layers of the step.
     """
 
@@ -100,7 +101,7 @@ class GpuBatch:
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> "GpuBatch":
-        """Build the metadata of a step whose tensors are on the device already."""
+        """Build the metadata of a step. The tensors of `batch` must be on the device."""
         layout = StepLayout(())
         arrays = layout.arrays(
             [(group.blocks.shape[0], group.blocks.shape[1]) for group in batch.decodes],
@@ -115,7 +116,7 @@ class Tiling(NamedTuple):
     Layers with the same window and the same kernel have equal tilings.
 
     Attributes:
-        num_queries: the largest number of new tokens of a tile.
+        num_queries: the largest number of new tokens in a tile.
         window: the attention window of the layers.
     """
 
@@ -130,7 +131,7 @@ class PrefillShape(NamedTuple):
         start: the index of the first new token in the packed row.
         num_new: the number of new tokens.
         num_cached: the number of cached tokens.
-        num_blocks: the number of blocks of all tokens.
+        num_blocks: the number of blocks that contain the cached and the new tokens.
     """
 
     start: int
@@ -140,7 +141,7 @@ class PrefillShape(NamedTuple):
 
     @classmethod
     def of(cls, prefill: Prefill) -> "PrefillShape":
-        """Return the sizes of a prefill."""
+        """Return the sizes of the prefill `prefill`."""
         num_new = prefill.end - prefill.start
         return cls(prefill.start, num_new, prefill.num_cached, prefill.blocks.numel())
 
@@ -155,8 +156,8 @@ class StepLayout:
         """Store the tilings of a model's layers.
 
         Args:
-            tilings: the tilings of a model's layers. Tiles for any other tiling are uploaded when
-                they are needed.
+            tilings: the tilings of a model's layers. If another tiling is needed later, its tiles
+                are uploaded separately.
         """
         self._tilings = tuple(dict.fromkeys(tilings))
 
@@ -165,15 +166,12 @@ class StepLayout:
     ) -> list[Integers]:
         """Return the arrays of a step that must be uploaded.
 
-        If there are decodes, the first array is the index at which each decode's block table starts
-        in the flat table of all decodes. Example: two groups of decodes have block tables of the
-        shapes [2, 3] and [1, 8]. The block tables start at [0, 3, 6].
-
-        If there are prefills, the next array is the description of the sequences (see
-        `triton_prefill.prefill_kernel`), followed by the tiles for each tiling.
+        If there are decodes, the first array is the result of `_table_starts`. If there are
+        prefills, the next array is the result of `_sequence_rows`, and the other arrays are the
+        results of `tile_rows` for each tiling.
 
         Args:
-            decode_shapes: the shape of the block table of each group of decodes.
+            decode_shapes: the shapes of the block tables, one for each group of decodes.
             prefills: the prefills.
         """
         arrays = []
@@ -221,9 +219,10 @@ class PackedRows:
 
 
 def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
-    """Return where the block table of each decode starts in the flat table.
+    """Return the index at which the block table of each decode starts in the flat table.
 
-    The result is [num_decodes] int64.
+    The result is [num_decodes] int64. Example: two groups of decodes have block tables of the
+    shapes [2, 3] and [1, 8]. The block tables start at [0, 3, 6].
     """
     starts: list[int] = []
     offset = 0
@@ -236,8 +235,8 @@ def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
 def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
     """Return one row with four numbers for each prefill, [num_prefills, 4] int64.
 
-    The columns are the first new token, the numbers of new and cached tokens, and the index of the
-    first block in the flat table of all prefills.
+    The columns contain the index of the first new token, the number of new tokens, the number of
+    cached tokens, and the index of the first block in the flat table of all prefills.
     """
     rows = []
     first_block = 0
@@ -250,14 +249,13 @@ def _sequence_rows(prefills: Sequence[PrefillShape]) -> Integers:
 def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
     """Divide the new tokens of prefills into tiles, and return one row for each tile.
 
-    The result is [num_tiles, 2] int64.
+    The result is [num_tiles, 2] int64. All tokens of a tile belong to one sequence. A row contains
+    the index of the sequence, and the index of the tile's first token among the new tokens of the
+    sequence. The rows are sorted by the number of keys to which the tile attends, in descending
+    order. The programs that start last then take the least time.
 
-    The tokens of a tile belong to one sequence. Each row contains the index of the sequence and the
-    index of the tile's first new token. Tiles that attend to the most keys come first, so that the
-    programs that start last end soon.
-
-    Example: a prefill of 40 new tokens after 100 cached tokens gives the rows [0, 32] and [0, 0] if
-    a tile has 32 tokens.
+    Example: there is one prefill with 100 cached and 40 new tokens, and a tile has 32 tokens. The
+    rows are [0, 32] and [0, 0].
     """
     tiles = [
         (_num_keys(prefill.num_cached + begin, tiling.window), number, begin)
@@ -273,9 +271,9 @@ def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -
     """Build the metadata of a step's decodes.
 
     Args:
-        groups: the groups of decodes. A group whose `tokens` are None contains all decodes, which
-            are the first tokens of the step.
-        block_size: tokens in one block.
+        groups: the groups of decodes. If `tokens` of a group is None, the group contains all
+            decodes, and their tokens are the first tokens of the packed row.
+        block_size: the number of tokens in one block.
         table_starts: [num_decodes] int64; see `DecodeRows`.
     """
     device = groups[0].lens.device
@@ -294,11 +292,11 @@ def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -
 
 
 def _concatenated(tensors: list[Tensor]) -> Tensor:
-    """Return the numbers of all tensors in one flat tensor."""
+    """Flatten the tensors, and concatenate them to one tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _num_keys(position: int, window: LayerWindow) -> int:
-    """Estimate how many keys the token at a position attends to."""
+    """Estimate the number of keys to which the token at a position attends."""
     return position if window.limit is None else min(position, window.limit)

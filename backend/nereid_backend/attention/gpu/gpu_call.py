@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of one attention call on a GPU, in the form that the kernels take."""
+"""The arguments of one attention call on a GPU, and their conversion to kernel arguments."""
 
 import enum
 import functools
@@ -12,24 +12,24 @@ from torch import Tensor
 from nereid_backend.attention.layers import LayerSpec
 
 _LOG2E = math.log2(math.e)
-# The Triton language multiplies only matrices whose dimensions have at least this size.
+# The Triton language can multiply only matrices whose dimensions have at least this size.
 _MIN_PRODUCT = 16
-# Keys up to this size are padded to a power of two. Larger keys are divided into two parts, each
-# with its own matrix product. For small keys, a second matrix product would take more time than the
-# padding.
+# Keys up to this size are padded to a power of two. A larger key may be divided into two slices,
+# and each slice has its own matrix product. For a small key, a second matrix product would take
+# more time than the padding.
 _MAX_PADDED_KEY = 32
 
 
 class Float8(enum.IntEnum):
-    """The ways in which the kernels can convert 8-bit floating point numbers.
+    """The methods by which the kernels convert 8-bit floating point numbers.
 
     Triton compiles a separate kernel for each value.
     """
 
     NONE = 0
-    """The cache contains other numbers: floating point numbers of the model, or integers."""
+    """The cache contains no 8-bit floating point numbers, so no conversion is needed."""
     DEVICE = 1
-    """The kernels use instructions of the GPU; see `float8_of`."""
+    """The kernels use conversion instructions of the GPU; see `float8_of`."""
     BITS = 2
     """The kernels shift the bits of the numbers; see `triton_common.converted`."""
 
@@ -42,12 +42,12 @@ class AttentionCall:
         spec: the properties of the layer.
         keys: the keys of the layer, [num_blocks + 1, num_kv_heads, block_size, key_dim].
         values: the values of the layer, [num_blocks + 1, num_kv_heads, block_size, value_dim].
-        scale: the factor of the scores.
-        sinks: the attention sinks, [num_heads]; None if the layer has none.
-        scales: the factors of the 8-bit keys and of the 8-bit values, each [num_blocks + 1,
-            num_kv_heads, block_size] float32; None if keys and values are not scaled.
-        float8: how the kernels convert keys and values of the format e4m3, which are stored as
-            bytes.
+        scale: the factor by which the scores are multiplied.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
+        scales: the factors of the 8-bit keys, and the factors of the 8-bit values. Each tensor is
+            [num_blocks + 1, num_kv_heads, block_size] float32. None if the cache is not an 8-bit
+            cache.
+        float8: the method by which the kernels convert keys and values in the format e4m3.
     """
 
     spec: LayerSpec
@@ -65,10 +65,11 @@ class AttentionCall:
 
     @property
     def cache_tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The keys and the values, and the factors of the keys and of the values.
+        """Four tensors: the keys, the values, the factors of the keys, the factors of the values.
 
-        If the cache has no factors, the keys and values take the place of the factors, because the
-        kernels need pointers. The kernels do not read through these pointers.
+        If the cache has no factors, the keys and values are used instead of the factors, because
+        the kernels require a valid pointer for each argument. The kernels do not read these
+        pointers.
         """
         return self.keys, self.values, *(self.scales or (self.keys, self.values))
 
@@ -82,7 +83,7 @@ class AttentionCall:
 
     @property
     def window_limits(self) -> tuple[int, int]:
-        """The arguments `window` and `chunk` of the kernels, in tokens; 0 means no limit."""
+        """The arguments `window` and `chunk` of the kernels, in tokens. 0 means no limit."""
         return self.spec.window.size or 0, self.spec.window.chunk or 0
 
     def window_constants(self) -> dict[str, bool]:
@@ -98,9 +99,10 @@ class AttentionCall:
     def cache_constants(self) -> dict[str, int]:
         """Return the kernel constants that describe the cache and the division of a key.
 
-        A key is divided into MAIN numbers, padded to DIM, and REST numbers, padded to REST_PADDED,
-        because the kernels pad to powers of two. Examples: 192 numbers are divided into 128 and 64.
-        A key of 24 numbers is not divided but padded to 32, so MAIN is 24, DIM is 32 and REST is 0.
+        The kernels pad keys to powers of two. To avoid much padding, a key can be divided into MAIN
+        numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED.
+        Examples: a key of 192 numbers is divided into 128 and 64 numbers. A key of 24 numbers is
+        not divided: MAIN is 24, DIM is 32, and REST is 0.
         """
         key_dim = self.spec.key_dim
         largest_power_of_two = 1 << (key_dim.bit_length() - 1)
@@ -121,10 +123,10 @@ class AttentionCall:
 
 @functools.cache
 def float8_of(device: torch.device) -> Float8:
-    """Return how the kernels convert 8-bit floating point numbers on a GPU.
+    """Return the method by which the kernels convert 8-bit floating point numbers on a GPU.
 
-    GPUs of compute capability 8.9 also have instructions for these numbers. However, Triton 3.6
-    cannot compile the conversion to bfloat16 for GPUs of 8.9.
+    GPUs with the compute capability 8.9 also have conversion instructions. However, Triton 3.6
+    cannot compile the conversion to bfloat16 for these GPUs.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return Float8.DEVICE
@@ -134,9 +136,7 @@ def float8_of(device: torch.device) -> Float8:
 def padded_size(size: int) -> int:
     """Return the size to which a kernel pads a dimension.
 
-    The padded size is a power of two, and at least 16.
-
-    Examples: 80 gives 128, and 10 gives 16.
+    The padded size is a power of two that is at least 16. Examples: 80 gives 128, and 10 gives 16.
     """
     return max(_MIN_PRODUCT, next_power_of_two(size))
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the GPU kernels with the reference implementation when a model is loaded.
 
-The engine's self-check runs the whole model over short sequences. This check runs one attention
-layer over longer sequences, so that it also covers sequences that are divided into parts, the
-reduction of the parts, tiles of keys that all rows attend to, and windows that start after the
-first token. The check also compiles the kernels.
+The engine's self-check runs the whole model on short sequences. This check runs one attention layer
+on longer sequences. Therefore, it also tests splits of long sequences, the reduction of the splits,
+tiles of keys without a mask, and windows that begin after the first token. The check also compiles
+the kernels.
 """
 
 import functools
@@ -24,23 +24,22 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
 
-# The sequences of the test step: the lengths of the sequences with one new token, and pairs (cached
-# tokens, new tokens) for the prefills.
+# The sequences of the test step. _DECODES contains the lengths of the decodes' sequences. _PREFILLS
+# contains a pair for each prefill: the number of cached tokens, and the number of new tokens.
 _DECODES = (400, 1, 17)
 _PREFILLS = ((0, 40), (140, 20))
-# The largest result of `compare` that the check accepts. The reference computes in float32. A
-# window that is wrong by one token causes a difference above 0.1.
+# The result of `compare` may be at most this number. The reference computes in float32. If a window
+# is wrong by only one token, the result is larger than 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
-# The largest accepted rounding errors in an e4m3 cache. A stored number may differ by a sixteenth
-# from the exact number; the factor 1.01 allows for exact numbers halfway between two stored
-# numbers. Small numbers are stored as subnormal numbers, so the difference may also be 2**-17 of
-# the largest number of the vector.
+# In an e4m3 cache, the rounding error of a number may be at most the sum of two limits. The first
+# limit is 1/16 of the number itself, plus 1 % because of inexact arithmetic. The second limit is
+# 2**-17 of the largest number in the vector, because small numbers are stored as subnormal numbers.
 _FLOAT8_ERROR = 1.01 / 16
 _FLOAT8_SMALLEST = 2.0**-17
-# The largest accepted rounding error in an int8 cache, as a share of the largest number of the
-# vector. It is half of the distance between two stored numbers, and a little more for numbers
-# halfway between two stored numbers.
+# In an int8 cache, the rounding error of a number may be at most this share of the largest number
+# in the vector. The share is half of the distance between two stored numbers, plus 2 % because of
+# inexact arithmetic.
 _INT8_ERROR = 0.51 / 127
 
 
@@ -59,15 +58,15 @@ def why_unusable(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Return why the kernels cannot compute a layer; None if they can.
+    """Return the reason why the kernels cannot compute a layer; None if they can compute it.
 
-    The arguments are those of `check`.
+    `make_trial` documents the arguments.
     """
     try:
         check(kind, spec, block_size, dtype, device)
     except Exception as error:  # noqa: BLE001
-        # A compiler or a driver may raise any exception. The exception ends only the check of this
-        # layer, and the reference implementation is used instead of the kernels.
+        # A compiler or a driver may raise any exception. After an exception, the caller uses the
+        # reference implementation instead of the kernels.
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         return text if isinstance(error, KernelError) else f"{type(error).__name__}: {text}"
     return None
@@ -75,14 +74,14 @@ def why_unusable(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One layer and one step with random numbers, on which implementations are compared.
+    """A layer and a step with random numbers. Implementations are compared on such a trial.
 
     Attributes:
         spec: the properties of the layer.
         cache: the cache, filled with random keys and values.
         batch: the metadata of the step.
-        inputs: the query, the key and the value of the step, as `gpu_attention.attend` takes them.
-        sinks: the attention sinks; None if the layer has none.
+        inputs: the query, the key and the value of the step; see `gpu_attention.attend`.
+        sinks: the attention sinks; None if the layer has no sinks.
     """
 
     spec: LayerSpec
@@ -92,11 +91,9 @@ class Trial:
     sinks: Tensor | None
 
     def attend(self, backends: ChosenBackends = gpu_attention.GpuKVCache.backends) -> Tensor:
-        """Store the keys and values of the step, and compute its attention.
+        """Store the keys and values of the step, and compute the attention of the step.
 
-        `backends` are the libraries that replace the kernels.
-
-        Mutates: the cache.
+        The libraries in `backends` replace the kernels. Mutates: the cache.
         """
         self.cache.backends = backends
         return gpu_attention.attend(
@@ -119,11 +116,12 @@ def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
     Args:
         kind: the class of the KV cache.
         spec: the properties of the layer.
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
         dtype: the data type of the model.
         device: the GPU.
-        decodes: the length of the sequence of each decode.
-        prefills: the numbers of cached and new tokens of each prefill.
+        decodes: the sequence length of each decode.
+        prefills: a pair for each prefill: the number of cached tokens, and the number of new
+            tokens.
     """
     batch, num_blocks = _batch(block_size, device, decodes, prefills)
     cache = kind([spec], num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
@@ -132,7 +130,7 @@ def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    # Fill all blocks with random keys and values, except the null block.
+    # Fill all blocks except the null block with random keys and values.
     count = num_blocks * block_size
     old_keys = randn(count, spec.num_kv_heads, spec.key_dim)
     old_values = randn(count, spec.num_kv_heads, spec.value_dim)
@@ -156,7 +154,7 @@ def check(
 ) -> float:
     """Compute a test step with the kernels and with the reference, and compare the results.
 
-    The arguments are those of `make_trial`. For the result and the errors, see `compare`.
+    `make_trial` documents the arguments. `compare` documents the result and the errors.
     """
     trial = make_trial(kind, spec, block_size, dtype, device)
     return compare(trial, trial.attend())
@@ -164,15 +162,17 @@ def check(
 
 @torch.inference_mode()
 def compare(trial: Trial, computed: Tensor) -> float:
-    """Compare the stored keys and values and the attention of a trial with the reference.
+    """Compare the result of a trial with the reference.
+
+    The stored keys and values and the attention are compared.
 
     Args:
-        trial: the trial, after `Trial.attend`.
+        trial: the trial, after a call of `Trial.attend`.
         computed: the result of `Trial.attend`.
 
     Returns:
-        The difference at the worst token: the root mean square of the error, divided by the root
-        mean square of the expected result.
+        The largest difference of a token. The difference is the root mean square of the error,
+        divided by the root mean square of the expected result.
 
     Raises:
         KernelError: if the cache write or the attention differs from the reference.
@@ -191,7 +191,7 @@ def compare(trial: Trial, computed: Tensor) -> float:
     errors = (computed.float() - expected).square().mean((1, 2)).sqrt()
     difference = (errors / expected.square().mean((1, 2)).sqrt()).max().item()
     tolerance = _TOLERANCE[query.dtype]
-    # The condition is negated, so that NaN counts as an error, too.
+    # `not <=` is used instead of `>`, so that NaN counts as an error, too.
     if not difference <= tolerance:
         raise KernelError(
             f"the attention differs from the reference by a relative error of {difference:.2g}, "
@@ -211,10 +211,11 @@ def _batch(
     The blocks of each sequence are in random order.
 
     Args:
-        block_size: tokens in one block.
+        block_size: the number of tokens in one block.
         device: the device of the step's tensors.
-        decodes: the length of the sequence of each decode.
-        prefills: the numbers of cached and new tokens of each prefill.
+        decodes: the sequence length of each decode.
+        prefills: a pair for each prefill: the number of cached tokens, and the number of new
+            tokens.
     """
     prefill_lens = [cached + new for cached, new in prefills]
     tables = _scattered_tables([*decodes, *prefill_lens], block_size)
@@ -225,13 +226,12 @@ def _batch(
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     slots: list[int] = []
-    # The new token of a decode is the last token of its sequence, so it has this slot.
+    # The new token of a decode is the last token of its sequence.
     for table, length in zip(decode_tables, decodes, strict=True):
         slots += _slots(table, range(length - 1, length), block_size)
     groups = []
     if decodes:
-        # Pad the tables with the null block, whose number is `num_blocks` because it follows the
-        # last block.
+        # Pad the tables with the null block, whose number is `num_blocks`.
         width = max(map(len, decode_tables))
         padded = [table + [num_blocks] * (width - len(table)) for table in decode_tables]
         groups.append(DecodeGroup(None, tensor(padded), tensor(decodes), block_size))
@@ -245,7 +245,7 @@ def _batch(
 
 
 def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
-    """Return a block table for each sequence, with the blocks in random order."""
+    """Return a block table for each sequence. The blocks in a table are in random order."""
     counts = [-(-length // block_size) for length in lens]
     blocks = list(range(sum(counts)))
     random.Random(0).shuffle(blocks)
@@ -253,12 +253,12 @@ def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
 
 
 def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
-    """Return the cache slots of the tokens at `positions`, according to a block table."""
+    """Return the cache slots of the tokens at `positions`. `table` is their block table."""
     return [table[p // block_size] * block_size + p % block_size for p in positions]
 
 
 def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
-    """Return a copy of a cache in float32, without scales."""
+    """Return a float32 copy of a cache. The numbers of an 8-bit cache are restored."""
     copy = KVCache(
         [spec],
         num_blocks=cache.null_block,
@@ -278,9 +278,9 @@ def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
 def _stored(
     cache: KVCache, batch: AttentionBatch, written: tuple[Tensor, Tensor], block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of the step as they are stored in the cache.
+    """Read the keys and values of the step from the cache.
 
-    The results are float32 tensors with the shapes of the tensors in `written`.
+    The results are float32 tensors. They have the same shapes as the tensors in `written`.
     """
     blocks = batch.slots // block_size
     places = batch.slots % block_size

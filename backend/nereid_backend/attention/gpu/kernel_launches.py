@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches the kernels that are written in the Triton language.
 
-The functions import the kernels, because the kernels need the package triton. torch installs this
-package on machines with a GPU.
+Each function imports its kernel when it is called, because importing the kernels requires the
+package triton. This package is installed only together with torch for GPUs.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, padded_
 from nereid_backend.attention.gpu.tuning import Tuning
 from nereid_backend.attention.layers import LayerSpec
 
-# This option makes the kernels use fused multiply-add instructions, which round a product and a sum
-# only once. Triton warns if the option is not set.
+# With this option, the kernels use fused multiply-add instructions, which round only the sum and
+# not the product. Triton logs a warning if the option is not set.
 _FUSED: dict[str, Any] = {"enable_fp_fusion": True}
 # The number of elements that each program of the kernel `store` copies.
 _STORE_ELEMENTS = 4096
 # The largest number of query heads that one program of the decode kernel computes.
 _MAX_DECODE_ROWS = 64
-# The number of partial results that the reduction kernel adds in one iteration.
+# The reduction kernel adds this number of splits in one iteration.
 _REDUCE_STEP = 16
 
 
@@ -30,8 +30,8 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
     """Write the keys and values of a step into the cache of one layer.
 
     Args:
-        key: [num_kv_heads, num_tokens, key_dim], the last dimension contiguous.
-        value: [num_kv_heads, num_tokens, value_dim], the last dimension contiguous.
+        key: [num_kv_heads, num_tokens, key_dim]. The last dimension must be contiguous.
+        value: [num_kv_heads, num_tokens, value_dim]. The last dimension must be contiguous.
         call: the attention call. Only its cache is used.
         slots: [num_tokens] int64. Tokens with a negative slot are not written.
 
@@ -92,14 +92,14 @@ def decode(
     if rows.longest is None:
         split_tokens, num_splits = decode_splits.split(*work)
     else:
-        # The size of a part depends on the longest sequence of the step, so the kernel computes the
-        # size each time that the CUDA graph runs.
+        # The number of tokens in a split depends on the longest sequence of the step. Therefore,
+        # the kernel computes the number whenever the CUDA graph is replayed.
         split_tokens = 0
         num_splits = decode_splits.captured_splits(*work)
     is_split = num_splits > 1
-    # Triton needs a valid pointer even for an argument that the kernel does not read. The kernel
-    # does not read `parts` and `weights_log` if sequences are not divided, and `sinks` if the layer
-    # has none.
+    # Triton needs a valid pointer even for an argument that the kernel does not read, so `out` is
+    # passed for unused arguments. `parts` and `weights_log` are not used if sequences are not
+    # divided. `sinks` is not used if the layer has no sinks.
     parts = out
     weights_log = out
     sinks = out if call.sinks is None else call.sinks
@@ -194,6 +194,6 @@ def prefill(
 
 
 def prefill_tiling(spec: LayerSpec, tuning: Tuning) -> Tiling:
-    """Return how a layer divides the prefills of a step into tiles."""
+    """Return the tiling by which a layer divides the prefills of a step into tiles."""
     heads = min(spec.num_heads // spec.num_kv_heads, tuning.rows)
     return Tiling(tuning.rows // heads, spec.window)

@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Functions that several attention kernels call: cache reads, scores and the running softmax.
 
-Scores are multiplied by log2(e), so that 2^score replaces e^score: the hardware has an instruction
-for powers of 2, but none for powers of e.
+Scores are multiplied by log2(e), so that the kernels can compute powers of 2 instead of powers of
+e. The hardware has an instruction only for powers of 2.
 """
 
 import triton
@@ -17,24 +17,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
     """Return the numbers of the blocks that contain some positions of a sequence.
 
-    The kernels read the block numbers of a tile one iteration before they read its keys and values.
-    If one iteration read the block numbers, the keys and the values, the copies of the next tile
-    could not start before the products of this tile have ended: the addresses for the copies depend
-    on block numbers that have not been read yet.
+    table points to the block table of the sequence. places [n] contains the positions. If is_read
+    is false for a position, nothing is read, and the result for this position is 0.
 
-    table points at the sequence's block numbers. places [n] are positions in the sequence. If
-    is_read is false for a position, nothing is read, and the block number of the position is 0.
+    The kernels call this function for a tile one iteration before they load the keys and values of
+    the tile. The addresses of the keys and values are then known early, so the tile can be loaded
+    while the kernel still computes the products of the previous tile.
     """
     return tl.load(table + places // BLOCK_SIZE, mask=is_read, other=0).to(tl.int32)
 
 
 @triton.jit
 def key_cells(blocks, places, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the cache rows that belong to some tokens of a sequence and to one key head.
+    """Return the cache rows of one key head for some tokens of a sequence.
 
-    The cache is viewed as a matrix of rows, [..., dim].
-
-    blocks [n] are the block numbers of the positions places [n].
+    The cache is viewed as a matrix of rows, [..., dim]. places [n] contains the positions of the
+    tokens, and blocks [n] contains the numbers of their blocks.
     """
     return (blocks.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE + places % BLOCK_SIZE
 
@@ -44,12 +42,10 @@ def load_rows(
     base, rows, is_real, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the columns from START to START + WIDTH of some rows of a matrix.
+    """Load WIDTH columns, beginning with the column START, from some rows of a matrix.
 
-    The result is padded with zeros to [n, PADDED].
-
-    With IS_MASKED, rows for which is_real is false are not read. In the result, these rows contain
-    zeros.
+    The result is padded with zeros to [n, PADDED]. If IS_MASKED is true, rows for which is_real is
+    false are not read, and the result contains zeros for these rows.
     """
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * STRIDE + (START + columns)[None, :]
@@ -69,7 +65,8 @@ def load_rows(
 def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
     """Load the factors of some rows of an 8-bit cache, [n] float32.
 
-    A factor times the number that `converted` returns is the restored number.
+    If a number that `converted` returns is multiplied by the factor of its row, the result is the
+    restored number.
     """
     if IS_MASKED:
         factors = tl.load(scales + cells, mask=is_real, other=0.0)
@@ -82,14 +79,12 @@ def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.cons
 
 @triton.jit
 def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
-    """Convert a tile of an 8-bit or unrounded cache to the data type of the products.
+    """Convert a tile of keys or values to the data type of the matrix products.
 
-    FLOAT8 is a value of `gpu_call.Float8`.
-
-    With FLOAT8 == 2, the bits of an e4m3 number are shifted to the places of the exponent and the
-    mantissa in float16. The result is 1/256 of the number, because the biases of the exponents (7
-    and 15) differ by 8. `load_scales` multiplies the factors by 256 to correct this. NaN does not
-    occur in the cache.
+    FLOAT8 is a value of `gpu_call.Float8`. If FLOAT8 is 2, the bits of an e4m3 number are shifted
+    to the bits of the exponent and the mantissa of a float16 number. The result is the number
+    divided by 256, because the exponent has the bias 7 in e4m3 and the bias 15 in float16.
+    `load_scales` therefore multiplies the factors by 256. The cache contains no e4m3 NaN.
     """
     if FLOAT8 == 0:
         result = tile.to(dtype)
@@ -111,13 +106,13 @@ def tile_scores(
 ):  # fmt: skip
     """Return the attention scores of a tile of keys, multiplied by log2(e).
 
-    A key whose size is not a power of two is divided into MAIN columns, padded to DIM, and REST
-    columns, padded to REST_PADDED. Example: 192 columns are divided into 128 and 64, because the
-    products would otherwise be padded to 256. If the key is divided, MAIN is a power of two, so DIM
-    equals MAIN. REST is 0 if the key is not divided.
+    A key can be divided into MAIN columns and REST columns; see `AttentionCall.cache_constants`.
+    The MAIN columns are padded to DIM columns, and the REST columns are padded to REST_PADDED
+    columns. Example: a key with 192 columns is divided into 128 and 64 columns. Without this
+    division, it would have to be padded to 256 columns. If the key is not divided, REST is 0.
 
-    With HAS_CAP, `scale` is the scale of the scores divided by the softcap, and `cap` is the
-    softcap times log2(e). With HAS_SCALES, each score is multiplied by the factor of its key.
+    If HAS_CAP is true, `scale` is the factor of the scores divided by the softcap, and `cap` is the
+    softcap times log2(e). If HAS_SCALES is true, each score is multiplied by the factor of its key.
     """
     key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")
@@ -141,14 +136,14 @@ def add_tile(
 ):  # fmt: skip
     """Add a tile of keys to a running softmax, and return the new top, total and acc.
 
-    top [rows] is the largest score so far, total [rows] the sum of the powers 2^(score - top), and
-    acc [rows, dim] the weighted sum of the values. In a row without any token so far, top is -inf
-    and total is 0. With HAS_SCALES, each weight is multiplied by the factor of its value. Matrix
-    products use the data type `dtype`.
+    top [rows] is the largest score so far. total [rows] is the sum of the powers 2^(score - top).
+    acc [rows, dim] is the weighted sum of the values. Before a row has any key, top is -inf and
+    total is 0. If HAS_SCALES is true, each weight is multiplied by the factor of its value. The
+    matrix products use the data type `dtype`.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # In a row without any token so far, new_top is -inf. The row gets the base 0 instead, because
-    # the difference of two infinities would be NaN.
+    # If a row has no key yet, new_top is -inf. For such a row, the base is 0, because -inf minus
+    # -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(top - base)

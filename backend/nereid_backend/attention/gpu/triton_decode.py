@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernels for decodes, which are sequences with one new token.
+"""The kernels for decodes. A decode is a sequence with one new token in a step.
 
-The keys of a sequence are divided into parts, which different programs compute in parallel.
+The keys of a long sequence are divided into splits. Different programs compute the splits in
+parallel.
 """
 
 import triton
@@ -22,11 +23,10 @@ from nereid_backend.attention.gpu.triton_common import (
 def first_visible(
     length, window, chunk, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):
-    """Return the first position that the last token of a sequence attends to.
+    """Return the first position to which the last token of a sequence attends.
 
-    Also return the start of the tile that contains this position.
-
-    Example: with a length of 100, a window of 40 and tiles of 16 tokens, the result is 60 and 48.
+    Also return the position at which the tile of this position begins. Example: the sequence has
+    100 tokens, the window has 40 tokens, and a tile has 16 tokens. The results are 60 and 48.
     """
     first = length * 0
     if HAS_WINDOW:
@@ -41,28 +41,31 @@ def part_tokens(
     longest, window, chunk, max_splits,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of tokens in each part, if there may be at most max_splits parts.
+    """Return the number of tokens in each split for a launch in a CUDA graph.
 
-    longest points at the length of the longest sequence of the step. A launch in a CUDA graph reads
-    the length from memory, because a graph repeats the scalar arguments of the captured step.
+    A sequence may have at most max_splits splits. longest points to the length of the longest
+    sequence of the step. The length must be read from memory, because a graph always repeats the
+    scalar arguments with which it was captured.
 
-    Example: with tiles of 64 tokens and 4 parts, a length of 1000 gives parts of 256 tokens.
+    Example: the length is 1000, a tile has 64 tokens, and there are at most 4 splits. Each split
+    has 256 tokens.
     """
     length = tl.load(longest).to(tl.int32)
-    # The first part begins at the start of a tile, so up to TILE of its tokens can precede the
+    # The first split begins at the start of a tile, so it can begin up to TILE tokens before the
     # window.
     if HAS_WINDOW:
         length = tl.minimum(length, window + TILE)
     if HAS_CHUNK:
         length = tl.minimum(length, chunk + TILE)
     num_tiles = (length + TILE - 1) // TILE
-    # A part has at least two tiles, because every part also reads the query and writes a result
-    # that must be combined with others.
+    # A split has at least two tiles, because the program for a split also reads the query and
+    # writes a result that must be combined.
     return tl.maximum((num_tiles + max_splits - 1) // max_splits, 2) * TILE
 
 
-# These arguments have different values in each step, so the kernel is not specialised for them.
-# Otherwise, Triton would compile further kernels for special values, such as 1 and multiples of 16.
+# These arguments have different values in different layers and steps. By default, Triton compiles
+# separate kernels for the value 1, for multiples of 16, and for all other values.
+# do_not_specialize prevents this.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
 def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
     query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,
@@ -78,19 +81,21 @@ def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statemen
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
     IS_SPLIT: tl.constexpr, READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of some query heads over one part of a sequence's keys.
+    """Compute the attention of some query heads over one split of a sequence's keys.
 
-    The ROWS query heads of a program share one key head.
+    A program computes up to ROWS query heads, which share one key head. The grid is
+    (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits).
 
-    Grid: (num_sequences, NUM_KV_HEADS * cdiv(GROUP, ROWS), num_splits). Part 0 of a sequence begins
-    with the first tile that the token attends to, so keys before the window are not read. Each part
-    has split_tokens tokens. With READS_LONGEST, `part_tokens` computes the number of tokens in each
-    part instead. A program whose part begins after the end of the sequence returns at once.
+    The first split of a sequence begins with the first tile to which the token attends, so the keys
+    before the window are not read. If READS_LONGEST is true, `part_tokens` computes the number of
+    tokens in each split. Otherwise, the number is split_tokens. If a split begins after the end of
+    the sequence, its program returns immediately.
 
-    Shapes: out [num_tokens, num_heads, VALUE_DIM]. With IS_SPLIT, the kernel instead writes parts
-    [num_sequences, num_heads, max_splits, VALUE_DIM] float32, the attention of each part, and
-    weights_log [num_sequences, num_heads, max_splits] float32, the logarithm in base 2 of each
-    part's sum of powers. reduce_kernel combines the parts and adds the sinks.
+    If IS_SPLIT is false, the kernel writes the attention to out [num_tokens, num_heads, VALUE_DIM].
+    If IS_SPLIT is true, the kernel writes two float32 tensors. parts [num_sequences, num_heads,
+    max_splits, VALUE_DIM] contains the attention of each split. weights_log [num_sequences,
+    num_heads, max_splits] contains the base-2 logarithm of the sum of the exponentials of each
+    split's scores. reduce_kernel combines the splits and adds the sinks.
     """
     sequence = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
@@ -165,15 +170,12 @@ def reduce_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
     READS_LONGEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the attention of one head from the results for the parts of one sequence.
+    """Combine the splits of one sequence, and write the attention of one head to `out`.
 
-    Grid: (num_sequences, NUM_HEADS).
-
-    Shapes: parts [num_sequences, NUM_HEADS, max_splits, VALUE_DIM] float32, weights_log
-    [num_sequences, NUM_HEADS, max_splits] float32, out [num_tokens, NUM_HEADS, VALUE_DIM]. The
-    kernel reads only the parts that `decode_kernel` wrote. The docstring of `decode_kernel`
-    describes the numbers. The first pass over the logarithms computes the largest one and the total
-    weight. The second pass adds the weighted parts, STEP parts at a time.
+    The grid is (num_sequences, NUM_HEADS). `decode_kernel` has written parts and weights_log, and
+    its docstring documents these tensors. Only the splits that `decode_kernel` has written are
+    read. The first pass over weights_log computes the largest logarithm and the total weight. The
+    second pass adds the weighted splits. It reads STEP splits at a time.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The kernel for prefills: the new tokens of several packed sequences attend to keys in blocks."""
+"""The kernel for prefills. A prefill is a sequence with several new tokens in a step."""
 
 import triton
 import triton.language as tl
@@ -27,26 +27,23 @@ def add_keys(
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys in [begin, end) to the running softmax of some rows.
-
-    Return the new softmax.
+    """Add the keys in [begin, end) to the running softmax of some rows, and return the new softmax.
 
     The arguments are:
         begin, end: positions in the sequence. begin is a multiple of TILE.
         top, total, acc: the running softmax; see `triton_common.add_tile`.
-        query_tile, query_rest: the queries of the rows, divided as in `triton_common.tile_scores`.
+        query_tile, query_rest: the queries of the rows; see `triton_common.tile_scores`.
         positions: [rows], the position of each row's token in the sequence.
         keys, values, key_scales, value_scales: the cache of the layer.
         blocks: the block numbers of the sequence.
         kv_head: the key head of the rows.
-        first, length: at least one row attends to each key in [first, length). Only these keys are
-            read.
+        first, length: positions in the sequence. Keys outside [first, length) are not read, because
+            no row attends to them.
         scale, cap: see `triton_common.tile_scores`.
         window, chunk: the limits of the attention window, in tokens.
 
-    Without IS_MASKED, every row attends to all keys in [begin, end), so positions are not compared.
-    The block numbers of a tile are read one iteration before the keys and values of the tile; see
-    `triton_common.block_numbers`.
+    If IS_MASKED is false, every row must attend to all keys in [begin, end), and no mask is
+    computed.
     """
     places = begin + tl.arange(0, TILE)
     is_real = (places >= first) & (places < end)
@@ -92,18 +89,17 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
 ):  # fmt: skip
     """Compute the attention of one tile of new tokens for some query heads.
 
-    The query heads share one key head.
+    A tile has ROWS // HEADS tokens. A program computes up to HEADS query heads of one tile. These
+    heads share one key head, so the keys are read only once. Row `token * HEADS + head` belongs to
+    one token and one head.
 
-    A tile has ROWS // HEADS tokens, and one program computes HEADS query heads of the tile.
+    The grid is (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),). The programs of one tile are
+    consecutive.
 
-    Grid: (num_tiles * NUM_KV_HEADS * cdiv(GROUP, HEADS),), with all heads of a tile side by side.
-    Row `token * HEADS + head` of a tile belongs to one token and one head, so that all heads of a
-    group share the keys that the program reads.
-
-    Shapes: sequences [num_sequences, 4] int64: the index of the first new token in the packed row,
-    the number of new tokens, the number of cached tokens before them, and the index in `table` of
-    the first block. tiles [num_tiles, 2] int64: the sequence, and the first new token of the tile.
-    out [num_tokens, num_heads, VALUE_DIM].
+    sequences is [num_sequences, 4] int64. Its columns contain the index of the first new token in
+    the packed row, the number of new tokens, the number of cached tokens, and the index of the
+    first block in `table`. tiles is [num_tiles, 2] int64; see `gpu_batch.tile_rows`. out is
+    [num_tokens, num_heads, VALUE_DIM].
     """
     num_groups: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     num_parts: tl.constexpr = NUM_KV_HEADS * num_groups
@@ -137,9 +133,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    # At least one row attends to each key in [first, length). All rows attend to all keys in [low,
-    # middle), so these keys need no mask. For the keys in [middle, length), the position of each
-    # row is compared with the positions of the keys.
+    # No row attends to a key outside [first, length). Every row attends to all keys in
+    # [low, middle), so these keys need no mask. The keys in [middle, length) need a mask.
     oldest = num_cached + begin
     length = num_cached + tl.minimum(begin + num_queries, num_new)
     first = oldest * 0
@@ -169,8 +164,8 @@ def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are stateme
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
         total += tl.exp2(sink * LOG2E - top)
-    # The total of a row without a token may be 0. The total is then replaced by 1, so that the row
-    # is not divided by zero.
+    # If a row belongs to no token, its total may be 0. The total of such a row is replaced by 1, to
+    # avoid a division by 0.
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS

@@ -5,23 +5,27 @@
 import triton
 import triton.language as tl
 
-# Adding 1.5 * 2**23 to a float32 number and subtracting it again rounds the number to the nearest
-# integer. A number halfway between two integers is rounded to the even integer.
+# This is 1.5 * 2**23. If it is added to a float32 number and then subtracted, the number is rounded
+# to the nearest integer. A number halfway between two integers is rounded to the even integer.
 ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def float8_bits(scaled):
-    """Return the nearest e4m3 numbers as bytes, for float32 numbers from -448 to 448.
+    """Round float32 numbers from -448 to 448 to e4m3 numbers, and return the e4m3 numbers as bytes.
 
-    If two e4m3 numbers are equally near, the result is the one whose last bit is 0. GPUs from
-    compute capability 8.9 on have an instruction for this. A cache write converts only few numbers,
-    so all GPUs use the same code.
+    If two e4m3 numbers are equally near, the number whose last bit is 0 is returned. GPUs with the
+    compute capability 8.9 or higher have an instruction for this conversion. The instruction is not
+    used, because a cache write converts only few numbers, and this code works on all GPUs.
     """
-    DROPPED_BITS: tl.constexpr = 20  # 3 of the 23 mantissa bits of float32 remain.
-    BELOW_HALF: tl.constexpr = 0x7FFFF  # one less than half of the lowest bit that remains
-    BIAS_DIFFERENCE: tl.constexpr = 120 << 3  # The exponents are biased by 127 and by 7.
-    SMALLEST_NORMAL: tl.constexpr = 0x3C800000  # the bits of the float32 number 1/64
+    # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
+    DROPPED_BITS: tl.constexpr = 20
+    # Half of the lowest bit that is not dropped, minus 1.
+    BELOW_HALF: tl.constexpr = 0x7FFFF
+    # The bias of the exponent is 127 in float32 and 7 in e4m3.
+    BIAS_DIFFERENCE: tl.constexpr = 120 << 3
+    # The bits of the float32 number 1/64, which is the smallest normal e4m3 number.
+    SMALLEST_NORMAL: tl.constexpr = 0x3C800000
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     lowest_bit = (magnitude >> DROPPED_BITS) & 1
@@ -39,15 +43,13 @@ def store_rows(
 ):  # fmt: skip
     """Copy some heads of one token's key or value into the cache.
 
-    The cache is viewed as a matrix of rows, [..., DIM].
+    The cache is viewed as a matrix of rows, [..., DIM]. cells [n] contains the row of each head in
+    this matrix. source points to the first head, and head_stride is the distance between two heads.
+    If is_head is false for a head, the head is not copied.
 
-    source points at the first of the heads, and head_stride is the distance from one head to the
-    next. cells [n] are the rows of all n heads in the cache. Heads for which is_head is false are
-    skipped.
-
-    With HAS_SCALES, the numbers of each head are scaled and converted to integers up to 127, or to
-    8-bit floating point numbers up to 448. The factor of the head is stored, too. If a number of a
-    head is not finite, the factor is NaN, so that the error is visible in the answer.
+    If HAS_SCALES is true, the numbers of each head are scaled, and then converted to integers up to
+    127 or to 8-bit floating point numbers up to 448. The factor of the head is also stored. If a
+    number of a head is not finite, the factor is NaN, so that the error is noticed in the answer.
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]
@@ -60,8 +62,8 @@ def store_rows(
         largest = tl.max(tl.abs(tl.where(is_not_finite, 0.0, wide)), 1)
         is_finite = tl.max(is_not_finite.to(tl.int32), 1) == 0
         tl.store(scales + cells, tl.where(is_finite, largest / limit, float("nan")), mask=is_head)
-        # The factor of a head whose numbers are almost 0 would be infinite, so the head is stored
-        # as 0.
+        # If all numbers of a head are almost 0, the factor would be infinite. Therefore, these
+        # numbers are not scaled, and they are stored as 0.
         ALMOST_ZERO: tl.constexpr = 1e-35
         factor = limit / tl.where(largest > ALMOST_ZERO, largest, 1.0)
         scaled = tl.where(is_not_finite, 0.0, wide) * factor[:, None]
@@ -85,12 +87,9 @@ def store_kernel(
 ):  # fmt: skip
     """Store some heads of one token's key and value in the cache.
 
-    The kernel stores HEADS heads. The grid is (num_tokens, cdiv(NUM_KV_HEADS, HEADS)).
-
-    A token with a negative slot is not stored. The last dimensions of key and value are contiguous.
-    The pointers to key and value are moved to the first of the heads, because `store_rows` needs
-    pointers to this head. `cells` need no such change, because they contain the indices of the
-    heads.
+    A program stores up to HEADS heads of one token. The grid is
+    (num_tokens, cdiv(NUM_KV_HEADS, HEADS)). A token with a negative slot is not stored. The last
+    dimensions of key and value must be contiguous.
     """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * HEADS

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of an attention library that can replace the project's GPU kernels.
 
-The project's kernels remain the only required implementation. A library is used only if it gave
-the results of the reference and was faster when the model was loaded; see fastest_backend.py.
+No library is required, because the project's kernels can compute every layer. When a model is
+loaded, each library is tested. A library is used only if its results were correct and it was faster
+than the kernels; see fastest_backend.py.
 """
 
 import enum
@@ -20,7 +21,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """A case of attention in a step. For each case, the fastest implementation is chosen."""
+    """A case of attention. The fastest implementation is chosen separately for each case."""
 
     DECODE = "decodes"
     """The decodes of a step."""
@@ -32,7 +33,7 @@ class Situation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs of one layer's attention in one step.
+    """The inputs of the attention of one layer in one step.
 
     The cache already contains the keys and values of the step.
 
@@ -65,7 +66,7 @@ class AttentionBackend(Protocol):
     """An attention library that can replace the project's GPU kernels.
 
     Attributes:
-        name: the name in log lines.
+        name: the name of the library in log messages.
         situations: the situations in which the library can compute the attention.
     """
 
@@ -73,13 +74,13 @@ class AttentionBackend(Protocol):
     situations: frozenset[Situation]
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:
-        """Return why the library cannot compute a layer; None if no reason is known.
+        """Return the reason why the library cannot compute a layer; None if there is no reason.
 
         The reason is a clause without a final period.
 
         Args:
             spec: the properties of the layer.
-            block_size: tokens in one block.
+            block_size: the number of tokens in one block.
             dtype: the data type of queries, keys and values.
         """
         ...
@@ -88,25 +89,26 @@ class AttentionBackend(Protocol):
         """Compute the attention of all decodes or of all prefills of a step.
 
         Args:
-            situation: one of `situations`, which selects the decodes or the prefills of the step.
+            situation: one of `situations`. DECODE selects the decodes, and any other situation
+                selects the prefills.
             inputs: the inputs of the layer.
-            out: [num_tokens, num_heads, value_dim]. The rows of these tokens are written.
+            out: [num_tokens, num_heads, value_dim]. The rows of the selected tokens are written.
 
         Mutates: out, and `inputs.rows.shared`.
         """
         ...
 
 
-# The attention library that was chosen for each pair of a layer's properties and a situation. The
-# project's own kernels compute every pair that the mapping does not contain.
+# Maps each pair of a layer's properties and a situation to the library that was chosen for it. If a
+# pair is absent, the project's kernels compute the attention.
 ChosenBackends = Mapping[tuple[LayerSpec, Situation], AttentionBackend]
 
 
 def first_refusal(spec: LayerSpec, *, supports_window: bool, supports_softcap: bool) -> str | None:
-    """Return the first reason why a library does not support a layer, or None.
+    """Return a reason why a library does not support a layer; None if it supports the layer.
 
-    No library supports attention sinks or attention chunks through the functions that this package
-    calls.
+    The library functions that this package calls do not support attention sinks and attention
+    chunks.
 
     Args:
         spec: the properties of the layer.

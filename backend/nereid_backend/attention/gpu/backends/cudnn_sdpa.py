@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill attention of the library cuDNN, called through torch's scaled dot product attention.
+"""Prefill attention of the library cuDNN.
 
-cuDNN reads contiguous keys and values, so it computes only prompts without cached tokens. The speed
-has not been measured on a GPU.
+torch's function for scaled dot product attention calls cuDNN. cuDNN requires contiguous keys and
+values, so it computes only prompts without cached tokens. The speed has not been measured on a GPU.
 """
 
 import torch
@@ -25,7 +25,7 @@ class CudnnSdpa:
 
     name = "cuDNN"
     situations = frozenset({Situation.PROMPT})
-    # Tests on a machine without a GPU replace the implementation that torch selects.
+    # The implementation that torch uses. Tests on a machine without a GPU replace this value.
     implementation = SDPBackend.CUDNN_ATTENTION
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002

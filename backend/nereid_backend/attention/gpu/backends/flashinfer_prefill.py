@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill attention of the library FlashInfer, if the package flashinfer is installed.
+"""Prefill attention of the library FlashInfer. It requires the package flashinfer.
 
-FlashInfer plans each step on the CPU. A CUDA graph cannot contain this planning, so FlashInfer is
-used only for prefills. FlashInfer's layout "HND" is the layout of KVCache. This code has not run on
-a GPU yet.
+FlashInfer plans each step on the CPU, and a CUDA graph cannot contain the planning. Therefore,
+FlashInfer is used only for prefills. KVCache has the layout that FlashInfer calls "HND". This code
+has not yet run on a GPU.
 """
 
 from importlib import import_module
@@ -22,8 +22,7 @@ from nereid_backend.attention.gpu.backends.attention_backend import (
 from nereid_backend.attention.layers import LayerSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# The size of the memory for intermediate results in bytes, as FlashInfer's documentation
-# recommends.
+# The number of bytes for intermediate results. FlashInfer's documentation recommends this number.
 _WORKSPACE_BYTES = 128 * 2**20
 
 
@@ -34,10 +33,10 @@ class FlashInferPrefill:
     situations = frozenset({Situation.PROMPT, Situation.CHUNK})
 
     def __init__(self) -> None:
-        """Create a backend. The workspace and the wrappers are created on first use."""
+        """Create a backend. Its workspace and wrappers are created when they are first needed."""
         self._workspace: Tensor | None = None
-        # One wrapper object of FlashInfer for each set of layer properties. The method `plan` of a
-        # wrapper stores the metadata of a step in the wrapper.
+        # There is one wrapper object of FlashInfer for each set of layer properties, because the
+        # method `plan` stores the metadata of a step in the wrapper.
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
@@ -61,7 +60,7 @@ class FlashInferPrefill:
         out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
 
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
-        """Pass the metadata of the step to the wrapper for a layer, and return the wrapper."""
+        """Plan the step for a layer, and return the wrapper that stores the plan."""
         call = inputs.call
         spec = call.spec
         block_size = inputs.batch.block_size
@@ -91,8 +90,7 @@ class FlashInferPrefill:
             head_dim_vo=spec.value_dim,
             causal=True,
             sm_scale=call.scale,
-            # The number of earlier tokens that a token attends to. The number -1 means all earlier
-            # tokens.
+            # The number of earlier tokens to which a token attends. -1 means all earlier tokens.
             window_left=-1 if spec.window.size is None else spec.window.size - 1,
             logits_soft_cap=spec.softcap,
             q_data_type=inputs.query.dtype,
@@ -101,7 +99,10 @@ class FlashInferPrefill:
         return wrapper
 
     def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - as above
-        """Return the wrapper for layers with these properties. All wrappers share one workspace."""
+        """Return the wrapper for layers with the properties `spec`.
+
+        All wrappers share one workspace.
+        """
         if spec not in self._wrappers:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

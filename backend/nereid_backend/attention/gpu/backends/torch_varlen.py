@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The variable-length attention function of torch, which reads keys and values from blocks.
+"""The variable-length attention function of torch. It can read keys and values from blocks.
 
-torch 2.13 is the first version whose function takes a block table. The supported block sizes depend
-on the version of flash attention that is built into torch. The function is therefore tested when a
-model is loaded. The speed has not been measured on a GPU.
+Since torch 2.13, the function accepts a block table. The supported block sizes depend on the
+version of flash attention in torch. Therefore, the function is tested when a model is loaded. The
+speed has not been measured on a GPU.
 """
 
 import inspect
@@ -29,15 +29,15 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Sequences(NamedTuple):
-    """The metadata of the n sequences that one call of the torch function computes.
+    """The metadata of the n sequences that one call of torch's function computes.
 
     Attributes:
         blocks: [n, width] int32, the block tables.
-        lens: [n] int32, the lengths, including the new tokens.
-        first_tokens: [n + 1] int32, the index of each sequence's first query in the call. The last
-            number is the number of all queries.
-        max_new: the largest number of new tokens of a sequence.
-        max_keys: the largest number of keys of a sequence.
+        lens: [n] int32, the lengths of the sequences, including the new tokens.
+        first_tokens: [n + 1] int32. The first n numbers are the indices of each sequence's first
+            query. The last number is the total number of queries.
+        max_new: the number of new tokens of the sequence with the most new tokens.
+        max_keys: an upper bound on the number of keys of a sequence.
     """
 
     blocks: Tensor
@@ -106,7 +106,7 @@ class TorchVarlen:
             call.keys.transpose(1, 2),
             call.values.transpose(1, 2),
             sequences.first_tokens,
-            None,  # The lengths are passed as seqused_k instead, because the keys are in blocks.
+            None,  # The keys are in blocks, so their lengths are passed as seqused_k.
             sequences.max_new,
             sequences.max_keys,
             scale=call.scale,
@@ -122,8 +122,8 @@ class TorchVarlen:
 def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequences:
     """Return the metadata of a step's prefills.
 
-    The lengths and the first tokens are copied to the device together, because each copy costs
-    time.
+    The lengths and the first tokens are copied to the device together, because two copies would
+    take more time.
     """
     width = max(prefill.blocks.shape[1] for prefill in prefills)
     blocks = [

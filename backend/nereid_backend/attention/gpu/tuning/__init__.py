@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tile sizes of the GPU kernels: measured values for some devices, and default values.
 
-A table is a file `<device name>.json` in this folder. The call `attention` of the GPU benchmark
-(loadtest/gpu) writes such files into the folder of its results. The files must then be copied to
-this folder. A table maps the name of a kernel to a list of entries with the keys "max_dim",
-"itemsize", "rows", "tile", "num_warps" and "num_stages". A kernel uses the first entry whose
-itemsize is that of the cache and whose max_dim is at least the key size and at least the value
-size. If there is no such entry, the kernel uses the default values.
+The measured values of a device are stored in a table, which is a file `<device name>.json` in this
+folder. The command `python -m loadtest.gpu attention` measures a device and writes the file into
+the folder of its results. The file must then be copied to this folder.
+
+A table contains a list of entries for each kernel. An entry has the keys "max_dim", "itemsize",
+"rows", "tile", "num_warps" and "num_stages". A kernel uses the first entry that satisfies two
+conditions: itemsize equals the itemsize of the cache, and max_dim is at least the larger of the key
+size and the value size. If there is no such entry, the kernel uses the default values.
 """
 
 import functools
@@ -30,10 +32,10 @@ class Tuning:
     """The tile sizes and launch parameters of one kernel.
 
     Attributes:
-        rows: the number of query rows in a tile: tokens times heads that share a key head.
+        rows: the number of query rows in a tile. A row belongs to one token and one query head.
         tile: the number of keys in a tile.
         num_warps: the number of warps of one program.
-        num_stages: the number of tiles of keys that are loaded at the same time.
+        num_stages: the number of pipeline stages for loading tiles of keys; see Triton.
     """
 
     rows: int
@@ -42,7 +44,7 @@ class Tuning:
     num_stages: int
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if an attribute has a value that the kernels do not support."""
+        """Raise a ConfigError if the kernels do not support the value of an attribute."""
         if self.rows not in _TILE_SIZES or self.tile not in _TILE_SIZES:
             sizes = ", ".join(map(str, _TILE_SIZES))
             raise ConfigError(
@@ -60,11 +62,11 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a measured table: sizes of keys and values, and the tile sizes for them.
+    """One entry of a measured table.
 
     Attributes:
-        max_dim: the largest key or value size for which the tile sizes are used.
-        itemsize: the bytes of one number in the cache.
+        max_dim: the tile sizes are used for keys and values of at most this size.
+        itemsize: the number of bytes of one number in the cache.
         tuning: the tile sizes.
     """
 
@@ -79,7 +81,7 @@ Capability = tuple[int, int]
 
 
 def slug(device_name: str) -> str:
-    """Return the name of a device in the form that is used as a file name.
+    """Convert the name of a device to the form that is used as a file name.
 
     Example: "NVIDIA H100 80GB HBM3" gives "nvidia-h100-80gb-hbm3".
     """
@@ -88,7 +90,7 @@ def slug(device_name: str) -> str:
 
 @functools.cache
 def table_of(device_name: str, folder: Path = FOLDER) -> Table:
-    """Return the table that was measured for a device, or an empty table.
+    """Return the table that was measured for a device. If there is none, return an empty table.
 
     Raises:
         ConfigError: if the file is damaged.
@@ -112,7 +114,7 @@ def write_table(device_name: str, table: Table, facts: dict[str, str], folder: P
     Args:
         device_name: the name of the device.
         table: the measured entries.
-        facts: further information to store, such as the date and the versions.
+        facts: additional information to store in the file, for example the date and the versions.
         folder: the folder of the file.
     """
     path = folder / f"{slug(device_name)}.json"
@@ -145,8 +147,8 @@ class Device:
 
         Args:
             kernel: "decode" or "prefill".
-            dim: the larger of the key and value size.
-            itemsize: the bytes of one number in the cache.
+            dim: the key size or the value size, whichever is larger.
+            itemsize: the number of bytes of one number in the cache.
         """
         for entry in self.table.get(kernel, []):
             if entry.itemsize == itemsize and entry.max_dim >= dim:
@@ -155,20 +157,22 @@ class Device:
 
 
 def shared_bytes(capability: Capability) -> int:
-    """Return the largest amount of shared memory, in bytes, that one program can use."""
+    """Return the number of bytes of shared memory that one program can use at most."""
     if capability[0] in (9, 10, 11):
         return 227 * KIB
     return 163 * KIB if capability in ((8, 0), (8, 7)) else 99 * KIB
 
 
-# The type of a list of pairs: the largest head size and its tile sizes, in ascending order.
+# The type of a list of pairs. A pair contains a head size, and the tile sizes for heads of at most
+# this size. The head sizes are in ascending order.
 _Entries = tuple[tuple[int, Tuning], ...]
 
-# The default tile sizes, for GPUs without a measured table. The keys are the kernel, the bytes of
-# one number in the cache, and the class of the compute capability; see `_class_of`. The tile sizes
-# were not measured on a GPU. They were chosen from the compiled kernels: the registers and the
-# shared memory suffice for the values of one program. If a number in the cache has one or two
-# bytes, the kernel also loads at least one later tile while it computes a tile.
+# The default tile sizes, for GPUs without a measured table. The outer key contains the kernel and
+# the number of bytes of one number in the cache. The inner key is the result of `_class_of`.
+#
+# The tile sizes were not measured on a GPU. They were chosen such that, in the compiled kernels,
+# the values of one program fit into the registers and the shared memory. If a number in the cache
+# has one or two bytes, the kernel also loads at least one later tile while it computes a tile.
 _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
     ("decode", 2): {
         "8.0": ((128, Tuning(16, 64, 4, 3)), (512, Tuning(16, 32, 4, 3))),
@@ -206,8 +210,8 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
             (512, Tuning(32, 32, 8, 3)),
         ),
     },
-    # The kernels convert 8-bit numbers to wider numbers in registers. More warps have more
-    # registers for these numbers.
+    # The kernels convert 8-bit numbers to wider numbers in registers. These entries have more
+    # warps, because a program with more warps has more registers.
     ("decode", 1): dict.fromkeys(
         ("8.0", "8.9", "9.0", "10.0"),
         (
@@ -241,8 +245,8 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
             (512, Tuning(32, 32, 8, 3)),
         ),
     },
-    # Large tiles make only products on tensor cores faster. Exact float32 products do not use
-    # tensor cores, so small tiles suffice.
+    # Large tiles accelerate only products that use tensor cores. Exact float32 products do not use
+    # tensor cores, so these entries have small tiles.
     ("decode", 4): {
         "8.0": ((512, Tuning(16, 32, 8, 2)),),
         "8.9": ((512, Tuning(16, 16, 8, 2)),),
@@ -259,18 +263,18 @@ _DEFAULTS: dict[tuple[str, int], dict[str, _Entries]] = {
 def default_tuning(kernel: str, dim: int, itemsize: int, capability: Capability = (9, 0)) -> Tuning:
     """Return the default tile sizes of a GPU without a measured table.
 
-    The arguments are those of `Device.tuning`.
+    `Device.tuning` documents the arguments.
     """
     entries = _DEFAULTS[kernel, itemsize][_class_of(capability)]
     return next((tuning for limit, tuning in entries if limit >= dim), entries[-1][1])
 
 
 def _class_of(capability: Capability) -> str:
-    """Return the compute capability whose default tile sizes a GPU uses.
+    """Return the key in `_DEFAULTS` for a compute capability. Example: (12, 0) gives "8.9".
 
-    GPUs of 9.0 and 10.0 have matrix products that read tiles from shared memory. On other GPUs,
-    these products read registers. Most of the other GPUs are made for consumers and have as much
-    shared memory as GPUs of 8.9. Example: (12, 0) gives "8.9".
+    On GPUs with the capability 9.0 or 10.0, matrix products read tiles from shared memory. On other
+    GPUs, they read registers. GPUs for consumers have as much shared memory as GPUs with the
+    capability 8.9.
     """
     if capability[0] == 9:
         return "9.0"

@@ -103,10 +103,10 @@ class DiskTier:
         return True
 
     def _available_prefix(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of a sequence's blocks that are available, up to the first missing one.
+        """Return the hashes of a sequence's first blocks, up to the first unavailable block.
 
         A block is available if it is in memory or on disk. If the model has a recurrent state, the
-        prefix ends at the last block for which a snapshot is in memory or on disk.
+        result ends at the last block whose snapshot is in memory or on disk.
         """
         hashes = list(itertools.takewhile(self._has_block, self._cache.prefix_hashes(sequence)))
         snapshots = self._cache.snapshots
@@ -117,7 +117,10 @@ class DiskTier:
         return hashes
 
     def take_ready(self) -> list[str]:
-        """Finish the reads that are complete or late, and return the ids of their requests."""
+        """Finish the reads that are complete or whose deadline has passed.
+
+        Return the ids of the requests.
+        """
         now = time.monotonic()
         ready = [
             request_id
@@ -256,7 +259,7 @@ class DiskTier:
             self._prefixes.write_snapshot(snapshot_id, state)
 
     def _read_files(self, read: _PrefixRead) -> None:
-        """Read the files of a request. This method runs in a thread of its own."""
+        """Read the files of a request. This method runs in a reader thread."""
         if read.needs_snapshot:
             read.state = self._store.read(_state(read.hashes[-1]))
             if read.state is None:

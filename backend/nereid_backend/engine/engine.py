@@ -30,7 +30,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
-        """Load the model, compare its logits with a plain forward pass, and allocate the KV cache.
+        """Load the model, check its logits, and allocate the KV cache.
 
         The check compares the logits of the engine's steps with the logits of a plain forward pass.
 
@@ -61,12 +61,13 @@ class Engine:
         return self._parts.sessions
 
     def step(self) -> list[RequestUpdate]:
-        """Plan a step, run the step, and return the new tokens of its sequences.
+        """Plan and run a step, and return the new tokens of the sequences in the step.
 
         If a step fails, its sequences end with an error and the engine continues. If every request
-        waits for a grammar, the call returns after some milliseconds. With async_scheduling, the
-        next step is already running when the call returns. If that next step could not start, its
-        sequences get a second update, which ends them.
+        waits for a grammar, the call returns after some milliseconds.
+
+        With async_scheduling, the next step is already running when the call returns. If the next
+        step could not start, each of its sequences gets a second update, which ends the sequence.
 
         Returns:
             One update for each sequence that got tokens or ended. Example: if the step computes the
@@ -154,7 +155,7 @@ class Engine:
 
         Args:
             path: the folder of the new checkpoint; "" reads the present folder again.
-            progress: as for the constructor.
+            progress: see the constructor.
 
         Raises:
             RequestError: if requests are running, if the weights of this engine cannot be replaced
@@ -219,8 +220,8 @@ class Engine:
 
         Args:
             prompt_token_ids: one list of token ids for each prompt.
-            params: the sampling parameters of all prompts, or one item for each prompt. None
-                selects the defaults.
+            params: the sampling parameters for all prompts, or a list with one item for each
+                prompt. None selects the defaults.
 
         Raises:
             RequestError: if a prompt or a parameter is invalid, or if the engine has other
@@ -258,7 +259,7 @@ class Engine:
         """Convert the messages of a chat to the token ids and images that `add_request` accepts.
 
         Args:
-            messages: as in `chat`.
+            messages: see `chat`.
 
         Raises:
             RequestError: if a message or an image is invalid, or if the model accepts no images.
@@ -267,7 +268,7 @@ class Engine:
         return self._parts.chat_processor.prepare(messages)
 
     def close(self) -> None:
-        """Stop the other threads and processes, and unregister the engine from transformers."""
+        """Stop the engine's threads and processes, and unregister its attention function."""
         self._parts.close()
 
     @property
@@ -286,7 +287,7 @@ class Engine:
         return self._parts.loop.started
 
     def stats(self) -> EngineStats:
-        """Return the present load of the engine, and its counters since the start."""
+        """Return the present load of the engine, and the counters since its start."""
         parts = self._parts
         scheduler = parts.scheduler
         cache, drafter = scheduler.cache, scheduler.drafter

@@ -145,7 +145,7 @@ class EngineParts:
             raise ConfigError(f"lora_adapters: {detail}") from error
 
     def close(self) -> None:
-        """Stop the other threads and processes, and unregister the engine from transformers."""
+        """Stop the engine's threads and processes, and unregister its attention function."""
         for part in (self.swap, self.disk, self.preparation, self.ranks, self.draft):
             if part is not None:
                 part.close()

@@ -21,8 +21,8 @@ class StepEngine(Protocol):
     def compiled(self) -> list[tuple[str, float, float]]:
         """The requests whose grammar was compiled before the last step.
 
-        Each item contains three values: the request id, the time at which the compilation was
-        requested, and the time at which the engine noticed its end (both by time.monotonic()).
+        Each item contains the request id, the time at which the compilation was requested, and the
+        time at which the engine noticed that it had finished (both by time.monotonic()).
         """
 
     @property
@@ -49,7 +49,7 @@ class StepEngine(Protocol):
         """Add a request to the waiting queue."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or only one of its sequences."""
+        """Abort a request. If `index` is given, abort only this sequence of the request."""
 
     @property
     def lora_names(self) -> list[str]:
@@ -77,4 +77,4 @@ class StepEngine(Protocol):
         """
 
     def stats(self) -> EngineStats:
-        """Return the present load of the engine, and its counters since the start."""
+        """Return the present load of the engine, and the counters since its start."""

@@ -151,7 +151,8 @@ class StepLoop:
             before: the result of the previous step; None if the previous step failed.
 
         Returns:
-            An empty list, or the updates that end the sequences if the next step has failed.
+            If the next step has failed, the updates that end its sequences. Otherwise, an empty
+            list.
         """
         if isinstance(step.running, Exception):
             return self._fail(step.plan, step.running)

@@ -2,8 +2,8 @@
 """Samples the tokens of all rows with one kernel launch on a GPU (triton_sampling.py).
 
 The reference implementation is `random_sampling.sample_rows`. The kernel computes weights with the
-fast exponential function of the GPU, and adds the weights without rounding. The kernel samples
-another token than the reference only in rare rows in which a rounding error selects the token.
+fast exponential function of the GPU, and adds the weights without rounding. The sampled token can
+differ from the reference only in the rare case that a rounding error decides between two tokens.
 """
 
 import functools
@@ -75,7 +75,7 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
 
 @functools.cache
 def why_unusable(device: torch.device) -> str | None:
-    """Return the reason why the sampling kernel cannot be used on a device, or None if it can.
+    """Return the reason why a device cannot use the sampling kernel; None if it can.
 
     Each process compares the kernel with the reference once for each device.
     """

@@ -70,7 +70,8 @@ class LogitsParams:
             and its last token. Example: the bad words [5, 7, 9] and [7, 8] give
             {7: [([5, 7], 9), ([7], 8)]}. A lookup of the newest output token returns all bad words
             that the next token could complete.
-        stops: the stop tokens within the vocabulary, which min_tokens forbids.
+        stops: the stop tokens that min_tokens forbids. Stop tokens outside the vocabulary are
+            omitted.
         has_penalties: whether the request has a penalty, so that its tokens must be counted.
     """
 
@@ -133,7 +134,7 @@ class LogitsParams:
             length = len(beginning)  # at least 1
             if length > num_output:
                 continue
-            # The position comes after draft tokens, which follow the known tokens of the sequence.
+            # Before this position, there are the known tokens, followed by the draft tokens.
             tail = known[-length:] + drafts
             if tail[-length:] == beginning:
                 last_tokens.append(last_token)
@@ -255,7 +256,7 @@ def explain_no_token(sequence: Sequence) -> str:
 
 def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
     """Return logit_bias as pairs of a token id and a bias."""
-    # CheckedSamplingParams has replaced the mapping by sorted pairs.
+    # `CheckedSamplingParams` converts logit_bias from a mapping to sorted pairs.
     return cast(tuple[tuple[int, float], ...], params.logit_bias)
 
 

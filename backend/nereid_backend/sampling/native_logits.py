@@ -144,7 +144,7 @@ def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
     """Return the arguments by which each call of a kernel describes the logits.
 
     There are five arguments: a bool that is True for bfloat16, the address, the number of rows, the
-    distance between two rows in elements, and the size of the vocabulary.
+    distance between two rows (in elements), and the size of the vocabulary.
     """
     is_bfloat16 = logits.dtype == torch.bfloat16
     return is_bfloat16, logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]

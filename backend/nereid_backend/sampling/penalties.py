@@ -103,7 +103,8 @@ class TokenCounts:
     def _count(self, row: int, sequence: Sequence) -> int:
         """Count the new tokens of a request, and return its number of distinct tokens.
 
-        If the row belonged to another request before, all tokens of the new request are counted.
+        If the row belonged to another request before, all output tokens of the new request are
+        counted.
         """
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:

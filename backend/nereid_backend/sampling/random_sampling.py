@@ -127,8 +127,8 @@ def sample_or_defer(
     Args:
         logits: [n, vocab_size], any float dtype.
         batch: the sampling parameters and random numbers of the rows.
-        defers: whether the caller samples uncertain rows again. If False, this function samples
-            these rows again itself.
+        defers: whether the caller samples uncertain rows again. If False, this function itself
+            samples them again, so no row is uncertain.
 
     Returns:
         Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.

@@ -126,7 +126,7 @@ class PendingTokens:
     """The sampled tokens of a step, which are being copied from the device to the host.
 
     Attributes:
-        token_ids: [num_positions] int64, on the device.
+        token_ids: [num_positions] int64, the sampled tokens on the device.
     """
 
     def __init__(self, sampler: "Sampler", parts: list[_PendingSlice]) -> None:

@@ -59,8 +59,7 @@ class VisibleBlocks:
 class DecodeGroup:
     """A group of decodes whose sequences have similar lengths.
 
-    `visible` and `rows` are computed once for each attention window, and then cached, because
-    several layers have the same window.
+    The results of `visible` and `rows` are cached, because several layers have the same window.
 
     Attributes:
         tokens: [num_decodes] int64, the indices of the new tokens in the packed row. None means
@@ -96,9 +95,9 @@ class DecodeGroup:
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
         """Return the blocks that the decodes read, and the bias for the positions in these blocks.
 
-        Example: blocks and windows have 4 tokens. A decode with 11 tokens and the block table
-        [8, 3, 6] attends to the positions 7 to 10. The blocks [3, 6] are read, which contain the
-        positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11.
+        Example: a block and the window have 4 tokens each. A decode with 11 tokens and the block
+        table [8, 3, 6] attends to the positions 7 to 10. The blocks [3, 6] are read, which contain
+        the positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11.
         """
         size = self.block_size
         lens = self.lens[:, None]
@@ -135,7 +134,7 @@ class AttentionBatch:
             are stored in this slot.
         num_decodes: the number of decodes, which are the first tokens of the row.
         decodes: the decodes in groups of similar length. The block tables of a group are padded to
-            the length of the longest.
+            the same length.
         prefills: the prefills, in the order of their tokens in the row.
         block_size: the number of tokens in one block.
         device_rows: the same metadata in the form that the kernels of a device read. The first
@@ -167,8 +166,8 @@ class AttentionBatch:
     def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:
         """Return the attention mask of the prefill `prefills[index]`.
 
-        The mask is [num_new_tokens, seq_len] bool. An element is True if the new token attends to
-        the token of the sequence.
+        The mask is [num_new_tokens, seq_len] bool. Element [i, j] is True if the new token i
+        attends to the token j of the sequence.
         """
         mask = self._prefill_masks.get((index, window))
         if mask is None:

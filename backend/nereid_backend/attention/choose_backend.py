@@ -98,9 +98,10 @@ def proven_type(
 ) -> type[KVCache]:
     """Test the GPU kernels, and return the KV cache class that can be used.
 
-    If `kind` is a class for the GPU kernels, the test computes one layer of each combination of
-    properties, and compares the result with the reference. If the results differ, log a warning and
-    return the class for the reference implementation. Any other class is returned without a test.
+    If `kind` is a class for the GPU kernels, the test computes one layer for each combination of
+    properties in `layers`, and compares the result with the reference. If the results differ, log a
+    warning and return the class for the reference implementation. Any other class is returned
+    without a test.
 
     Args:
         kind: the class of the KV cache.
@@ -252,7 +253,7 @@ def _fastest_backends(
 
 
 def attention_name(kind: type[KVCache]) -> str:
-    """Return the name of the attention implementation that is used in reports."""
+    """Return the name of an attention implementation for reports."""
     return next(_NAMES[base] for base in kind.__mro__ if base in _NAMES)
 
 

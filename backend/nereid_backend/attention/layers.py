@@ -9,9 +9,10 @@ from nereid_backend.core.blocks.window import AttentionWindow
 
 @dataclass(frozen=True, slots=True)
 class LayerWindow:
-    """The attention window of one layer. It limits to which earlier tokens a token attends.
+    """The attention window of one layer.
 
-    A layer may have neither limit, one limit or both limits.
+    The window limits the earlier tokens to which a token attends. A layer may have neither limit,
+    one limit or both limits.
 
     Attributes:
         size: the number of tokens in the sliding window. A token attends to itself and to the
@@ -53,7 +54,7 @@ class LayerSpec:
         softcap: each score s is replaced by softcap * tanh(s / softcap). None leaves the scores
             unchanged.
         has_sinks: whether each head has an attention sink. A sink is an additional score in the
-            softmax that belongs to no token.
+            softmax. This score belongs to no token.
     """
 
     num_heads: int

@@ -110,9 +110,10 @@ class ScaledKVCache(KVCache):
         return [*super().tensors(), *scales]
 
     def _restore_gathered(self, stored: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
-        """Convert stored vectors back to the model's dtype. They were gathered from `rows`.
+        """Convert gathered vectors back to the model's dtype.
 
-        `scales` contains the factors of all vectors of the layer.
+        The vectors were gathered from the cache rows `rows`. `scales` contains the factors of all
+        vectors of the layer.
         """
         row_scales = scales.view(-1, scales.shape[2]).index_select(0, rows.reshape(-1))
         return self.restored(stored, row_scales.view(stored.shape[:3])).to(self.dtype)

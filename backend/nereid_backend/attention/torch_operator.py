@@ -75,7 +75,7 @@ def _attend(
 
 def _attend_meta(
     query: Tensor,
-    key: Tensor,  # noqa: ARG001 - the operator's arguments
+    key: Tensor,  # noqa: ARG001 - required by the operator
     value: Tensor,
     sinks: Tensor | None,  # noqa: ARG001
     layer: int,  # noqa: ARG001

@@ -46,7 +46,7 @@ class Float8Product:
         The scales have the shape [rows, 1], or [] if the matrix has one scale.
 
         Example with one scale: the matrix is [[1.0, -4.48]], so the scale is 0.01. The division by
-        the scale gives [[100, -448]]. The nearest e4m3 numbers are [[96, -448]].
+        the scale gives [[100, -448]], and rounding to e4m3 gives [[96, -448]].
         """
         wide = matrix.float()
         largest = wide.abs().amax(1, keepdim=True) if self.has_row_scales else wide.abs().amax()
@@ -98,10 +98,10 @@ class Float8Linear(nn.Linear):
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | None:
-    """Return the most accurate method that a device supports for multiplying e4m3 matrices.
+    """Return the most accurate method of matrix multiplication that works on a device.
 
-    Return None if the device supports no method. Each method is tested: a small product is computed
-    and compared with the exact product.
+    Return None if no method works. Each method is tested: a small product is computed and compared
+    with the exact product.
 
     Args:
         device: the device that computes the product.

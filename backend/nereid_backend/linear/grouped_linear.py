@@ -8,7 +8,7 @@ A group consists of `group_size` consecutive weights of one output. The weights 
 The dequantised weights are never stored in memory. Compared with bfloat16 weights, a step therefore
 reads a quarter of the bytes (4 bits) or half of the bytes (8 bits). The C++ kernel
 (cpu_grouped.cpp) also converts the inputs of the layer to 8-bit integers, with one scale for each
-row and group. The output of a row is bitwise identical for any number of other rows in the call.
+row and group. The output of a row has the same bits for any number of rows in the call.
 """
 
 import ctypes
@@ -76,8 +76,8 @@ class GroupedLinear(nn.Linear):
             zeros: [out_features, groups], the zero of each group in the range of `values`. Any
                 integer or floating-point dtype is accepted. None means the middle of the range: 0
                 for int8, or 2**(bits - 1) for uint8.
-            group_size: the number of inputs that share a scale. It must be a multiple of 8, or at
-                least in_features, so that each output has one scale.
+            group_size: the number of inputs that share a scale. It must be a multiple of 8 or at
+                least in_features. If it is at least in_features, each output has one scale.
             bits: 4 or 8.
             bias: [out_features]; None if the layer has no bias.
 
@@ -159,7 +159,8 @@ class GroupedLinear(nn.Linear):
         # The layer stores unsigned integers.
         offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
         # `view` turns a negative int8 number into a uint8 number of at least 128. The addition then
-        # overflows, and the result is correct. Example: -3 becomes 253, and 253 + 128 gives 125.
+        # overflows, and the result is correct. Example with 8 bits: -3 becomes 253, and 253 + 128
+        # gives 125.
         unsigned = values.view(torch.uint8) + offset if offset else values
         num_groups = self.scales.shape[1]
         first_panel = start // LANES
@@ -267,7 +268,7 @@ def linear(  # noqa: PLR0913 - the arguments of a torch operator
     return out
 
 
-def _linear_meta(x: Tensor, *arguments: Any) -> Tensor:  # noqa: ANN401 - as `linear`
+def _linear_meta(x: Tensor, *arguments: Any) -> Tensor:  # noqa: ANN401 - the arguments of `linear`
     """Return an uninitialised tensor with the shape of the output. torch uses it for tracing."""
     return x.new_empty(*x.shape[:-1], arguments[-1])
 
@@ -315,11 +316,12 @@ def _panels_of_groups(of_groups: Tensor) -> Tensor:
 
 
 def _used_group_size(group_size: int, in_features: int) -> int:
-    """Return the number of inputs in a stored group, if a checkpoint has groups of `group_size`.
+    """Return the number of inputs in each stored group.
 
-    A group of more than 128 inputs is divided into smaller groups of equal size. Their size is a
-    multiple of 8. Each smaller group gets a copy of the scale. If one group covers the whole row,
-    it is divided into groups of 128 inputs, and the last of these groups may be incomplete.
+    The checkpoint has groups of `group_size` inputs. A group of more than 128 inputs is divided
+    into smaller groups of equal size. Their size is a multiple of 8. Each smaller group gets a copy
+    of the scale. If one group covers the whole row, it is divided into groups of 128 inputs, and
+    the last of these groups may be incomplete.
 
     Examples: groups of 192 inputs are stored as groups of 96 inputs. A row with one group of 300
     inputs is stored in groups of 128 inputs. A row with one group of 20 inputs is padded to 24.

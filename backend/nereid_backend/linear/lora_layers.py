@@ -82,7 +82,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """The matrices of several adapters for one linear layer, joined along their ranks.
+    """The concatenated matrices of several adapters for one linear layer.
 
     Attributes:
         group: the group of the linear layer.
@@ -160,8 +160,8 @@ class LoraLayers:
     def _native(self) -> NativeAdapters:
         """The matrices for layers that the CPU kernels compute.
 
-        The object is created when the first adapter is added, not in `__init__`. The model's layers
-        are packed after `__init__`, and the object needs the packed layers.
+        The object is created when it is first used, not in `__init__`. The model's layers are
+        packed after `__init__`, and the object needs the packed layers.
         """
         return NativeAdapters(self._model)
 
@@ -319,7 +319,9 @@ class LoraLayers:
         return hidden
 
     def _mask(self, ranks: tuple[tuple[int, ...], ...], num_rows: int) -> Tensor:
-        """Return a mask. An element is True if its row does not use the adapter of its column.
+        """Return a mask of the numbers that must be set to 0.
+
+        A number is masked if its row does not use the adapter to which its column belongs.
 
         Most layers compute one row for each token of the step. A model that stores compressed keys
         and values has a layer that expands the keys and values of the whole context in every step.

@@ -51,7 +51,7 @@ AdapterWeights = Mapping[str, LayerPair]
 
 
 class NativeAdapters:
-    """The LoRA adapters in memory, in the layout that the CPU kernels read."""
+    """Stores LoRA adapters in the layout that the CPU kernels read."""
 
     def __init__(self, model: nn.Module) -> None:
         """Create an object without adapters.
@@ -233,7 +233,7 @@ def _kernel_layout(pair: LayerPair) -> LayerPair:
 
 
 def _padded_sizes(pair: LayerPair) -> tuple[int, int, int]:
-    """Return three numbers after padding: the rank, the inputs and the outputs."""
+    """Return the padded rank, the padded number of inputs and the padded number of outputs."""
     rank, inputs = pair.down.shape
     outputs = len(pair.up)
     return (-(-rank // _RANKS) * _RANKS, -(-inputs // LANES) * LANES, -(-outputs // LANES) * LANES)

@@ -3,9 +3,9 @@
 
 In a step with few rows, reading the weights takes most of the time. Therefore, the kernel reads the
 weights in order and prefetches them. The layout of the weights does not depend on the number of
-rows. The output of a row is bitwise identical for any number of other rows in the call. The kernel
-is a torch operator, so models that use the kernel can be traced and compiled. Compiled models call
-the kernel without Python (attention/cpu/cpu_shim.cpp).
+rows. The output of a row has the same bits for any number of rows in the call. The kernel is a
+torch operator, so models that use the kernel can be traced and compiled. Compiled models call the
+kernel without Python (attention/cpu/cpu_shim.cpp).
 """
 
 import functools

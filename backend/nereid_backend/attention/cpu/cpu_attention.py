@@ -253,7 +253,7 @@ def attend(
 def serving(
     cache: CpuKVCache, layers: Sequence[LayerSpec], batches: Sequence[AttentionBatch]
 ) -> Iterator[None]:
-    """Return a context in which compiled models use a given cache and a given step.
+    """Return a context in which compiled models use `cache` and the metadata in `batches`.
 
     The context applies only to models that run in this thread.
 

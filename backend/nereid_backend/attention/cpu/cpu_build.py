@@ -95,7 +95,7 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
-    """Return the precompiled library for an instruction set, which this package may contain.
+    """Return the precompiled library of this package for an instruction set.
 
     Return None if the package contains no such library, or if the library does not work with the
     installed version of torch.

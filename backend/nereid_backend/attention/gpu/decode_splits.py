@@ -18,7 +18,7 @@ from nereid_backend.attention.layers import LayerWindow
 # would exceed the time that is saved by computing them in parallel.
 MAX_SPLITS = 128
 # The smallest number of key tiles in a split. The program for a split also reads the query and
-# writes a result that must be combined. For a smaller split, this would take too much of the time.
+# writes a result that must be combined. For smaller splits, this overhead would be too large.
 _MIN_TILES = 2
 # A decode launch should have this number of programs for each multiprocessor. If each
 # multiprocessor runs several programs, all multiprocessors finish at about the same time. A step

@@ -141,7 +141,7 @@ class PrefillShape(NamedTuple):
 
     @classmethod
     def of(cls, prefill: Prefill) -> "PrefillShape":
-        """Return the sizes of the prefill `prefill`."""
+        """Return the sizes of a prefill."""
         num_new = prefill.end - prefill.start
         return cls(prefill.start, num_new, prefill.num_cached, prefill.blocks.numel())
 

@@ -171,7 +171,7 @@ def compare(trial: Trial, computed: Tensor) -> float:
         computed: the result of `Trial.attend`.
 
     Returns:
-        The largest difference of a token. The difference is the root mean square of the error,
+        The largest difference of any token. The difference is the root mean square of the error,
         divided by the root mean square of the expected result.
 
     Raises:

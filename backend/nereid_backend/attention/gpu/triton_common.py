@@ -65,8 +65,7 @@ def load_rows(
 def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
     """Load the factors of some rows of an 8-bit cache, [n] float32.
 
-    If a number that `converted` returns is multiplied by the factor of its row, the result is the
-    restored number.
+    To restore a number, multiply the result of `converted` by the factor of the row.
     """
     if IS_MASKED:
         factors = tl.load(scales + cells, mask=is_real, other=0.0)
@@ -111,8 +110,8 @@ def tile_scores(
     columns. Example: a key with 192 columns is divided into 128 and 64 columns. Without this
     division, it would have to be padded to 256 columns. If the key is not divided, REST is 0.
 
-    If HAS_CAP is true, `scale` is the factor of the scores divided by the softcap, and `cap` is the
-    softcap times log2(e). If HAS_SCALES is true, each score is multiplied by the factor of its key.
+    If HAS_CAP is true, `scale` has been divided by the softcap, and `cap` is the softcap times
+    log2(e). If HAS_SCALES is true, each score is multiplied by the factor of its key.
     """
     key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")

@@ -67,7 +67,7 @@ def part_tokens(
 # separate kernels for the value 1, for multiples of 16, and for all other values.
 # do_not_specialize prevents this.
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
-def decode_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
+def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
     query, keys, values, key_scales, value_scales, out, parts, weights_log, sinks,
     table, table_starts, tokens, lens, longest,
     query_head_stride, query_token_stride,
@@ -172,10 +172,10 @@ def reduce_kernel(
 ):  # fmt: skip
     """Combine the splits of one sequence, and write the attention of one head to `out`.
 
-    The grid is (num_sequences, NUM_HEADS). `decode_kernel` has written parts and weights_log, and
-    its docstring documents these tensors. Only the splits that `decode_kernel` has written are
-    read. The first pass over weights_log computes the largest logarithm and the total weight. The
-    second pass adds the weighted splits. It reads STEP splits at a time.
+    The grid is (num_sequences, NUM_HEADS). The docstring of `decode_kernel` documents parts and
+    weights_log. Only the splits that `decode_kernel` has written are read. The first pass over
+    weights_log computes the largest logarithm and the total weight. The second pass adds the
+    weighted splits. It reads STEP splits at a time.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -74,7 +74,7 @@ def add_keys(
 
 
 @triton.jit(do_not_specialize=["window", "chunk"])
-def prefill_kernel(  # noqa: PLR0915 - a kernel's inputs and outputs are statements each
+def prefill_kernel(  # noqa: PLR0915 - each input and output needs a statement
     query, keys, values, key_scales, value_scales, out, sinks,
     table, sequences, tiles,
     query_head_stride, query_token_stride,

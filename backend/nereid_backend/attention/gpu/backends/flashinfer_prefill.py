@@ -98,7 +98,7 @@ class FlashInferPrefill:
         )
         return wrapper
 
-    def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - as above
+    def _wrapper(self, spec: LayerSpec, device: torch.device) -> Any:  # noqa: ANN401 - the package has no types
         """Return the wrapper for layers with the properties `spec`.
 
         All wrappers share one workspace.

@@ -36,7 +36,7 @@ class _Sequences(NamedTuple):
         lens: [n] int32, the lengths of the sequences, including the new tokens.
         first_tokens: [n + 1] int32. The first n numbers are the indices of each sequence's first
             query. The last number is the total number of queries.
-        max_new: the number of new tokens of the sequence with the most new tokens.
+        max_new: the largest number of new tokens in a sequence.
         max_keys: an upper bound on the number of keys of a sequence.
     """
 

@@ -35,7 +35,7 @@ class Tuning:
         rows: the number of query rows in a tile. A row belongs to one token and one query head.
         tile: the number of keys in a tile.
         num_warps: the number of warps of one program.
-        num_stages: the number of pipeline stages for loading tiles of keys; see Triton.
+        num_stages: the number of stages in which Triton pipelines the loading of key tiles.
     """
 
     rows: int
@@ -157,7 +157,7 @@ class Device:
 
 
 def shared_bytes(capability: Capability) -> int:
-    """Return the number of bytes of shared memory that one program can use at most."""
+    """Return the maximum size in bytes of the shared memory of one program."""
     if capability[0] in (9, 10, 11):
         return 227 * KIB
     return 163 * KIB if capability in ((8, 0), (8, 7)) else 99 * KIB

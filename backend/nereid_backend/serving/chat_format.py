@@ -17,7 +17,7 @@ from nereid_backend.serving.chat_template import read_chat_template
 from nereid_backend.serving.serving_settings import NO_FORMAT, ServingSettings
 
 _POLICIES = {"lenient": LENIENT, "strict": STRICT}
-# The files of a checkpoint from which its chat format is derived.
+# The chat format of a checkpoint is derived from these files.
 _FORMAT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
@@ -38,8 +38,8 @@ def choose_format(
         report: called with one line that says how the format was chosen.
 
     Raises:
-        ConfigError: no chat format has the name in the settings, or the checkpoint's files cannot
-            be read.
+        ConfigError: a setting names an unknown chat format, or the checkpoint's files cannot be
+            read.
     """
     try:
         fmt = _find_format(settings, report)
@@ -52,9 +52,9 @@ def choose_format(
 def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
     """Return the chat format that the settings reasoning_parser and tool_parser select.
 
-    The value "none" of a setting turns one parser off. Reasoning or tool calls then stay in the
-    content. If one parser is turned off, the other parser is used only if its own setting names a
-    format.
+    The value "none" turns off the parser of the setting. The reasoning or the tool calls then stay
+    in the content. If one parser is turned off, the other parser is used only if its own setting
+    names a format.
     """
     reasoning, tools = settings.reasoning_parser, settings.tool_parser
     if NO_FORMAT not in (reasoning, tools):
@@ -76,13 +76,13 @@ def _derive_format(
     """Derive the chat format from a checkpoint's files. Return the format and the reason.
 
     The result is stored in the cache folder, because both the tokenizer and the postprocessor need
-    the result at each start. One process computes the result while it locks the file. The other
-    process waits for the lock, and then reads the result from the file.
+    the result at each start. The first process locks the file, computes the result, and writes the
+    result to the file. The other process waits for the lock, and then reads the result.
 
     Args:
         model: the folder of the checkpoint.
-        template: the chat template that replaces the checkpoint's template. None means the
-            checkpoint's template.
+        template: the chat template that replaces the checkpoint's template; None if the
+            checkpoint's template is used.
         reasoning: the name of the chat format for reasoning. "" means the derived format.
         tools: the name of the chat format for tool calls. "" means the derived format.
     """
@@ -111,8 +111,7 @@ def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> t
 
     The docstring of `_derive_format` describes the arguments and the result.
     """
-    # The module is imported here, because most starts find the chat format in the cache and do not
-    # need the analysis.
+    # The module is imported only here, because the chat format is usually in the cache.
     from nereid_parsers.template import format_for_checkpoint
 
     chosen = format_for_checkpoint(
@@ -124,8 +123,8 @@ def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> t
 def _fingerprint(model: Path, *settings: str | None) -> str:
     """Return one hash of the checkpoint's files, of the settings, and of the analysis code.
 
-    A derived format depends on the files, on the settings and on the code. The hash contains the
-    sizes and the modification times of the code's files, not their content.
+    If one of them changes, the hash changes, and the cached format is no longer used. The code's
+    files are represented by their sizes and modification times.
     """
     digest = hashlib.sha256(repr(settings).encode())
     for pattern in _FORMAT_FILES:

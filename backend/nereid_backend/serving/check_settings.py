@@ -93,7 +93,7 @@ def _read_configs(
 ) -> dict[str, EngineConfig | PoolingConfig]:
     """Return the settings of each served model.
 
-    A key is the name of the setting that limits the GPU memory of a model, for example
+    The key is the name of the model's setting for GPU memory, for example
     "embedding_gpu_memory_utilization".
     """
     configs: dict[str, EngineConfig | PoolingConfig] = {}
@@ -112,7 +112,8 @@ def _read_configs(
 def _arguments(path: Path) -> dict[str, str]:
     """Read a config.pbtxt, and return the arguments of the model's method `initialize`.
 
-    Triton server passes further arguments to `initialize`, but no setting depends on them.
+    Triton server also passes other arguments to `initialize`, but no setting depends on those
+    arguments.
     """
     text = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     parameters = {key: {"string_value": value} for key, value in _PARAMETER.findall(text)}
@@ -150,8 +151,8 @@ def _check_formats(settings: ServingSettings) -> None:
 def _check_length(config: EngineConfig) -> None:
     """Raise a ConfigError if max_model_len exceeds the limit in the checkpoint's config.json.
 
-    The engine compares max_model_len with further limits when it loads the checkpoint. An
-    unreadable config.json is not reported here, because `nereid serve` has checked the file.
+    The engine checks further limits when it loads the checkpoint. An unreadable config.json is not
+    reported here, because `nereid serve` has checked the file.
     """
     if config.max_model_len is None:
         return
@@ -162,7 +163,7 @@ def _check_length(config: EngineConfig) -> None:
         return
     if not isinstance(checkpoint, dict):
         return
-    # If the model is for text and images, the field `text_config` contains the config of its text
+    # If the model reads text and images, the field `text_config` contains the config of the text
     # decoder. The field can be null.
     decoder = checkpoint.get("text_config") or checkpoint
     for name in ("max_position_embeddings", "n_positions"):

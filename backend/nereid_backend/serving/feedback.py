@@ -112,7 +112,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number that is stored for the stream `serial`; 0 without such a number.
+        """Return the number that is stored for the stream `serial`; 0 if no number is stored.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
         half contains the number that is stored for this stream.
@@ -244,7 +244,7 @@ def _map_memory(address: str) -> memoryview:
 
 
 def _signature(key: bytes, state: bytes) -> bytes:
-    """Return the signature of a step, 16 bytes."""
+    """Return the signature of a step. The signature has 16 bytes."""
     return hashlib.blake2b(state, key=key, digest_size=_SIGNATURE_BYTES).digest()
 
 

@@ -100,13 +100,13 @@ class CounterFamily:
 
     def __init__(self, family: Any) -> None:  # noqa: ANN401 - the server's own type
         self._family = family
-        # A key of these two dicts is the labels of a counter, as pairs of a name and a value.
+        # Each key consists of the labels of one counter, as pairs of a name and a value.
         # `_published` contains the last published value of each counter.
         self._counters: dict[tuple[tuple[str, str], ...], Any] = {}
         self._published: dict[tuple[tuple[str, str], ...], float] = {}
 
     def raise_to(self, value: float, labels: Labels) -> None:
-        """Increment the counter with the labels `labels` to `value`."""
+        """Increase a counter to `value`. `labels` are the labels of the counter."""
         key = tuple(labels.items())
         if key not in self._counters:
             self._counters[key] = self._family.Metric(dict(labels))

@@ -47,7 +47,7 @@ def optional_bool(request: Any, name: str) -> bool | None:  # noqa: ANN401 - the
 
 
 def optional_ids(request: Any, name: str) -> list[int] | None:  # noqa: ANN401 - the server's own type
-    """Return the token ids in an optional INT32 input of shape [-1], or None."""
+    """Return the token ids of an optional INT32 input of shape [-1]; None if it is missing."""
     values = optional_array(request, name)
     return None if values is None else values.tolist()
 
@@ -94,7 +94,7 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, the flag that ends the responses, or both of these together.
+    """Send a response, or the flag that no further response follows, or both together.
 
     Args:
         sender: the server's response sender.

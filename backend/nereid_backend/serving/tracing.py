@@ -28,7 +28,7 @@ log = logging.getLogger("nereid")
 class Tracing:
     """Records the spans of one Triton model.
 
-    Without a collector, or without the SDK of OpenTelemetry, nothing is recorded.
+    If there is no collector, or the SDK of OpenTelemetry is not installed, nothing is recorded.
 
     Args:
         model_name: the name of the Triton model. Each span has this name as an attribute.
@@ -59,7 +59,8 @@ class Tracing:
                 replaced by a dot.
 
         Returns:
-            The traceparent for the children of the span. If no spans are recorded, `parent`.
+            The traceparent for the children of the span. If no spans are recorded, `parent` is
+            returned.
         """
         if self._tracer is None:
             return parent

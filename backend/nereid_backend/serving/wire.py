@@ -7,9 +7,9 @@
 
 In Triton server, the postprocessor can receive inputs only from the executor, because the executor
 is a decoupled step. Therefore the tokenizer packs the data for the postprocessor (StreamContext)
-into the message to the executor (RequestEnvelope). The executor sends the packed StreamContext with
-the first step, and the packed SamplingParams to the engine process. The executor itself unpacks
-neither the StreamContext nor the SamplingParams.
+into the message to the executor (RequestEnvelope). The executor sends the packed StreamContext to
+the postprocessor with the first step, and sends the packed SamplingParams to the engine process.
+The executor itself unpacks neither the StreamContext nor the SamplingParams.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class StreamContext:
         prepend: a text that precedes the output. If the output must begin with the prompt, the text
             is the prompt. Otherwise the text is empty.
         stop: strings at which the output ends.
-        min_tokens: the number of generated tokens before which stop strings have no effect.
+        min_tokens: the number of tokens that must be generated before stop strings have an effect.
         include_stop_str_in_output: whether the output contains the stop string at which generation
             ended.
         skip_special_tokens: whether special tokens are removed from the output.
@@ -271,8 +271,8 @@ class StepState:
             postprocessor stores the number of consumed steps.
         serial: the number of the stream. It is unique in the executor process.
         step: the number of this step in its stream, starting with 1.
-        deltas: the new tokens of the sequences. If a sequence has no new tokens, it has a delta
-            only if it has ended.
+        deltas: the new tokens of the sequences. A sequence without new tokens has a delta only if
+            the sequence has ended.
         is_last: whether every sequence of the request has ended.
         opening: the data of the stream's first step; None in later steps.
     """
@@ -293,7 +293,10 @@ class StepState:
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Return the state that `pack` packed into `data`. The executor has signed these bytes."""
+        """Return the state that `pack` packed into `data`.
+
+        The fields are not validated, because the executor has signed the data.
+        """
         row = msgpack.unpackb(data, use_list=False)
         slot, serial, step, deltas, is_last, first = row
         opening = first and Opening(*first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `executor`, and the engine process.
+"""The Triton model `executor`, and the engine process that runs the model.
 
-`executor` sends requests to this process.
+`executor` sends requests to the engine process.
 """

@@ -28,7 +28,7 @@ from nereid_backend.serving import tensor_names
 from nereid_backend.serving.tensors import Tensors
 
 RESTORED = "restored"
-"""The id of messages that repeat a change in a new engine process."""
+"""After the restart of an engine process, all changes are repeated. Their messages have this id."""
 
 _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_path"
 # The parameters of a request that replaces the weights of the model.
@@ -45,7 +45,7 @@ class _Change:
 
     Attributes:
         sender: the response sender of the request.
-        message: the message to the engine processes, without the id of the message.
+        message: the message to the engine processes, without its id.
         missing: the numbers of the engine processes that have not answered yet.
         is_made: whether at least one engine process has made the change.
         refusal: the error with which an engine process has refused the change; None if no process
@@ -70,7 +70,7 @@ class AdapterCalls:
     def __init__(self) -> None:
         self._new: queue.SimpleQueue[tuple[list[str] | None, Any]] = queue.SimpleQueue()
         self._ids = itertools.count(1)
-        # Maps the id of a message to the engine processes to the change.
+        # The changes that are not complete, by the id of their message.
         self._waiting: dict[str, _Change] = {}
         # The last successful message about each adapter and about the weights, without the
         # message's id.
@@ -117,7 +117,7 @@ class AdapterCalls:
     def answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
         """Record that an engine process has made a change.
 
-        If all engine processes are done now, return the response to the client, otherwise None.
+        If all engine processes are done now, return the client's response. Otherwise, return None.
 
         Args:
             call_id: the id of the message that requested the change. "" means that the process has
@@ -160,9 +160,9 @@ class AdapterCalls:
         return [answer for answer in answers if answer is not None]
 
     def listing(self) -> Tensors:
-        """Return the output tensors that contain a list of adapters.
+        """Return the output tensors of a response with the names of the adapters.
 
-        The list contains the name of each adapter that every engine process has.
+        An adapter is included only if every engine process has loaded it.
         """
         first, *others = [*self._names.values()] or [[]]
         names = [name for name in first if all(name in other for other in others)]
@@ -196,7 +196,7 @@ class AdapterCalls:
     def _note_answer(self, call_id: str, change: _Change, replica: int) -> Answer | None:
         """Record that an engine process is done with a change.
 
-        If no other process must answer, return the response to the client, otherwise None.
+        If all engine processes are done now, return the client's response. Otherwise, return None.
         """
         change.missing.discard(replica)
         if change.missing:
@@ -214,10 +214,10 @@ class AdapterCalls:
 
 
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
-    """Convert the parameters of a request to the message to the engine processes, without an id.
+    """Build the message to the engine processes from the parameters of a request.
 
-    If the request lists the adapters, return None. Example: the parameters load_lora="a" and
-    lora_path="/path" return `["load_lora", "a", "/path"]`.
+    The message has no id yet. If the request lists the adapters, return None. Example: the
+    parameters load_lora="a" and lora_path="/path" return `["load_lora", "a", "/path"]`.
 
     Raises:
         RequestError: a parameter is missing or is not a text.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests about the prefix cache: they read its statistics, or extend or drop its sessions.
+"""Requests that read the statistics of the prefix cache, extend a session, or drop blocks.
 
 A client calls the model `executor` with these request parameters:
 
@@ -43,8 +43,8 @@ class _Call:
         sender: the response sender of the request.
         missing: the numbers of the engine processes that have not answered yet.
         answers: the answers of the other engine processes.
-        error: the error of an engine process that has refused the call or has died; None without
-            such a process.
+        error: the error of an engine process that has refused the call or has died; None if there
+            is no such process.
     """
 
     sender: Any
@@ -98,7 +98,7 @@ class CacheCalls:
     def answer(self, call_id: str, replica: int, values: dict[str, Any]) -> Answer | None:
         """Record the answer of an engine process.
 
-        If all engine processes have answered now, return the response to the client, otherwise
+        If all engine processes have answered now, return the client's response. Otherwise, return
         None.
         """
         call = self._waiting.get(call_id)
@@ -121,7 +121,7 @@ class CacheCalls:
     def drop(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died. Return the responses that can be sent now.
 
-        These responses belong to requests that waited only for the dead process.
+        A response can be sent now if its request waited only for the dead process.
         """
         calls = [(one, call) for one, call in self._waiting.items() if replica in call.missing]
         answers = [self.refuse(call_id, replica, error) for call_id, _ in calls]
@@ -137,7 +137,8 @@ class CacheCalls:
     def _note_answer(self, call_id: str, call: _Call, replica: int) -> Answer | None:
         """Record that an engine process has answered a call.
 
-        If no other process must answer, return the response to the client, otherwise None.
+        If all engine processes have answered now, return the client's response. Otherwise, return
+        None.
         """
         call.missing.discard(replica)
         if call.missing:
@@ -156,10 +157,10 @@ def is_cache_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def _read_call(parameters: Mapping[str, Any]) -> list[Any]:
-    """Convert the parameters of a request to the message to the engine processes, without an id.
+    """Build the message to the engine processes from the parameters of a request.
 
-    Example: the parameters cache="extend", prompt_cache_key="a" and seconds="60" return
-    `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.
+    The message has no id yet. Example: the parameters cache="extend", prompt_cache_key="a" and
+    seconds="60" return `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.
 
     Raises:
         RequestError: a parameter is missing or wrong.
@@ -195,8 +196,8 @@ def _read_seconds(value: Any) -> float:  # noqa: ANN401 - the value of a request
 def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the answers of all engine processes into one answer.
 
-    Numbers are added. If a session has blocks in several processes, the answer contains the session
-    once, with the sum of the tokens and with the latest time.
+    Numbers are added. If a session has blocks in several processes, the answer contains one entry
+    for the session. The entry contains the sum of the tokens and the latest time.
     """
     merged: dict[str, Any] = {}
     sessions: dict[tuple[str, str], dict[str, Any]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to all engine processes: about LoRA adapters, the weights and the prefix cache."""
+"""Sends requests about LoRA adapters, weights or the prefix cache to all engine processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,7 +61,7 @@ class EngineCalls:
         return False
 
     def send_new(self) -> None:
-        """Send the queued requests to all engine processes that run.
+        """Send the queued requests to all running engine processes.
 
         A request that lists the adapters is answered without the engine processes.
         """
@@ -78,11 +78,10 @@ class EngineCalls:
                         process.child.send(with_id)
 
     def note_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
-        """Record that an engine process has made a change of its adapters or weights.
+        """Record that an engine process has changed its adapters or weights.
 
-        If all engine processes have answered, answer the client's request. A process that has just
-        started sends its adapters with the call id "". Then send all earlier changes to this
-        process.
+        If all engine processes have answered, answer the client's request. The call id "" means
+        that the process has just started. In this case, send all earlier changes to the process.
         """
         if answer := self._adapter_calls.answer(call_id, process.index, names):
             self._respond(*answer)

@@ -3,9 +3,9 @@
 
 The name of each metric begins with "nereid:". The manual's page on metrics explains each metric.
 Publishing a changed number costs the stub one round trip to the server. So only the gauges are
-published ten times a second. All other metrics are published once a second. There are thousands of
-times between tokens in a second, so these times are published as counters (see
-published_metrics.py).
+published ten times a second. All other metrics are published once a second. Thousands of tokens are
+generated per second, and the time between two tokens is a metric. This metric is published as
+counters (see published_metrics.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ class _EngineState:
 
 
 class EngineMetrics:
-    """Publishes metrics. Only the executor's loop may call it.
+    """Publishes the metrics. Only the executor's loop may call the methods.
 
     Args:
         executor: the name of the executor model. The executor "chat-executor" belongs to the
@@ -107,7 +107,8 @@ class EngineMetrics:
         """
         self._labels = {"model_name": _ensemble_of(executor)}
         families = self._families = MetricFamilies()
-        # The gauge of the executor, and its last published value; None before the first one.
+        # The gauge of the executor, and its last published value. The value is None before the
+        # first publication.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
         ).Metric(self._labels)
@@ -211,7 +212,10 @@ def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:
 def _add_engine_counts(
     engine: _EngineState, stats: Mapping[str, int], statistics: RequestStatistics
 ) -> None:
-    """Add the increase of an engine's counters since the last call to `statistics`."""
+    """Compute the increase of an engine's counters, and add the increase to `statistics`.
+
+    The increase is counted from the last call of this function.
+    """
     for source, name in _ENGINE_COUNTERS.items():
         before = engine.last_stats.get(source, 0)
         now = stats.get(source, 0)

@@ -55,13 +55,13 @@ class EngineService:
         # The number of unfinished sequences of each request, by request id.
         self._running: dict[str, int] = {}
         # The values of a message "reload_weights". The message waits until the running requests
-        # have ended. None means that no such message waits. While it waits, later messages are
-        # added to `_held`.
+        # have ended. None means that no such message waits. While a message waits, later messages
+        # are added to `_held`.
         self._reload: list[str] | None = None
         self._held: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
-        """Return whether the engine has requests to compute, or checks a compiled forward pass."""
+        """Return True if the engine has requests, or is checking a compiled forward pass."""
         return self._engine.has_work() or self._engine.is_swapping()
 
     def start(self) -> None:
@@ -93,9 +93,9 @@ class EngineService:
             self._send(["refused", request_id, EngineError.__name__, error_text(error)])
 
     def _make_call(self, kind: str, values: list[Any]) -> None:
-        """Pass a message to the engine. A message other than "add" is answered at once.
+        """Pass a message to the engine, and answer the message unless it is "add".
 
-        A message "add" is not answered here, because the engine sends updates for the request.
+        The message "add" is not answered here, because the engine sends updates for the request.
 
         The methods of StepEngine document the errors.
         """

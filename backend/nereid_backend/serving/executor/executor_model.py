@@ -39,9 +39,9 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
-# If a step is due, but earlier steps have not been consumed, the step must wait. The loop checks
-# the stream again after a tenth of the interval between two steps, but at the earliest after this
-# number of seconds.
+# If a step is due, but earlier steps have not been consumed, the step must wait. The loop then
+# checks the stream ten times per interval between two steps. This number of seconds is the shortest
+# time between two of these checks.
 _MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
 # The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
@@ -67,12 +67,11 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
         self._selector = ReplicaSelector(len(self.processes))
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
-        # Only the loop's thread uses the following attributes. The streams with unsent output, by
-        # the id of the request.
+        # Only the loop's thread uses the following attributes. `_unsent` contains the streams with
+        # unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
         self._next_inspection = 0.0
-        # The time at which the loop must look at the streams without unsent output again, because a
-        # step or a deadline is due.
+        # The time at which the next step or deadline of a stream without unsent output is due.
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -85,7 +84,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self.start_loop()
 
     def finalize(self) -> None:
-        """End all requests, then the engine processes."""
+        """End all requests, and stop the engine processes."""
         super().finalize()
         self._feedback.close()
         self._tracing.close()
@@ -224,7 +223,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Remove the data about a dead process: prefix cache, statistics and calls."""
+        """Delete the prompts, the statistics and the calls that are recorded for a dead process."""
         self._selector.forget(process.index)
         # The next statistics come from the restarted process. Its counters start at 0.
         self._engine_stats[process.index] = {}
@@ -232,7 +231,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._publish_due = 0.0
 
     def on_restart(self, process: SupervisedProcess) -> None:  # noqa: ARG002
-        """Let the next call of `publish_metrics` publish the restart."""
+        """Cause the next call of `publish_metrics` to publish the restart."""
         self._publish_due = 0.0
 
     def publish_metrics(self) -> None:
@@ -253,7 +252,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _handle_refusal(
         self, process: SupervisedProcess, request_id: str, error_class: str, text: str
     ) -> None:
-        """End the request that an engine process refuses."""
+        """End a request that an engine process has refused."""
         error = refusal_error(error_class, text)
         if stream := self.requests.get(request_id):
             self.end(stream, error)
@@ -385,7 +384,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         if state.is_last:
             endings = [sequence.ending for sequence in stream.sequences if sequence.ending]
             if any(ending.finish_reason != "abort" for ending in endings):
-                # The engine process has finished a request.
+                # The process has finished a request, so it works again after its earlier deaths.
                 self.owner(stream.request_id).num_deaths = 0
             self._remove(stream)
 

@@ -74,8 +74,8 @@ class RequestStatistics:
 
     @property
     def num_merged(self) -> int:
-        """The number of engine updates for which no additional step was sent.
+        """The number of engine updates minus the number of steps with output.
 
-        Several updates are sent in one step if they arrive before the step is sent.
+        Updates that arrive before a step is sent are merged into this step.
         """
         return max(self.counts["engine_updates"] - self.counts["steps"], 0)

@@ -6,21 +6,23 @@ stubs and the real frontend with this engine process. The script is a JSON list 
 rule whose text `when` occurs in the prompt of a request determines the output:
 
     {"when": "weather",            a text in the rendered prompt
-     "text": "<think>..",          the output, or as tokens: "token_ids": [5, 6]. A list of texts or
-                                   of token lists assigns one to each of the request's n sequences
+     "text": "<think>..",          the output. Instead of "text", the rule can contain tokens:
+                                   "token_ids": [5, 6]. For a request with n sequences, the value
+                                   can be a list of n outputs, one output for each sequence
      "tokens_per_step": 1,         the number of tokens that one step adds
      "delay_ms": 0,                the duration of one step
      "num_cached_tokens": 0,       the reported number of tokens found in the prefix cache
      "error": "", "is_refused": false,     the request ends with this error
      "ends": true,                 whether the end-of-sequence token follows the output; if false,
                                    the output repeats
-     "fault": ""}                  the engine process fails with this message, as with a lost
-                                   device. "busy 2.5" computes for 2.5 seconds without a message
+     "fault": ""}                  the engine process ends with this message, as if the GPU were
+                                   lost. The value "busy 2.5" has another effect: the process uses
+                                   the CPU for 2.5 seconds and sends no message during this time
 
 At most max_num_seqs sequences run, and further requests wait in the order of their arrival. Stop
 tokens, min_tokens, ignore_eos, max_tokens, n and aborts have the same effect as in the real engine.
 Sampling parameters and grammars have no effect. Every token has the log-probability -0.5 and rank
-1, and the tokens with the next higher ids follow as the next most likely ones.
+1. The next most likely tokens are the tokens with the next higher ids.
 """
 
 import json
@@ -61,7 +63,8 @@ _IDLE_SLEEP_S = 0.005
 class Rule:
     """Determines the output for matching requests. The module's docstring describes the fields.
 
-    `token_ids` contains one output for all sequences of a request, or one output for each sequence.
+    `token_ids` contains either one output that all sequences of a request share, or one output for
+    each sequence.
     """
 
     when: str
@@ -127,7 +130,7 @@ class _Sequence:
         self.is_aborted = False
 
     def next_token(self) -> int:
-        """Return the next scripted token. After the last token, the first token follows again."""
+        """Return the next scripted token. After the last token, start again."""
         token_id = self.script[self.num_tokens % len(self.script)]
         self.num_tokens += 1
         return token_id
@@ -153,7 +156,8 @@ class ScriptedEngine:
 
     Attributes:
         info: the description of the engine. The fields that describe a model are fictitious.
-        sessions: an object without sessions, because the scripted engine has no prefix cache.
+        sessions: the prefix sessions. There are none, because the scripted engine has no prefix
+            cache.
         started: one pair for each request that left the waiting queue in the last step: the id of
             the request, and the time.
     """
@@ -265,7 +269,7 @@ class ScriptedEngine:
         return False
 
     def step(self) -> list[RequestUpdate]:
-        """Return the next tokens of each sequence whose delay has passed."""
+        """Return an update with the next tokens for each sequence whose delay has passed."""
         now = time.monotonic()
         self._start_waiting(now)
         updates = [

@@ -15,8 +15,8 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
     """Start the engine processes, and wait until their models are loaded.
 
     The first process is started alone, so that only one process reports a wrong checkpoint or a
-    wrong setting. When the first process has loaded its model, all other processes are started at
-    once. The other processes read the weights from the kernel's page cache.
+    wrong setting. When the first process has loaded its model, all other processes are started in
+    parallel. The other processes read the weights from the kernel's page cache.
 
     Raises:
         EngineError: loading failed or took too long. The message gives the reason.

@@ -3,8 +3,8 @@
 
 Each response costs the server and the two stubs about 1 ms of CPU time. The cost does not depend on
 the number of tokens in the response. Tokens are therefore merged. A stream sends a step when its
-interval has passed (Pacer) and the postprocessor has consumed the earlier steps. The step contains
-all tokens that have arrived since the previous step.
+interval has passed (Pacer) and at most one earlier step is unconsumed. The step contains all tokens
+that have arrived since the previous step.
 """
 
 import os
@@ -25,7 +25,7 @@ _MAX_RESPONSES_PER_SECOND = 4000
 # At most this share of the responses may be heartbeats. Without this limit, the heartbeats of 200
 # waiting streams would use most of the time of two CPUs.
 _HEARTBEAT_SHARE = 0.5
-# Readers see text that arrives ten times a second as a continuous flow.
+# Text that arrives ten times a second looks continuous to a reader.
 _MAX_INTERVAL_S = 0.1
 
 
@@ -79,7 +79,7 @@ class Sequence:
         cumulative_logprobs: one sum for each pending token: the log-probabilities of this token and
             of all earlier tokens of the sequence.
         logprobs, prompt_logprobs: the unsent log-probabilities (see RequestUpdate); None if there
-            are none.
+            are no unsent log-probabilities.
         num_cached_tokens: the number of prompt tokens that were found in the prefix cache.
         num_tokens: the number of generated tokens so far.
         ending: the reason why the sequence ended; None while it runs.
@@ -209,11 +209,11 @@ class Stream:
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:
-        """Replace the engine's field name in an error message by the name of the request's field.
+        """Replace the engine's field name in an error message by the request's field name.
 
-        The engine names the kind of the grammar. Example: if the client sent the grammar in the
-        field `response_format`, "json_schema: the value ..." becomes "response_format: the
-        value ...".
+        In errors about grammars, the engine names the type of the grammar. Example: if the client
+        sent the grammar in the field `response_format`, "json_schema: the value ..." becomes
+        "response_format: the value ...".
         """
         field, colon, rest = message.partition(":")
         is_about_grammar = colon and self.grammar_field and field in (*KINDS, "grammar")
@@ -222,7 +222,7 @@ class Stream:
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
         """Return the time at which the next step is due, as a value of time.monotonic().
 
-        The first output and the end of a stream are due immediately. In these two cases, return 0.
+        Return 0 for the first output and for the last step, because they are due immediately.
         """
         has_output = self.has_output
         if self.has_ended or (has_output and self.sent == 0):

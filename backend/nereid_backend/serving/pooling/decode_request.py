@@ -136,9 +136,8 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
     Example: `{"text": "hello"}` returns `("text", "hello")`.
 
     Returns:
-        A pair of a name and a value: ("text", str) for a text, and ("image", bytes) for an image.
-            For a
-        text and an image ("mixed", {"text": str, "image": bytes}).
+        A pair of a name and a value. The pair is ("text", str) for a text, ("image", bytes) for an
+        image, and ("mixed", {"text": str, "image": bytes}) for a text with an image.
 
     Raises:
         RequestError: the element is neither a text nor an image, or the image is not base64.
@@ -192,7 +191,7 @@ def decode_image(text: str, where: str) -> bytes:
 
 
 def parse_document(text: str, index: int) -> str | bytes:
-    """Parse one element of the tensor `parts` of the model `rerank`. It is a text or an image.
+    """Parse a document of the model `rerank`. `text` is one element of the tensor `parts`.
 
     Example: `{"text": "hello"}` returns "hello".
 

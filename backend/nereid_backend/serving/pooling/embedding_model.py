@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton model `embedding`: it converts texts, token ids or images to vectors."""
+"""The Triton model `embedding`. It converts texts, token ids or images to vectors."""
 
 import json
 from collections.abc import Mapping

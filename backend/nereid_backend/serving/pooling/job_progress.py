@@ -77,8 +77,8 @@ class _JobProgress:
         job: the job.
         num_sent: the number of inputs that were sent to the engine.
         slices: the slices that are in the engine. The key is the index of the slice's first input.
-            The value is the number of inputs of the slice without a result.
-        num_left: the number of inputs of the job without a result.
+            The value is the number of the slice's inputs that have no result yet.
+        num_left: the number of the job's inputs that have no result yet.
         values: one value for each input; None until the input has a result.
         num_tokens: one number of tokens for each input; 0 until the input has a result.
         offsets: one element for each input: the offsets of its result (see PoolingResult.offsets),
@@ -135,7 +135,7 @@ class _JobProgress:
         return items
 
     def add_result(self, first: int, result: PoolingResult) -> None:
-        """Store the result of one input. The slice of this input begins with the input `first`."""
+        """Store the result of one input. `first` is the index of the first input in its slice."""
         index = first + result.index
         self.values[index] = result.value
         self.num_tokens[index] = result.num_tokens
@@ -163,7 +163,7 @@ class _JobProgress:
         problem = match["problem"]
         is_about_input = problem.startswith(("input: ", "image: "))
         if not is_about_input:
-            return problem  # The problem is for example an option of the request.
+            return problem  # The error is about the whole request, such as an option.
         # The name of the tensor replaces the word "input". The word "image" stays, because a tensor
         # can contain texts and images.
         problem = problem.removeprefix("input: ")
@@ -183,7 +183,7 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        # The incomplete jobs, by request id. The first job that has inputs to send sends the next
+        # The incomplete jobs, by request id. The first job with unsent inputs is the next to send a
         # slice.
         self._jobs: dict[str, _JobProgress] = {}
 
@@ -255,7 +255,8 @@ class WorkerJobs:
             return
         if result.error is not None:
             if is_lost_device(result.error):
-                # Every later step on this device would fail. The stub starts a new worker process.
+                # Every later step on this device would fail, so this process ends. The stub then
+                # starts a new worker process.
                 raise EngineError(f"the device is lost: {result.error}")
             where = f"{progress.job.field}: element {int(first) + result.index}: "
             self._refuse(progress, EngineError(where + result.error))
@@ -276,7 +277,7 @@ class WorkerJobs:
 
 
 def _size(value: str | bytes | list[int]) -> int:
-    """Return the size of an input in characters or token ids. The sizes limit a slice."""
+    """Return the size of an input in characters or token ids. A slice has a limited total size."""
     return max(len(value), _IMAGE_CHARACTERS) if isinstance(value, bytes) else len(value)
 
 

@@ -50,8 +50,8 @@ class PoolingMetrics:
             name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
             for name in _HISTOGRAMS
         }
-        self._counts: Counter[str] = Counter()  # by the name of the counter
-        self._ended = Counter({"success": 0, "refused": 0, "error": 0})  # by outcome
+        self._counts: Counter[str] = Counter()  # the counters' values, by name
+        self._ended = Counter({"success": 0, "refused": 0, "error": 0})  # requests, by outcome
         self._due = 0.0  # the time at which the metrics are published next
 
     def note_success(

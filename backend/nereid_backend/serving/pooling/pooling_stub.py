@@ -41,7 +41,7 @@ _POLL_S = 0.02
 # The number of requests that one round of the loop checks for cancellation. Each check costs a
 # round trip to the server.
 _CANCEL_CHECKS = 32
-# If the outputs are smaller, the free shared memory is not checked.
+# If the outputs have fewer bytes than this number, the free shared memory is not checked.
 _SMALL_BYTES = 64 * 1024
 # Triton server enlarges the memory pool of a stub by this number of bytes at a time.
 _POOL_STEP_BYTES = 1024 * 1024
@@ -49,7 +49,7 @@ _POOL_STEP_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PendingRequest:
-    """A request without a response.
+    """A request that has not been answered yet.
 
     Attributes:
         request_id: the id of the request's job in the worker.
@@ -72,7 +72,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     """A Triton model whose computations run in a worker process."""
 
     kind: str
-    """The name of the Triton model, "embedding" or "rerank". Its settings begin with this name."""
+    """The name of the Triton model, "embedding" or "rerank". The names of its settings begin with
+    it."""
     tasks: tuple[str, ...]
     """The tasks of the checkpoints that this model can serve."""
     input_names: tuple[str, ...]
@@ -124,7 +125,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 
     @property
     def text_limit(self) -> TextLimit:
-        """The limit on the size of a text. The worker process has reported the limit."""
+        """The limit on the size of a text, as the worker process has reported it."""
         assert self.child is not None
         info = self.child.info
         return TextLimit(info["max_model_len"], info["max_token_bytes"])
@@ -346,7 +347,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def _info(self) -> Tensors:
         """Return the output `info`.
 
-        It contains a JSON text that describes the served checkpoint.
+        The output contains a JSON text that describes the served checkpoint.
         """
         if self.child is None:
             info = {"task": "none", "reason": self._not_served_message()}
@@ -366,7 +367,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 def _fits_shared_memory(outputs: Tensors) -> bool:
     """Return whether output tensors fit into the free shared memory.
 
-    Return True for small tensors.
+    Return True for small tensors without a check of the memory.
     """
     size = sum(
         sum(map(len, array)) if array.dtype == object else array.nbytes

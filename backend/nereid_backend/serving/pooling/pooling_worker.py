@@ -82,8 +82,8 @@ if __name__ == "__main__":
     def load_engine(config: PoolingConfig, progress: Callable[[str], None]) -> PoolingEngine:
         """Load the engine, and start the process that decodes images.
 
-        The start takes some seconds. A worker that sends no message for the time hang_timeout_s
-        during work is killed, so the process is started before the worker has work.
+        The process is started before the worker has work, because the start takes some seconds. A
+        working worker that sends no message for hang_timeout_s is killed.
         """
         engine = PoolingEngine(config, progress=progress)
         engine.start_image_process()

@@ -172,7 +172,7 @@ class Choice:
 
     @property
     def _has_unsent_output(self) -> bool:
-        """Whether there are text, log-probabilities or token ids for the next streamed response."""
+        """Whether the next streamed response would contain text, log-probabilities or token ids."""
         if self._unsent.text or self._unsent.logprobs:
             return True
         return self.context.prompt_token_ids is not None and bool(self._unsent.token_ids)
@@ -236,7 +236,7 @@ class Choice:
             self._add_text(self._stop_search.finish())
 
     def _add_text(self, text: str) -> None:
-        """Add text to the next response and to the parsed message."""
+        """Add a text to the next response and to the parsed message."""
         self._unsent.text += text
         self._message.feed(text)
 
@@ -286,7 +286,7 @@ class Choice:
         return delta
 
     def _token_id_fields(self) -> dict[str, list[int]]:
-        """Return the fields with token ids; {} if the request does not ask for token ids."""
+        """Return the fields that contain token ids; {} if the request asks for no token ids."""
         prompt_token_ids = self.context.prompt_token_ids
         if prompt_token_ids is None:
             return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of all choices of one request."""
+"""Collects the output of all choices of one request."""
 
 import time
 from collections.abc import Iterable, Sequence

@@ -139,7 +139,10 @@ class ParsedMessage:
                     self._new_call(index)["arguments"] += text
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the entry of the tool call `index` in the next delta. Create a missing entry."""
+        """Return the entry of the tool call `index` in the next delta.
+
+        Create the entry if it is missing.
+        """
         return self._new_calls.setdefault(index, {"index": index, "arguments": ""})
 
 
@@ -147,9 +150,10 @@ Message = PlainMessage | ParsedMessage
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
-    """Return a format that leaves reasoning or tool calls in the content if the request says so.
+    """Return the chat format, adapted to two options of a request.
 
-    `separate_reasoning` and `reads_calls` are the options of the request that determine the result.
+    If `separate_reasoning` is False, the result leaves reasoning in the content. If `reads_calls`
+    is False, the result leaves tool calls in the content.
     """
     if not context.separate_reasoning:
         fmt = _with_inline_reasoning(fmt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The open streams of the postprocessor. A stream is stored under the slot of the stream."""
+"""Stores the open streams of the postprocessor, by their slots."""
 
 from nereid_backend.serving.postprocessor.choices import Choices
 from nereid_backend.serving.wire import StepState
@@ -10,13 +10,13 @@ class OpenStreams:
 
     The executor assigns two numbers to each stream: a serial number that is larger than all earlier
     serial numbers, and a slot that no other stream uses at that time (see feedback.py). Several
-    streams use a slot one after another. Each step contains the slot and the serial number of its
-    stream:
+    streams use a slot one after another. This class stores the serial number of the last stream of
+    each slot. Each step contains the slot and the serial number of its stream:
 
-        the serial number in a step     the step belongs to
-        larger than the slot's          a new stream, because the executor has assigned the slot
-        again the slot's                      the current stream of the slot, which may have ended
-        here smaller than the slot's         an earlier stream of the slot, so the step is late
+        If the serial number of the step is    the step belongs to
+        larger than the stored number          a new stream, which now uses the slot
+        equal to the stored number             the current stream of the slot, which may have ended
+        smaller than the stored number         an earlier stream of the slot, so the step is late
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class OpenStreams:
     def is_new(self, state: StepState) -> bool:
         """Return whether a step belongs to a new stream.
 
-        `start` was not called for a new stream.
+        A stream is new until `start` is called for the stream.
         """
         return state.serial > self._serials.get(state.slot, 0)
 
     def start(self, state: StepState) -> None:
         """Record that the stream of a step now uses the slot of the step.
 
-        This method does not open the stream. `add` opens the stream. If the previous stream of the
-        slot is still open, because it had no last step, it is removed.
+        If the previous stream of the slot is still open, because it had no last step, remove the
+        previous stream. The new stream is opened later by `add`.
         """
         self._serials[state.slot] = state.serial
         self._streams.pop(state.slot, None)

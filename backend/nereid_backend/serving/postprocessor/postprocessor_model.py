@@ -30,10 +30,11 @@ from nereid_backend.text.detokenizer import decoder
 from nereid_backend.text.logprob_entries import vllm_entry
 from nereid_backend.text.token_text import TokenText
 
-# Limits on the checks whether the client of a stream has cancelled. The first limit is the shortest
-# time between two checks of one stream. The second limit is the largest number of checks per second
-# for all streams together. A check is one round trip to the server. It takes about 5 % of the CPU
-# time of a response. With 256 streams, a stream is checked every 0.64 s.
+# The postprocessor checks whether clients have cancelled their requests. Two limits apply to these
+# checks. The first limit is the shortest time between two checks of one stream. The second limit is
+# the largest number of checks per second for all streams together. A check is one round trip to the
+# server, and takes about 5 % of the CPU time of a response. With 256 streams, a stream is checked
+# every 0.64 s.
 _CANCEL_CHECK_S = 0.1
 _CANCEL_CHECKS_PER_SECOND = 400
 
@@ -205,7 +206,7 @@ class PostprocessorModel:
         ]
 
     def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
-        """Return a response for outputs; None if there are no outputs.
+        """Return a response that contains `outputs`; None if there are no outputs.
 
         Each output tensor has one element for each output.
         """

@@ -33,7 +33,7 @@ def pack(message: object) -> bytes:
 
 
 class Channel:
-    """One end of a socket that transports msgpack values in order.
+    """One end of a socket pair. It sends and receives msgpack values in order.
 
     One thread may send while another thread receives.
     """
@@ -70,8 +70,8 @@ class Channel:
             timeout_s: the longest time to wait for the first message; None means no limit.
 
         Raises:
-            ChannelClosedError: the other end is closed, and all messages from this end have been
-                received before.
+            ChannelClosedError: the other end is closed, and all its messages have already been
+                returned.
         """
         try:
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):

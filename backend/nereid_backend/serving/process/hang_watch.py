@@ -43,7 +43,7 @@ class HangWatch:
         # The time of the last call of `is_hanging`.
         self._last_checked = clock()
         # The CPU time that the process had used when half of the time limit had passed without a
-        # message. None means that this point has not been reached.
+        # message. None means that less than half of the time limit has passed.
         self._cpu_before_s: float | None = None
 
     def note_message(self) -> None:
@@ -56,9 +56,10 @@ class HangWatch:
         This method also measures the time without a message, so it must be called several times a
         second.
 
-        Example with a limit of 60 s: a process with work sends no message for 61 s. The process
-        hangs, unless its model runs on the CPU and it has used at least 10 % of a CPU during the
-        last 31 s. In that case, the process hangs after 600 s without a message.
+        Example: the limit is 60 s, and a process with work sends no message for 61 s. If the model
+        runs on a GPU, the process hangs. If the model runs on the CPU, the process hangs only if it
+        has used less than 10 % of a CPU during the last 31 s. A process that has used more hangs
+        after 600 s without a message.
 
         Args:
             is_working: whether the process has work.

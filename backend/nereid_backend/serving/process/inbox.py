@@ -31,7 +31,8 @@ class Inbox:
             timeout_s: the longest time to wait for the first message; None means no limit.
 
         Raises:
-            ChannelClosedError: the other end is closed, and all messages have been returned before.
+            ChannelClosedError: the other end is closed, and all messages have already been
+                returned.
         """
         messages: list[Any] = []
         try:

@@ -125,9 +125,9 @@ def _run(service: Service, channel: Channel) -> int:
     """Handle messages and advance the work until the message "stop". Return the exit code."""
     inbox = Inbox(channel)
     while True:
-        # If there is work, read only the messages that have already arrived. Otherwise wait for a
-        # message, but at most for _IDLE_POLL_S. Then call `has_work` again. If another process of
-        # the model has died, `has_work` detects this.
+        # If there is work, read only the messages that have already arrived. Otherwise, wait for a
+        # message for at most _IDLE_POLL_S. Then call `has_work` again, because it also detects that
+        # another process of the model has died.
         for kind, *values in inbox.receive(0 if service.has_work() else _IDLE_POLL_S):
             if kind == "stop":
                 return 0

@@ -73,10 +73,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.requests: dict[str, RequestT] = {}
         # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
-        # An arrival consists of the request's id, the request, and the process and child process
-        # that got the message about the request. The child process is stored in the arrival.
-        # Otherwise the loop could not detect that this child process has died and has been replaced
-        # since the arrival.
+        # An arrival consists of the request's id, the request, the SupervisedProcess that computes
+        # the request, and the ChildProcess that got the message. If this ChildProcess is no longer
+        # the current one, it has died since the arrival, and the loop ends the request.
         self._arrivals: queue.SimpleQueue[tuple[str, RequestT, SupervisedProcess, ChildProcess]] = (
             queue.SimpleQueue()
         )
@@ -164,7 +163,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
                 self.respond_later(sender, error)
 
     def finalize(self) -> None:
-        """End all requests, then the child processes."""
+        """End all requests, and stop the child processes."""
         self._stopping.set()
         self._loop_thread.join()
         with ThreadPoolExecutor() as pool:
@@ -280,7 +279,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _wait_for_any(self, processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for a message of any of the processes.
 
-        Without processes, wait for `finalize`.
+        If `processes` is empty, wait for the call of `finalize`.
         """
         if not processes:
             self._stopping.wait(timeout_s)

@@ -30,7 +30,7 @@ class SupervisedProcess:
         num_deaths: the number of deaths and failed starts. The Triton model sets this number to 0
             when the process works again.
         num_restarts: the number of successful restarts.
-        num_requests: the number of requests of this process without a final response.
+        num_requests: the number of this process's requests that have no final response yet.
     """
 
     def __init__(self, program: ChildProgram, index: int = 0, log_prefix: str = "") -> None:

@@ -37,7 +37,7 @@ class ClientTurns(Generic[Item]):
         items = self._items.pop(client)
         item = items.popleft()
         if items:
-            self._items[client] = items  # The client takes its next turn after all others.
+            self._items[client] = items  # The client takes its next turn after all other clients.
         return item
 
     def remove(self, client: str, item: Item) -> None:

@@ -14,12 +14,12 @@ from nereid_backend.vision.video_frames import is_video_part, read_video_part, v
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _IMAGE_TYPES = ("image_url", "image", "input_image")
-# The largest total size of the images of a request in base64.
+# The largest total size of a request's images, measured in bytes of base64 text.
 MAX_IMAGE_BYTES = 32 * 2**20
 
 
 def reads_images(model: str) -> bool:
-    """Return whether a checkpoint has an image processor, and its config has an image encoder.
+    """Return True if a checkpoint has an image processor and its config describes an image encoder.
 
     The engine may still refuse images, because only the engine checks the model's code.
     """

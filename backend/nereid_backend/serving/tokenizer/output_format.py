@@ -24,8 +24,8 @@ class OutputFormat:
     Attributes:
         field: the name of the request field that requires the format. Error messages begin with
             this name.
-        form: the object. Its type is json_object, json_schema, structural_tag, regex, grammar or
-            choice.
+        form: the converted object. Its type is json_object, json_schema, structural_tag, regex,
+            grammar or choice.
     """
 
     field: str

@@ -221,13 +221,13 @@ class PromptBuilder:
             tokens_of_six = self.encode(self._renderer.render(six_messages))
         except RequestError:
             return 1
-        # The difference excludes the text that the template adds only once for a chat.
+        # The subtraction removes the text that the template adds only once for a chat.
         tokens_per_message = (len(tokens_of_six) - len(tokens_of_two)) // 4
         return max(tokens_per_message, 1)
 
 
 def _continues_final_message(body: Mapping[str, Any]) -> bool:
-    """Return whether the model must continue the last message instead of a new message.
+    """Return whether the model must continue the last message instead of beginning a new message.
 
     Raises:
         RequestError: the request also asks for the beginning of a new message.

@@ -89,8 +89,8 @@ def read_sampling(
     """Return the sampling parameters and the options of a request.
 
     Args:
-        fields: the request's fields. Unknown names are skipped here. refuse_unknown refuses unknown
-            names.
+        fields: the request's fields. Unknown names are skipped here, because the function
+            refuse_unknown checks the names.
         defaults: the checkpoint's sampling defaults. They replace missing fields.
         encode: converts text to token ids. Only bad_words needs it.
         is_chat: whether the request is a chat. In a chat, logprobs is a boolean, and top_logprobs

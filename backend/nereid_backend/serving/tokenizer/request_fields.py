@@ -20,7 +20,7 @@ from nereid_backend.field_checks import to_request_error
 from nereid_backend.serving.tokenizer import unsupported_fields
 
 Seconds = Annotated[float, Field(ge=0)]
-# The length of a stop string or a bad word is limited, so that the search for these words stays
+# The length of a stop string or a bad word is limited, so that the search for these texts stays
 # fast.
 _Word = Annotated[str, Field(max_length=4096)]
 
@@ -160,7 +160,7 @@ _TEXT_FIELDS = frozenset(
 
 
 def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the fields that are not null and whose names are in `names`. Parse texts.
+    """Return the fields whose names are in `names`, without null values. Parse texts.
 
     genai-perf and Triton's request parameters send numbers, booleans and lists as text. Example:
     `{"top_k": "5", "ignore_eos": "true", "seed": None}` returns `{"top_k": 5, "ignore_eos": True}`.

@@ -24,7 +24,7 @@ _DEFAULT_MODEL_LEN = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 # A chat template can drop text of the messages, such as the reasoning of earlier answers. Therefore
 # the prompt can be short enough even if the texts of the chat are longer than the longest prompt.
-# The texts of a chat may have this number times max_prompt_bytes bytes.
+# The total size of these texts may be this number times max_prompt_bytes.
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
@@ -92,7 +92,7 @@ class RequestLimits:
         )
 
     def check_json(self, field: str, text: str) -> None:
-        """Refuse a JSON text that is too long to be parsed, or that has too many objects.
+        """Refuse a JSON text that is too long, or that contains too many lists and objects.
 
         Args:
             field: the tensor or field that contains the text, for the error message.
@@ -185,7 +185,7 @@ class RequestLimits:
             self._refuse_length(f"text_input: the prompt has {num_bytes} bytes", num_bytes)
 
     def check_token_ids(self, num_tokens: int) -> None:
-        """Raise a RequestError if a prompt has too many token ids.
+        """Refuse a prompt of token ids that is too long.
 
         Raises:
             RequestError: the prompt has more than max_model_len token ids.

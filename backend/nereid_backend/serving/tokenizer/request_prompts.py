@@ -61,7 +61,7 @@ class RequestPrompts:
         body: dict[str, Any] | None,
         images: list[bytes],
     ) -> Prompt:
-        """Return the prompt of a request that contains images. The request is a chat or a text.
+        """Return the prompt of a request that contains images. The request has a chat or a text.
 
         A text must contain one placeholder for each image. `images` is the result of `take_images`.
 
@@ -129,7 +129,7 @@ def read_input_ids(
 ) -> list[int] | None:
     """Return the token ids in a request's input tensor; None if the tensor is missing.
 
-    If `num_kept` is set, return at most `num_kept` token ids from the end.
+    If `num_kept` is set, return only the last `num_kept` token ids.
 
     Raises:
         RequestError: the request has more token ids than the limit.

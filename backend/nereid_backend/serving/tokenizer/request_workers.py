@@ -45,7 +45,7 @@ class _Job:
 
 
 class RequestWorkers:
-    """The threads of one model."""
+    """Processes the requests of one model in several threads."""
 
     def __init__(self, respond: Callable[[Any], Any], is_long: Callable[[Any], bool]) -> None:
         """Start the loop.
@@ -65,7 +65,7 @@ class RequestWorkers:
         # long requests that already have a thread.
         self._long: ClientTurns[_Job] = ClientTurns()
         self._num_running = 0
-        # Limits the number of long requests. Waiting and running requests count.
+        # Limits the number of long requests, including waiting and running requests.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)
@@ -108,7 +108,7 @@ class RequestWorkers:
             if self._entries.empty():
                 return True
             entry = self._entries.get()  # only this thread takes entries
-        self._entries.put(None)  # The next call must see the end, too.
+        self._entries.put(None)  # The next call of this method must find None, too.
         return False
 
     def _sort_entry(self, job: _Job) -> None:

@@ -16,7 +16,7 @@ from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import shown
 
-# The variables that enable and disable reasoning in chat templates.
+# Chat templates use one of these variables to enable or disable reasoning.
 _SWITCHES = ("enable_thinking", "thinking")
 _SWITCH_TYPES = ("enabled", "adaptive", "disabled")
 _EFFORT = "reasoning_effort"
@@ -27,7 +27,8 @@ _UNLIMITED = -1
 # arbitrarily large numbers. The replacement does not change the output, because every output has
 # fewer tokens.
 _LARGEST = 2**31 - 1
-# Match the Jinja code between {{ }} or {% %}, and the string literals inside that code.
+# `_CODE` matches the Jinja code between {{ }} or {% %}. `_STRING` matches a string literal inside
+# that code.
 _CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 

@@ -49,8 +49,8 @@ from nereid_backend.serving.tracing import Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, pack_params
 from nereid_backend.vision.image_sources import ImageSources
 
-# A request that contains one of these texts probably has an image. Preparing an image takes some
-# time. If the image must be downloaded, it takes even longer.
+# A request that contains one of these texts probably has an image. Preparing an image takes time,
+# and downloading an image takes even longer.
 _IMAGE_MARKS = (b"data:image", b"image_url")
 # Tokenising this number of bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
@@ -102,7 +102,10 @@ class TokenizerModel:
         self._tracing.close()
 
     def respond(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Return the response to a request. It may contain an error. This method is thread-safe."""
+        """Return the response to a request. The response may be an error.
+
+        This method is thread-safe.
+        """
         try:
             return self._tokenize(request)
         except NereidError as error:

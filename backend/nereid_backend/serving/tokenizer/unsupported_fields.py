@@ -20,7 +20,7 @@ class _Refusal:
     """Describes a request field that this server does not support.
 
     Attributes:
-        reason: a clause without a full stop. docs/reference/request-fields.md contains it.
+        reason: a clause without a full stop. docs/reference/request-fields.md contains this clause.
         accepted: values that have no effect, such as the API's default.
         remedy: an imperative clause. If the clause is empty, the error message says to leave the
             field out or to send an accepted value.
@@ -46,7 +46,7 @@ def _replaced_by(field: str) -> _Refusal:
 
 
 _REFUSALS: dict[str, _Refusal] = {
-    # vLLM
+    # Fields of vLLM
     "length_penalty": _Refusal(_NO_BEAM_SEARCH, (1,)),
     "use_beam_search": _Refusal(_NO_BEAM_SEARCH, (False,)),
     "early_stopping": _Refusal(_NO_BEAM_SEARCH, (False,)),
@@ -89,7 +89,7 @@ _REFUSALS: dict[str, _Refusal] = {
         "(the setting responses_per_second does)",
         (1,),
     ),
-    # SGLang
+    # Fields of SGLang
     "stop_regex": _Refusal(
         "a stop condition must be a string or a token id, not a regular expression", ([], "")
     ),
@@ -109,7 +109,7 @@ _REFUSALS: dict[str, _Refusal] = {
     "min_dynamic_patch": _Refusal(_NO_MEDIA),
     "watermark": _Refusal(_NO_WATERMARKS, ({},)),
     "task": _Refusal("this server builds the prompt with the chat template alone"),
-    # llama.cpp
+    # Fields of llama.cpp
     "mirostat": _Refusal(_NO_SUCH_SAMPLER, (0,), _USE_OTHER_SAMPLING),
     "typical_p": _Refusal(_NO_SUCH_SAMPLER, (1,), _USE_OTHER_SAMPLING),
     "tfs_z": _Refusal(_NO_SUCH_SAMPLER, (1,), _USE_OTHER_SAMPLING),

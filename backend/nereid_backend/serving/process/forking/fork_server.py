@@ -10,10 +10,10 @@ server, a stub starts its child process itself (forked_process.py).
 
 Each connection to the socket belongs to one child process:
 
-    stub -> fork server    one byte and the four open files of `_receive`
-    fork server -> stub    the process id, and at the end of the process its exit code
+    stub -> fork server    one byte, and the four open files that `_receive` describes
+    fork server -> stub    the process id, and the exit code when the process has ended
 
-A number is 8 bytes long. If the connection closes before the child process has ended, the stub has
+Each number has 8 bytes. If the connection closes before the child process has ended, the stub has
 died. The fork server then kills the child process. If the fork server cannot create the child
 process, the fork server closes the connection.
 """
@@ -45,10 +45,10 @@ NUMBER = struct.Struct("!q")
 _CREDENTIALS = struct.Struct("3i")
 # The files of a request: the JSON text, the channel, the standard output and the standard error.
 _FILES_OF_REQUEST = 4
-# A stub sends its request immediately after it has connected.
+# The time limit is short, because a stub sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
-# Selects the fields arg_start and arg_end of /proc/self/stat. The fields are counted from 0, and
-# the field after the program name has the index 0.
+# Selects the fields arg_start and arg_end of /proc/self/stat. The field after the program name has
+# the index 0.
 _ARGUMENTS = slice(45, 47)
 # Environment variables that have no effect on the import of libraries.
 _IGNORED_PREFIXES = ("NEREID_", "_NEREID_", "PYTEST_")
@@ -101,7 +101,7 @@ class ForkServer:
     """Forks child processes and reports how they end."""
 
     def __init__(self, listener: socket.socket, environment: Mapping[str, str]) -> None:
-        """Register the events that `run` handles: connections, and ends of child processes.
+        """Register the events that `run` handles: new connections, and the end of a child process.
 
         Args:
             listener: the listening socket.
@@ -124,7 +124,7 @@ class ForkServer:
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
 
     def run(self) -> NoReturn:
-        """Handle requests, and report the ends of child processes. This method never returns."""
+        """Handle requests, and report the end of each child process. This method never returns."""
         while True:
             for key, _ in self._selector.select():
                 key.data()
@@ -291,8 +291,8 @@ def _run_module(request: Request) -> None:
 def _set_command_line(command: list[str]) -> None:
     """Change the command line of this process. Programs such as ps show the command line.
 
-    The memory for the command line has a fixed length. A command line that is longer is truncated.
-    Spaces are appended to a command line that is shorter.
+    The memory for the command line has a fixed length. A longer command line is truncated, and a
+    shorter command line is padded with spaces.
     """
     with contextlib.suppress(OSError, ValueError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -303,7 +303,7 @@ def _set_command_line(command: list[str]) -> None:
 
 
 def _reason_against_forks() -> str | None:
-    """Return the reason why forks of this process would not work; None if forks work."""
+    """Return the reason why this process cannot be forked safely; None if it can be forked."""
     # Fork once before the threads are counted: numpy uses OpenBLAS, and OpenBLAS ends its own
     # threads before each fork.
     if (pid := os.fork()) == 0:
@@ -328,7 +328,7 @@ def main(argv: list[str]) -> int:
     with importing():
         for module in argv[2:]:
             importlib.import_module(module)
-    gc.disable()  # a collection would copy the pages that all processes share
+    gc.disable()  # garbage collection would copy memory pages that all processes share
     if reason := _reason_against_forks():
         log.warning("the fork server ends, because %s", reason)
         return 1

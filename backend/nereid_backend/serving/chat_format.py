@@ -123,8 +123,8 @@ def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> t
 def _fingerprint(model: Path, *settings: str | None) -> str:
     """Return one hash of the checkpoint's files, of the settings, and of the analysis code.
 
-    If one of them changes, the hash changes, and the cached format is no longer used. The code's
-    files are represented by their sizes and modification times.
+    If a file, a setting or the code changes, the hash changes, and the cached format is no longer
+    used. The hash contains the sizes and modification times of the code's files.
     """
     digest = hashlib.sha256(repr(settings).encode())
     for pattern in _FORMAT_FILES:

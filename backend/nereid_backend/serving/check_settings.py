@@ -5,10 +5,11 @@ The check takes a fraction of a second.
 
     python -m nereid_backend.serving.check_settings MODEL_REPOSITORY
 
-The program reads the NEREID_* variables and the parameters of each config.pbtxt with the code that
-the models use, and prints one line for each wrong setting. Its exit code is 2 if a setting is
-wrong, else 0. The program does not detect problems that depend on the machine, such as too little
-memory or a missing GPU. The models report such problems when they load.
+The program reads the NEREID_* variables and the parameters of each config.pbtxt, and prints one
+line for each wrong setting. The program and the models use the same code to read the settings. Its
+exit code is 2 if a setting is wrong, else 0. The program does not detect problems that depend on
+the machine, such as too little memory or a missing GPU. The models report such problems when they
+load.
 """
 
 import json
@@ -93,7 +94,7 @@ def _read_configs(
 ) -> dict[str, EngineConfig | PoolingConfig]:
     """Return the settings of each served model.
 
-    The key is the name of the model's setting for GPU memory, for example
+    Each key is the name of the setting that limits the model's GPU memory, for example
     "embedding_gpu_memory_utilization".
     """
     configs: dict[str, EngineConfig | PoolingConfig] = {}

@@ -165,8 +165,8 @@ class FeedbackWriter:
     def verify(self, message: bytes) -> bytes:
         """Check the signature of a step, and return the packed StepState.
 
-        The step contains the address of a memory. This memory is mapped first, because it contains
-        the key.
+        The step contains the address of the feedback memory. The memory is mapped first, because it
+        contains the key.
 
         Args:
             message: the return value of `FeedbackReader.sign`.

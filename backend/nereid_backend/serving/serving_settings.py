@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the Triton models. Sources are config.pbtxt and the variables NEREID_*.
+"""Reads the settings of the Triton models from config.pbtxt and the variables NEREID_*.
 
 An environment variable overrides the parameter of the same name in config.pbtxt.
 """

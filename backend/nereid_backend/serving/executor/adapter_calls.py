@@ -160,7 +160,7 @@ class AdapterCalls:
         return [answer for answer in answers if answer is not None]
 
     def listing(self) -> Tensors:
-        """Return the output tensors of a response with the names of the adapters.
+        """Return the output tensors of a response that lists the adapters.
 
         An adapter is included only if every engine process has loaded it.
         """

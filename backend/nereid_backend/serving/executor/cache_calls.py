@@ -75,7 +75,7 @@ class CacheCalls:
     def take_new(self) -> list[tuple[list[Any], Any]]:
         """Remove and return the queued requests as pairs of a message and a response sender.
 
-        A message without its id has the form `[operation, {name: value}]`.
+        The messages have no ids yet. Each message has the form `[operation, {name: value}]`.
         """
         requests = []
         with contextlib.suppress(queue.Empty):
@@ -181,7 +181,7 @@ def _read_call(parameters: Mapping[str, Any]) -> list[Any]:
 
 
 def _read_seconds(value: Any) -> float:  # noqa: ANN401 - the value of a request parameter
-    """Return the parameter `seconds` as a number. Raise a RequestError if it is wrong."""
+    """Return the parameter `seconds` as a number. Raise a RequestError if the value is wrong."""
     try:
         seconds = float(value)
     except (TypeError, ValueError):

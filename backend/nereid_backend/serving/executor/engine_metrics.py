@@ -89,7 +89,7 @@ class _EngineState:
 
 
 class EngineMetrics:
-    """Publishes the metrics. Only the executor's loop may call the methods.
+    """Publishes the metrics. Only the executor's loop may call its methods.
 
     Args:
         executor: the name of the executor model. The executor "chat-executor" belongs to the

@@ -201,7 +201,7 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
     Args:
         make: builds the engine. The arguments are the engine's settings and a function that reports
             slow operations.
-        prepare: returns the settings of one engine process. Its arguments are the settings of the
+        prepare: returns the settings of one engine process. The arguments are the settings of the
             server and the number of the process. None means that all processes use the settings of
             the server.
     """

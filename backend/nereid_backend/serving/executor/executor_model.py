@@ -203,7 +203,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         super().respond(sender, result)
 
     def end_all(self, error: NereidError) -> None:
-        """End all requests, including the requests to all engine processes."""
+        """End all requests, including requests about adapters, weights and the prefix cache."""
         super().end_all(error)
         self._engine_calls.end_all(error)
 
@@ -280,7 +280,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._add_update(stream, update)
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
-        """Add an update of the engine to its stream.
+        """Add an update of the engine to `stream`.
 
         If the stream has too many unsent tokens, end the stream with an error. Unsent tokens
         accumulate if the postprocessor consumes the stream's steps too slowly.
@@ -304,7 +304,7 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _abort(self, stream: Stream, index: int | None = None) -> None:
         """Ask the engine to end a request, or only the sequence `index` of the request.
 
-        The engine then sends a last update of each ended sequence.
+        The engine then sends a last update for each ended sequence.
         """
         _send_abort(self.owner(stream.request_id), stream.request_id, index)
 
@@ -384,7 +384,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         if state.is_last:
             endings = [sequence.ending for sequence in stream.sequences if sequence.ending]
             if any(ending.finish_reason != "abort" for ending in endings):
-                # The process has finished a request, so it works again after its earlier deaths.
+                # The process works again, because it has finished a request. Its deaths no longer
+                # count.
                 self.owner(stream.request_id).num_deaths = 0
             self._remove(stream)
 

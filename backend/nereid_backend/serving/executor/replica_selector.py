@@ -87,7 +87,7 @@ class ReplicaSelector:
             return best
 
     def release(self, replica: int, num_sequences: int) -> None:
-        """Subtract the sequences of a request that has ended from the count of its process."""
+        """Subtract the sequences of an ended request from the count of the process `replica`."""
         with self._lock:
             self._num_sequences[replica] -= num_sequences
 

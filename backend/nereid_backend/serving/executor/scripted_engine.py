@@ -130,7 +130,7 @@ class _Sequence:
         self.is_aborted = False
 
     def next_token(self) -> int:
-        """Return the next scripted token. After the last token, start again."""
+        """Return the next scripted token. After the last token, return the first token again."""
         token_id = self.script[self.num_tokens % len(self.script)]
         self.num_tokens += 1
         return token_id

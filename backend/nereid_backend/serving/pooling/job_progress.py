@@ -173,7 +173,7 @@ class _JobProgress:
 
 
 class WorkerJobs:
-    """The jobs of a worker.
+    """Stores the incomplete jobs of a worker, and passes their inputs to the engine.
 
     Args:
         engine: computes the inputs.

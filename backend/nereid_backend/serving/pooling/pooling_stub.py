@@ -72,8 +72,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     """A Triton model whose computations run in a worker process."""
 
     kind: str
-    """The name of the Triton model, "embedding" or "rerank". The names of its settings begin with
-    it."""
+    """The name of the Triton model: "embedding" or "rerank". It is the prefix of the settings."""
     tasks: tuple[str, ...]
     """The tasks of the checkpoints that this model can serve."""
     input_names: tuple[str, ...]
@@ -367,7 +366,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 def _fits_shared_memory(outputs: Tensors) -> bool:
     """Return whether output tensors fit into the free shared memory.
 
-    Return True for small tensors without a check of the memory.
+    For small tensors, return True without checking the memory.
     """
     size = sum(
         sum(map(len, array)) if array.dtype == object else array.nbytes

@@ -58,7 +58,7 @@ class _UnsentOutput:
 
 @dataclass(slots=True)
 class _Totals:
-    """The numbers of tokens of a choice so far, for the field `usage`."""
+    """Counts the tokens of a choice, for the field `usage`."""
 
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
@@ -83,7 +83,7 @@ class Choice:
     stop string. After the third token, `stop_string` is "STOP", and no more text follows.
 
     Attributes:
-        context: the part of the request that the postprocessor needs.
+        context: the data of the request that the postprocessor needs.
         stop_string: the stop string that ended the choice; None if no stop string was found.
         is_finished: whether `take_output` has returned the last output of the choice.
     """
@@ -100,7 +100,7 @@ class Choice:
         """Initialise the state of a choice without tokens.
 
         Args:
-            context: the part of the request that the postprocessor needs.
+            context: the data of the request that the postprocessor needs.
             index: the index of the choice in its request.
             decode: converts token ids to text.
             message: parses the text into reasoning, content and tool calls.

@@ -12,7 +12,7 @@ class Choices:
     """The postprocessor's state of one request.
 
     Attributes:
-        context: the part of the request that the postprocessor needs.
+        context: the data of the request that the postprocessor needs.
         opened_at: the time of the first step.
         last_response_at: the time of the last response. Before the first response, it is the time
             of the first step. If keepalive_ms is set, an empty response is sent when this time is
@@ -34,7 +34,7 @@ class Choices:
         """Initialise the state of a request before its first step.
 
         Args:
-            context: the part of the request that the postprocessor needs.
+            context: the data of the request that the postprocessor needs.
             slots: one slot number for each choice, ordered by index. A slot is in the shared memory
                 (see feedback.py).
             choices: the choices, ordered by index.

@@ -25,7 +25,7 @@ _UNCALLABLE_TOOL = {"type": "function", "function": {"name": "\0"}}
 
 
 class PlainMessage:
-    """A message that consists of content alone. Reasoning and tool calls are not parsed.
+    """A message that consists only of content. Reasoning and tool calls are not parsed.
 
     The class has the same attributes as ParsedMessage.
     """
@@ -52,7 +52,7 @@ class PlainMessage:
 
 
 class ParsedMessage:
-    """A message that a parser with a chat format reads.
+    """A message whose text is parsed with a chat format.
 
     Example: for a format with <think> and </think> around reasoning, `feed` gets the text
     "<think>Add them.</think>It is 3." Then `take` returns

@@ -58,8 +58,8 @@ class HangWatch:
 
         Example: the limit is 60 s, and a process with work sends no message for 61 s. If the model
         runs on a GPU, the process hangs. If the model runs on the CPU, the process hangs only if it
-        has used less than 10 % of a CPU during the last 31 s. A process that has used more hangs
-        after 600 s without a message.
+        has used less than 10 % of a CPU during the last 31 s. If the process has used more, it
+        hangs after 600 s without a message.
 
         Args:
             is_working: whether the process has work.

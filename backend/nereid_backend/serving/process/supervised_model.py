@@ -35,7 +35,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """The result of receiving from one child process.
+    """The messages that were received from one child process, or the reason of its death.
 
     Attributes:
         process: the child process.
@@ -60,8 +60,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         title: the name of the model in messages, such as "executor".
         log_prefix: the beginning of log lines about the model, such as "embedding: ".
         processes: the child processes, by their index; empty if the model needs no child process.
-        requests: the requests without a final response. The key is the id of the request in the
-            child process. Only the loop's thread may use this attribute, and only the method
+        requests: the requests that have no final response yet. The key is the id of the request in
+            the child process. Only the loop's thread may use this attribute, and only the method
             `remove` may remove a request.
     """
 
@@ -211,12 +211,12 @@ class SupervisedModel(ABC, Generic[RequestT]):
         return request
 
     def owner(self, request_id: str) -> SupervisedProcess:
-        """Return the process that computes a request of `requests`."""
+        """Return the process that computes the request with the id `request_id`."""
         return self._owners[request_id]
 
     @property
     def num_requests(self) -> int:
-        """The number of requests without a final response. Any thread may read this property."""
+        """The number of requests that have no final response. Any thread may read this."""
         return len(self.requests) + self._arrivals.qsize()
 
     def respond_later(self, sender: Any, result: Tensors | Exception) -> None:  # noqa: ANN401
@@ -264,7 +264,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.end_all(EngineError("the server is shutting down"))
 
     def _receive(self, timeout_s: float) -> list[_Received]:
-        """Receive from all running child processes, and return one result for each process.
+        """Receive messages from all running processes, and return one result for each process.
 
         Wait at most `timeout_s` seconds for the first message. If no process runs, wait for
         `timeout_s` seconds or until the server stops, and return [].

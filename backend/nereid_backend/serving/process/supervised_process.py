@@ -24,8 +24,8 @@ class SupervisedProcess:
         title: the name of the process in the log, such as "engine" or "engine 1".
         child: the current child process.
         is_running: whether the process accepts requests. Any thread may read this attribute.
-        has_given_up: whether the allowed number of restarts has failed, so that the process is not
-            started again.
+        has_given_up: whether the process is no longer restarted, because the allowed number of
+            restarts has failed.
         error: the reason of the last death; None before the first death.
         num_deaths: the number of deaths and failed starts. The Triton model sets this number to 0
             when the process works again.

@@ -160,7 +160,7 @@ _TEXT_FIELDS = frozenset(
 
 
 def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    """Return the fields whose names are in `names`, without null values. Parse texts.
+    """Select the non-null fields whose names are in `names`, and parse their values.
 
     genai-perf and Triton's request parameters send numbers, booleans and lists as text. Example:
     `{"top_k": "5", "ignore_eos": "true", "seed": None}` returns `{"top_k": 5, "ignore_eos": True}`.

@@ -185,7 +185,7 @@ class RequestLimits:
             self._refuse_length(f"text_input: the prompt has {num_bytes} bytes", num_bytes)
 
     def check_token_ids(self, num_tokens: int) -> None:
-        """Refuse a prompt of token ids that is too long.
+        """Refuse a prompt that has too many token ids.
 
         Raises:
             RequestError: the prompt has more than max_model_len token ids.

@@ -92,7 +92,7 @@ def python_identity() -> list[str]:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end of a Unix socket runs as this process's user."""
+    """Return whether the process at the other end of a Unix socket has the user of this process."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(packed)[1] == os.getuid())
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory through which the postprocessor sends feedback to the executor.
 
-Triton server does not report two facts to the executor: whether a client has cancelled its request,
-and how many steps of a stream the postprocessor has consumed. The postprocessor writes these facts
-into shared memory, the feedback memory. The memory is divided into slots. Each sequence of a stream
-has one slot. A slot consists of two 64-bit words, and only the postprocessor writes into slots:
+The executor needs two facts that Triton server does not report to it: whether a client has
+cancelled its request, and how many steps of a stream the postprocessor has consumed. The
+postprocessor writes these facts into shared memory, the feedback memory. The memory is divided into
+slots. Each sequence of a stream has one slot. A slot consists of two 64-bit words, and only the
+postprocessor writes into slots:
 
     progress   serial << 32 | number of consumed steps
     signal     serial << 32 | Signal

@@ -94,7 +94,9 @@ def error_response(error: Exception) -> Any:  # noqa: ANN401 - the server's own 
 
 
 def send(sender: Any, reply: Any = None, *, final: bool = False) -> None:  # noqa: ANN401
-    """Send a response, or the flag that no further response follows, or both together.
+    """Send a response, the final flag, or both together.
+
+    The final flag means that no further response follows.
 
     Args:
         sender: the server's response sender.

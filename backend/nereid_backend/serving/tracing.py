@@ -2,8 +2,9 @@
 """Records spans of requests, and sends the spans to an OpenTelemetry collector.
 
 Spans are recorded if the environment variable OTEL_EXPORTER_OTLP_ENDPOINT is set. The SDK of
-OpenTelemetry reads this variable and its other variables. The optional extra `tracing` installs the
-SDK. A span contains times and numbers. A span never contains the text of a prompt or of an answer.
+OpenTelemetry reads this variable and the other variables of OpenTelemetry. The optional extra
+`tracing` installs the SDK. A span contains times and numbers. A span never contains the text of a
+prompt or of an answer.
 
 The context of a trace is a text in the format of the W3C header `traceparent`. It is a parameter of
 the Triton request, and a field of the messages between the models of the ensemble.

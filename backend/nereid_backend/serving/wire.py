@@ -327,7 +327,7 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
 
     Raises:
         RequestError: the bytes are not msgpack, or `read` raises an error. The text of the error
-            contains `title`. It is the name of the message.
+            contains `title`, the name of the message.
     """
     try:
         return read(msgpack.unpackb(data, use_list=False))

@@ -36,7 +36,7 @@ _RELOAD, _RUNNING = "reload_weights", "running_requests"
 
 
 Answer = tuple[Any, Tensors | NereidError]
-"""The response sender of a request, and its response."""
+"""The response sender of a request, and the response to the request."""
 
 
 @dataclass(slots=True)

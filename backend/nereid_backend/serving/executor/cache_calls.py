@@ -32,7 +32,7 @@ _OPERATIONS = ("statistics", "extend", "drop")
 _MAX_SECONDS = 86400
 
 Answer = tuple[Any, Tensors | NereidError]
-"""The response sender of a request, and its response."""
+"""The response sender of a request, and the response to the request."""
 
 
 @dataclass(slots=True)

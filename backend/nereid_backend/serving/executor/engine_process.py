@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine process. It contains everything that may crash: torch, drivers and kernels.
+"""The engine process. It runs the code that may crash: torch, drivers and kernels.
 
 The first message contains the settings and the number of the process ("replica").
-Messages, in addition to the messages that every child process has (process_entry.py):
+The following messages are sent in addition to those of every child process (process_entry.py):
 
     stub -> engine    ["add", id, int32 ids as bytes, packed params, number of sequences]
                           and the packed images as a sixth value if the request has images
@@ -13,7 +13,7 @@ Messages, in addition to the messages that every child process has (process_entr
                       ["cache", id, operation, {name: value}], see PrefixSessions.call
     engine -> stub    ["updates", [row, ...]], each row has the fields of RequestUpdate in order
                       ["started", [[id, monotonic time], ...]], requests that left the queue
-                      ["compiled", [[id, monotonic time of the request, of the end], ...]], grammars
+                      ["compiled", [[id, start, end], ...]], monotonic times of grammar compilations
                       ["adapters", id or "", [name, ...]], the names of all LoRA adapters
                       ["cache", id, {name: value}], the answer to the message "cache"
                       ["stats", {name: number}], every 0.1 s during work and when work ends

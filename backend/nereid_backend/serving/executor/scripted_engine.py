@@ -119,7 +119,7 @@ def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
 
 
 class _Sequence:
-    """One sequence of a request, and its scripted tokens."""
+    """One sequence of a request, and the tokens that the script assigns to the sequence."""
 
     def __init__(self, rule: Rule, index: int, ending: tuple[int, ...]) -> None:
         self.index = index
@@ -269,7 +269,7 @@ class ScriptedEngine:
         return False
 
     def step(self) -> list[RequestUpdate]:
-        """Return an update with the next tokens for each sequence whose delay has passed."""
+        """For each sequence whose delay has passed, return an update with the next tokens."""
         now = time.monotonic()
         self._start_waiting(now)
         updates = [
@@ -284,7 +284,7 @@ class ScriptedEngine:
         return updates
 
     def _start_waiting(self, now: float) -> None:
-        """Start waiting requests while fewer than max_num_seqs sequences run.
+        """Start requests from the waiting queue while fewer than max_num_seqs sequences run.
 
         A request that does not fit is skipped, so that later requests with fewer sequences can
         start. An aborted request starts in any case, so that the next step can report its end.

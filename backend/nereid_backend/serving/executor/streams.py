@@ -159,7 +159,7 @@ class Stream:
         unconsumed: the numbers of the sent steps that the postprocessor has not consumed yet. The
             oldest step is first. The steps of all streams have one common numbering.
         waited_s: the time in seconds since the oldest unconsumed step was sent.
-        next_check: the time of the next check whether the unsent output is due, by
+        next_check: the time at which the loop checks again whether the next step is due, by
             time.monotonic().
         is_aborting: whether the executor has asked the engine to end the whole request.
         timing: the request's arrival, start and deadlines.

@@ -102,9 +102,9 @@ class WaitingLimits:
         return _TRY_LATER.sub(sentence, message)
 
     def _refusal_reason(self, timing: RequestTiming, wait_s: float | None) -> str:
-        """Return the reason why a new request must be refused, without a full stop.
+        """Return the reason why a new request must be refused.
 
-        Return "" if the request is not refused.
+        The text does not end with a full stop. Return "" if the request is not refused.
         """
         client, num_tokens = timing.client_id, timing.num_prompt_tokens
         if not self._requests.allows(client, 1):

@@ -17,7 +17,7 @@ from nereid_backend.serving.tensors import Tensors
 
 
 class EmbeddingModel(PoolingStub):
-    """The stub of the embedding model."""
+    """The stub of the Triton model `embedding`."""
 
     kind = names.EMBEDDING
     tasks = ("embed",)

@@ -135,7 +135,7 @@ class _JobProgress:
         return items
 
     def add_result(self, first: int, result: PoolingResult) -> None:
-        """Store the result of one input. `first` is the index of the first input in its slice."""
+        """Store the result of one input. `first` is the index of the first input of the slice."""
         index = first + result.index
         self.values[index] = result.value
         self.num_tokens[index] = result.num_tokens

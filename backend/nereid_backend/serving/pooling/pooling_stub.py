@@ -72,7 +72,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     """A Triton model whose computations run in a worker process."""
 
     kind: str
-    """The name of the Triton model: "embedding" or "rerank". It is the prefix of the settings."""
+    """The name of the Triton model: "embedding" or "rerank". It prefixes the setting names."""
     tasks: tuple[str, ...]
     """The tasks of the checkpoints that this model can serve."""
     input_names: tuple[str, ...]
@@ -161,7 +161,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self.start_loop()
 
     def finalize(self) -> None:
-        """End all requests, then the worker process."""
+        """End all requests, and stop the worker process."""
         super().finalize()
         self._tracing.close()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker process of a pooling model. Code that may crash, such as torch, runs in it.
 
-Messages, in addition to the messages that every child process has (process_entry.py):
+The following messages are sent in addition to those of every child process (process_entry.py):
 
     stub -> worker    ["add", id, field, [[name, value], ...], options, query]  ["abort", id]
     worker -> stub    ["done", id, time of the first computation, *outcome]

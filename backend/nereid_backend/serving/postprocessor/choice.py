@@ -66,7 +66,7 @@ class _Totals:
     cumulative_logprob: float = 0.0
 
     def usage(self, num_prompt_tokens: int) -> dict[str, Any]:
-        """Return the field `usage` of the OpenAI API."""
+        """Return the value of the field `usage` in the format of the OpenAI API."""
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self.num_tokens,

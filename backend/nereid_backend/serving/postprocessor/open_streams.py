@@ -57,7 +57,7 @@ class OpenStreams:
         return self._streams.get(state.slot)
 
     def remove(self, state: StepState) -> None:
-        """Remove the stream of a step, if it is open."""
+        """If the stream of a step is open, remove the stream."""
         self._streams.pop(state.slot, None)
 
     def clear(self) -> None:

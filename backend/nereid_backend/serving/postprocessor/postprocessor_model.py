@@ -208,7 +208,7 @@ class PostprocessorModel:
     def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
         """Return a response that contains `outputs`; None if there are no outputs.
 
-        Each output tensor has one element for each output.
+        Each output tensor has one element for each element of `outputs`.
         """
         if not outputs:
             return None

@@ -102,7 +102,7 @@ def reduce_garbage_collection() -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return the message of an error. If the error is no NereidError, prepend the class name.
+    """Return the message of an error. If the error is not a NereidError, prepend the class name.
 
     Example: ValueError("bad") -> "ValueError: bad".
     """

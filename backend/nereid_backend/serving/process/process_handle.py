@@ -34,7 +34,7 @@ class EngineDiedError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The value of a setting, and the setting's name for error messages."""
+    """A limit that is a setting. Error messages contain the name of the setting."""
 
     setting: str
     value: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the fields of a request to the model `tokenizer`: JSON text and sampling parameters."""
+"""Reads JSON objects and sampling parameters from a request to the model `tokenizer`."""
 
 import json
 import re

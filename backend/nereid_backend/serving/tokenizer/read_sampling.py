@@ -213,8 +213,8 @@ def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[in
 
     A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
     tokens for these two cases. Two sequences are computed: the tokens of the word, and the tokens
-    of a space with the word. As in vLLM, the second sequence is added only if both sequences have
-    the same length and different first tokens. Example: with the vocabulary {"no": [1], " no":
+    of a space followed by the word. As in vLLM, the second sequence is added only if both sequences
+    have the same length and different first tokens. Example: with the vocabulary {"no": [1], " no":
     [2]}, the word "no" returns [[1], [2]].
     """
     if not words:

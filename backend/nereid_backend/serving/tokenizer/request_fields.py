@@ -129,7 +129,7 @@ class RequestFields(BaseModel):
             raise to_request_error(error) from None
 
 
-# Fields of SamplingParams that clients send under the same names.
+# Clients send these fields of SamplingParams under the same names.
 ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     "bad_words_token_ids",
     "prompt_cache_ttl",

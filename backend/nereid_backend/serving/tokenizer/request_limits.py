@@ -55,7 +55,7 @@ class RequestLimits:
         max_request_bytes: the largest number of bytes of a request's JSON text.
         max_messages: the largest number of messages in a chat.
         max_values: the largest number of strings, numbers, lists and objects in a request.
-        max_depth: the largest number of nested lists and objects in a request.
+        max_depth: the largest number of levels of nested lists and objects in a request.
         max_tools: the largest number of tools.
     """
 
@@ -203,7 +203,7 @@ class RequestLimits:
 
         Args:
             beginning: the beginning of the error message, which gives the size of the prompt.
-            num_bytes: the smallest number of bytes that the prompt has in UTF-8.
+            num_bytes: a lower bound for the size of the prompt, in bytes of UTF-8.
         """
         token_bytes = self.max_prompt_bytes // self.max_model_len
         # The quotient is only an estimate. The error message must contain a number above the limit,

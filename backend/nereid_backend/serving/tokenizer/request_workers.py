@@ -7,7 +7,7 @@
                                        threads for long requests
 
 Clients take turns. Suppose that one client has sent hundreds of requests. A later request of
-another client does not wait for all of them.
+another client does not wait for all these requests.
 
 Only the loop's thread sends responses, because a stub of Triton server 2.51 crashes if several
 threads send. The tokenizers library releases Python's global lock, so the loop can continue while
@@ -139,7 +139,7 @@ class RequestWorkers:
         )
 
     def _start_long(self) -> None:
-        """Start waiting long requests in the free threads."""
+        """While threads are free, start long requests from the queue."""
         while self._long and self._num_running < _NUM_THREADS:
             self._num_running += 1
             self._pool.submit(self._process_long, self._long.take())

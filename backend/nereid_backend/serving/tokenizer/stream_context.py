@@ -88,8 +88,8 @@ def prompt_tail(prompt: Prompt) -> str:
 def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: bool | None) -> str:
     """Return the prompt's text if the output must begin with the prompt, otherwise "".
 
-    As in the vLLM backend, the output of a completion without streaming begins with the prompt by
-    default.
+    As in the vLLM backend, the output of a completion begins with the prompt by default if the
+    request is not streaming.
 
     Raises:
         RequestError: the request is streaming and sets exclude_input_in_output to false.

@@ -246,7 +246,7 @@ def _json_response(value: dict[str, Any]) -> Any:  # noqa: ANN401 - the server's
 
 
 def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
-    """Create the builder of prompts with images. If the checkpoint reads no images, return None."""
+    """Create the builder of prompts with images; return None if the checkpoint reads no images."""
     if not reads_images(settings.model):
         return None
     sources = ImageSources(

@@ -92,7 +92,7 @@ def python_identity() -> list[str]:
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end of a Unix socket has the user of this process."""
+    """Return whether the process at the other end of a socket has the same user as this process."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(packed)[1] == os.getuid())
 
@@ -232,8 +232,8 @@ def _receive(connection: socket.socket) -> Request | None:
             raise ValueError(f"{len(descriptors)} files arrived instead of {_FILES_OF_REQUEST}")
         json_descriptor, *child_descriptors = descriptors
         with open(json_descriptor, "rb", closefd=False) as json_file:
-            # The stub and this process share the file position. It is at the end, because the stub
-            # has written the file.
+            # The stub and this process share the file position. The position is at the end, because
+            # the stub has written the file.
             json_file.seek(0)
             fields = json.load(json_file)
         request = Request(connection=connection, files=child_descriptors, **fields)
@@ -249,7 +249,8 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
     """Return whether a requested process can be forked from this process.
 
     The request and this process must have the same Python and the same environment variables,
-    because these determine the imported modules. If they differ, log a warning.
+    because these determine the imported modules. If the request differs from this process, log a
+    warning.
     """
     own, other = _relevant_variables(environment), _relevant_variables(request.environment)
     differences = sorted(name for name, _ in own.items() ^ other.items())

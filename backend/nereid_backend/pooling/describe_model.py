@@ -20,8 +20,9 @@ from nereid_backend.pooling.pooling_config import PoolingConfig
 from nereid_backend.pooling.pooling_items import PoolingInfo
 from nereid_backend.text.prompt_encoder import PromptEncoder
 
-# A new request waits for the current step, so steps are short. On a CPU, 512 to 4096 tokens per
-# step are equally fast within 3 %.
+# The default limits on the number of tokens in a step. A new request waits until the current step
+# ends, so the limit for CPUs is small. On a CPU, the throughput changes by at most 3 % between
+# limits of 512 and 4096 tokens.
 _CPU_TOKENS = 1024
 _GPU_TOKENS = 16384
 
@@ -66,7 +67,8 @@ def _path(loaded: LoadedModel) -> str:
     """Return the name of the method that computes batches (see PoolingInfo.path)."""
     if loaded.spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         return "single"
-    # Towers, and heads that need the whole model, compute padded batches (see Head.rows).
+    # A model with towers computes padded batches. A head with the rows "whole" also computes padded
+    # batches (see Head.rows).
     if loaded.forward is None or (loaded.head is not None and loaded.head.rows == "whole"):
         return "padded"
     return loaded.forward.path
@@ -86,11 +88,11 @@ def _dimension(loaded: LoadedModel) -> int:
     if spec.loader == RETRIEVAL:
         return int(model_config.embedding_dim)
     text = model_config.get_text_config()
-    # Some configs name the size of the token vectors d_model.
+    # In some configs, `d_model` is the name of the size of the token vectors.
     hidden_size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
     size = _output_size(loaded.layers.tokens, hidden_size)
     if "dense" in spec.kinds:
-        # The vectors of several pooling methods are concatenated.
+        # If there are several pooling methods, their vectors are concatenated.
         size *= len(loaded.poolers)
     return _output_size(loaded.layers.vector, size)
 
@@ -110,9 +112,9 @@ def _describe_pooling(loaded: LoadedModel) -> str:
 
 
 def _output_size(layers: Sequence[Layer], size: int) -> int:
-    """Return the size of the vectors that the last layer returns.
+    """Return the size of the output vectors of the last layer.
 
-    `size` is the size of the vectors that the first layer gets.
+    `size` is the size of the input vectors of the first layer.
     """
     for layer in layers:
         if layer.out_features is not None:

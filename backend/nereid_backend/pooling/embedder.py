@@ -76,22 +76,24 @@ class Embedder(_OfflineModel):
         """Return the dense vectors of inputs.
 
         Args:
-            inputs: a list of inputs. Each is a text, a list of token ids, `{"text": str}` or
+            inputs: a list of inputs. Each input is a text, a list of token ids, `{"text": str}` or
                 `{"image": bytes}`. A vision-language model also accepts an input with both keys. A
                 single input need not be in a list.
-            dimensions: the number of leading elements of each vector to return. None means all.
+            dimensions: the size of the returned vectors. If a vector is longer, only its first
+                elements are returned. None means that all elements are returned.
             normalize: whether each vector is scaled to length 1. None means the checkpoint's
                 default.
             prompt_name: the name of a prompt of the checkpoint. The prompt precedes each text.
             prompt: a text that precedes each text. For a vision-language model, the prompt is a
                 system message instead.
-            truncate: whether an input that is too long is truncated. If False, it is refused.
+            truncate: whether an input that is too long is truncated. If False, such an input is
+                refused.
 
         Returns:
             The vectors, float32 [num_inputs, dimension].
 
         Raises:
-            RequestError: an input is wrong. The message names its index.
+            RequestError: an input is wrong. The error message contains the index of the input.
         """
         options: dict[str, Any] = {
             "kind": "dense",
@@ -120,7 +122,7 @@ class Embedder(_OfflineModel):
     def encode_multi(
         self, inputs: Sequence[Input], *, prompt_name: str | None = None, truncate: bool = False
     ) -> list[Floats]:
-        """Return the token vectors of each text or image, float32 [num_tokens, dimension].
+        """Return one array of token vectors for each input, float32 [num_tokens, dimension].
 
         The inputs have the same forms as in `encode`.
         """
@@ -147,14 +149,16 @@ class Reranker(_OfflineModel):
             pairs: the pairs. Each pair consists of a query and a document. For a vision-language
                 model, a document can be the content of an image file.
             activation: "none", "sigmoid" or "softmax". None means the checkpoint's default.
-            instruction: for generative rerankers, a sentence that says when a document is relevant.
-            truncate: whether a pair that is too long is truncated. If False, it is refused.
+            instruction: a sentence that describes which documents are relevant. Only generative
+                rerankers accept an instruction.
+            truncate: whether a pair that is too long is truncated. If False, such a pair is
+                refused.
 
         Returns:
             The scores, float32 [num_pairs]. A higher score means a more relevant document.
 
         Raises:
-            RequestError: a pair is wrong. The message names its index.
+            RequestError: a pair is wrong. The error message contains the index of the pair.
         """
         items = [
             PoolingItem(

@@ -42,7 +42,7 @@ class LoadedModel:
         hook: Nereid's entry in transformers' attention interface.
         max_model_len: the length limit of inputs in tokens.
         forward: the method of computing the token vectors of a batch. None for a model with a text
-            tower and an image tower, because such a model always computes padded batches. None also
+            tower and an image tower, because such a model always computes padded batches. Also None
             for a vision-language model that computes all inputs one by one.
         head: the method of computing the output of a classifier's head; None for other models.
         self_check_difference: see PoolingInfo.self_check_difference.
@@ -115,7 +115,9 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
 
 @contextmanager
 def gpu_share(device: torch.device, share: float) -> Iterator[None]:
-    """Return a context that limits the GPU memory of this process. The limit stays afterwards.
+    """Return a context that limits the GPU memory of this process.
+
+    The limit stays after the end of the context.
 
     Args:
         device: the device of the model. If it is a CPU, nothing is limited.

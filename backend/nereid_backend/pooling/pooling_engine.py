@@ -31,8 +31,8 @@ class PoolingEngine:
 
         Args:
             config: the settings.
-            progress: called with one line for each slow operation. None prints the lines to
-                stderr.
+            progress: called with one line for each slow operation. None means that the lines are
+                printed to stderr.
 
         Raises:
             ConfigError: the settings do not fit the checkpoint or the machine.

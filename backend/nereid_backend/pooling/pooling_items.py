@@ -21,21 +21,23 @@ class PoolingItem:
     both be set.
 
     Attributes:
-        kind: the kind of output, one of PoolingInfo.kinds. An empty text means the first of these
-            kinds.
+        kind: the kind of output, one of PoolingInfo.kinds. An empty string means the first kind in
+            PoolingInfo.kinds.
         text: a text. The tokenizer adds its special tokens to the text.
         token_ids: the token ids of a text. No special tokens are added to them.
         pair: a query and a document. The document is a text or the content of an image file.
         image: the content of an image file.
-        dimensions: the number of leading elements of a dense vector to return. None means all.
+        dimensions: the size of the returned vectors. If a vector is longer, only its first elements
+            are returned. None means that all elements are returned.
         normalize: whether the vector is scaled to length 1. None means the checkpoint's default.
         activation: the activation of scores, one of ACTIVATIONS. None means the checkpoint's
             default.
         prompt_name: the name of a prompt of the checkpoint. The prompt precedes the text.
         prompt: a text that precedes the input text, instead of a prompt of the checkpoint.
-        instruction: for generative rerankers, a sentence that says when a document is relevant.
-            None means the default instruction.
-        truncate: whether an input that is too long is truncated. If False, it is refused.
+        instruction: a sentence that describes which documents are relevant. Only generative
+            rerankers accept an instruction. None means the default instruction.
+        truncate: whether an input that is too long is truncated. If False, such an input is
+            refused.
     """
 
     kind: str = ""
@@ -82,8 +84,8 @@ class PoolingInfo:
         device: the device of the weights.
         dtype: the data type of the weights.
         max_batch_tokens: the largest number of tokens in one step.
-        self_check_difference: a relative difference that was measured at load. The same texts were
-            computed in a mixed batch and one by one, and the outputs were compared.
+        self_check_difference: a relative difference that was measured when the model was loaded.
+            Some texts were computed in one batch and one by one, and the outputs were compared.
         load_seconds: the duration of loading in seconds.
     """
 
@@ -125,7 +127,7 @@ class PoolingResult:
             classify: float32 [num_labels].
             token_classify: float32 [num_tokens, num_labels].
         num_tokens: the number of tokens of the input, including special tokens.
-        error: the reason why there is no value; None without an error.
+        error: the reason why there is no value; None if there is no error.
         offsets: for the kind token_classify, the range of characters that belongs to each token,
             int32 [num_tokens, 2]. A range consists of the index of the first character and the
             index after the last character. The range of a special token is empty. None for other

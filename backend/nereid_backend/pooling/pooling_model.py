@@ -120,7 +120,7 @@ class PoolingModel:
 
     @property
     def _computes_all_alone(self) -> bool:
-        """Whether every input of the model, even a text, is computed without other inputs."""
+        """Whether every input is computed alone, even if the input is a text."""
         return self._image_forward is not None and self._loaded.forward is None
 
     @property
@@ -151,7 +151,7 @@ class PoolingModel:
     def _run_texts(self, items: list[Prepared]) -> list[Value | None]:
         """Compute a batch of texts, and return the outputs.
 
-        The loaded model determines the computation. A model with towers projects the vectors. A
+        The loaded model determines the computation. A model with towers runs its text tower. A
         classifier runs its head or the whole model. A generative reranker compares the logits of
         the answer tokens. Other models compute SPLADE weights, or pool the token vectors.
         """
@@ -173,7 +173,7 @@ class PoolingModel:
         return self._embed(hidden, batch, items)
 
     def _token_batch(self, items: list[Prepared]) -> TokenBatch:
-        """Return the tokens of items, one item after another."""
+        """Return a batch that contains the tokens of all items."""
         return TokenBatch.of(
             [prepared.token_ids for prepared in items],
             [prepared.type_ids for prepared in items],
@@ -270,7 +270,8 @@ class PoolingModel:
 def _answer_scores(reranker: GenerativeReranker, logits: Tensor) -> Tensor:
     """Return the scores [num_items, 1]. A score is the logit of "yes" minus the logit of "no".
 
-    `logits` are the logits after the last token of each item, float32 [num_items, vocab_size].
+    `logits` are the logits that follow the last token of each item, float32 [num_items,
+    vocab_size].
     """
     score = logits[:, reranker.yes]
     if reranker.no is not None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from nereid_backend.pooling.inputs.prepare_items import Prepared
 
-# A padded batch contains texts of similar lengths. The shortest text of a batch has n tokens. A
+# A padded batch contains texts of similar lengths. If the shortest text of a batch has n tokens, a
 # text with more than 1.25 * n + 8 tokens begins a new batch.
 _PADDING_FACTOR = 1.25
 _PADDING_TOKENS = 8

@@ -29,7 +29,7 @@ class TokenQueue:
     A step takes one item of each request in turn until the token budget is used up. The next step
     continues with the next request. While no other request waits, a request with a thousand texts
     uses whole steps. However, it does not delay a request with one text. A request's short texts
-    are computed first, because texts of the same length are computed as one batch.
+    are computed first, because texts of similar lengths are computed as one batch.
 
     Example: request a has items of 5, 6 and 7 tokens, and request b has one item of 9 tokens.
     `take(22)` returns the items a5, b9 and a6, and the next call returns a7.
@@ -63,8 +63,8 @@ class TokenQueue:
     def take(self, budget: int) -> list[QueuedItem]:
         """Remove the items of the next step from the queue, and return them.
 
-        The requests take turns. The first turn belongs to the request that follows the last turn of
-        the previous call.
+        The requests take turns. The first item belongs to the request whose turn is next after the
+        previous call.
 
         Args:
             budget: the largest total number of tokens of the returned items. If the first item has

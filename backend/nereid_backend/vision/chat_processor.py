@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
-# The outputs of a processor that belong to the text of a prompt. All other outputs of a processor
-# belong to the images.
+# The outputs of a processor that belong to the text of a prompt. All other outputs belong to the
+# images.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
 # The outputs of a processor that contain one value for each token. The value is 0 for a text token,
 # and another number for an image token.
@@ -66,8 +66,9 @@ class TextProcessor:
         """Load the tokenizer.
 
         Args:
-            folder: the checkpoint.
-            reason: a clause with a final period that says why images are refused.
+            folder: the folder of the checkpoint.
+            reason: the reason why images are refused. It follows the word "because" in an error
+                message, and ends with a period.
 
         Raises:
             ModelError: the checkpoint has no tokenizer, or its tokenizer is broken.
@@ -295,7 +296,7 @@ class ChatProcessor:
         }
 
     def _first_image_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
-        """Return the index of the first token of an image; 0 if the index is unknown."""
+        """Return the index of the first token that belongs to an image; 0 if it is unknown."""
         for name in TOKEN_TYPES:
             types = arguments.get(name)
             if isinstance(types, Tensor) and types.any():
@@ -319,7 +320,7 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
-    """Return the chat template of a processor. If it has none, return its tokenizer's template."""
+    """Return the chat template of a processor. If there is none, return the tokenizer's template."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)

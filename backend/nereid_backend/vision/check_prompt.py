@@ -3,8 +3,8 @@
 
 The code of some models raises an error for unusual prompts, such as a prompt in which no token
 separates two images. If a step raises an error, all sequences of the step end. Therefore a prompt
-is checked when it arrives, and is refused if the model's code raises an error. Such a prompt cannot
-end the requests of other clients.
+is checked when it arrives. If the model's code raises an error, only this prompt is refused, and
+the requests of other clients continue.
 """
 
 from typing import Any
@@ -23,15 +23,15 @@ from nereid_backend.vision.own_attention import OwnAttention
 class PromptCheck:
     """Runs the model's code until the inputs of the decoder are computed.
 
-    A run takes about as long as the image encoder. The run stores the image features, so that the
-    later steps of the request do not run the image encoder again.
+    A run takes about as long as the image encoder. The image features are cached, so the later
+    steps of the request do not run the image encoder again.
     """
 
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401 - a model of transformers
         self._model = model
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         # The inputs of the decoder are recorded by a hook on the decoder's module. If the model has
-        # no separate module for the decoder, they cannot be recorded.
+        # no separate module for the decoder, the inputs cannot be recorded.
         self._decoder = decoder if isinstance(decoder, Module) and decoder is not model else None
         self._features = features
         self._attention = attention
@@ -40,7 +40,8 @@ class PromptCheck:
     def __call__(self, token_ids: list[int], images: ImageInputs) -> None:
         """Raise a RequestError if the model's code cannot compute a prompt.
 
-        The code computes the inputs of the decoder. This function does not use them.
+        The prompt is computed until the inputs of the decoder are known. These inputs are then
+        discarded.
         """
         if self._decoder is None:
             return

@@ -3,8 +3,8 @@
 
 The model's code encodes the images, replaces the embeddings of the placeholder tokens by image
 features, and computes the positions. The embeddings and the positions are inputs of the decoder. A
-hook on the decoder records the inputs and stops the forward pass. Later, the engine runs the
-decoder on chunks of the recorded inputs. A prompt without images is also computed in chunks.
+hook on the decoder records the inputs and stops the forward pass. Later, the engine divides the
+recorded inputs into chunks, and runs the decoder on each chunk.
 """
 
 from collections.abc import Mapping
@@ -96,7 +96,7 @@ def first_inputs(
     ids: Tensor,
     arguments: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Return the arguments that transformers' `generate` passes to the model in its first call."""
+    """Return the arguments with which transformers' `generate` calls the model for the first time."""
     kwargs: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "use_cache": False,

@@ -49,7 +49,7 @@ class FeatureCache:
     def serving(self, digest: bytes) -> Iterator[None]:
         """Return a context in which the features of images are stored and reused.
 
-        `digest` identifies the images for which the model is run.
+        `digest` is the hash of the images for which the model is run.
         """
         self._digest, self._num_calls = digest, 0
         try:
@@ -104,7 +104,7 @@ class FeatureCache:
 def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
     """Return a shallow copy of the output of an image encoder.
 
-    Models replace fields of the returned output. The stored output must not change.
+    A model may replace fields of the returned output, but the stored output must not change.
     """
     if isinstance(features, dict):
         copied = type(features)(**dict(features))

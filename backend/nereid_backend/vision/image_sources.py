@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads images from remote URLs and from file URLs. The settings must allow a URL.
+"""Reads images from remote URLs and file URLs. A URL is refused unless the settings allow it.
 
 A client could misuse a URL to read files of this machine, or to reach services that only this
 machine can reach. Remote images are therefore downloaded only from allowed hosts with public
@@ -70,8 +70,7 @@ class ImageSources:
             hosts: the hosts from which images are downloaded, separated by commas. `*.example.org`
                 allows all subdomains, `example.org:8443` allows another port, and `*` allows all
                 hosts. "" allows no downloads.
-            timeout_s: the largest number of seconds that all downloads of one request may take
-                together.
+            timeout_s: the time limit in seconds for all downloads of one request together.
             folder: the folder whose files may be read with file URLs. "" allows no files.
         """
         self._hosts = [host.strip().lower() for host in hosts.split(",") if host.strip()]

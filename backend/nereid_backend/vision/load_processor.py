@@ -42,8 +42,8 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
     """Return the processor of a checkpoint.
 
     Many processors contain a processor for videos, and the processor for videos needs torchvision.
-    If torchvision is missing, the processor is loaded without the processor for videos. It then
-    accepts no videos.
+    If torchvision is missing, the processor is loaded without the processor for videos. The loaded
+    processor then accepts no videos.
 
     Raises:
         ModelError: the processor is missing or broken, or needs a package that is not installed.
@@ -72,7 +72,7 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
 
 
 def _from_pretrained(auto_class: Any, folder: Path, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Call `from_pretrained` of a class of transformers. Code of the checkpoint is not run."""
+    """Call the method `from_pretrained` of a class. Code in the checkpoint is not run."""
     return auto_class.from_pretrained(folder, trust_remote_code=False, **arguments)
 
 
@@ -98,7 +98,7 @@ class _NoVideo:
 def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401
     """Return the class of a checkpoint's processor.
 
-    processor_config.json names the class. If it does not, the model type determines the class.
+    If processor_config.json does not name the class, the model type determines the class.
     """
     try:
         settings = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))

@@ -25,9 +25,9 @@ from nereid_backend.vision.own_attention import OwnAttention
 
 
 class PackedImages:
-    """Replaces the inputs of the decoder in steps with images.
+    """Replaces inputs of the decoder in steps with images.
 
-    A step with images computes tokens of at least one prompt that contains an image.
+    In a step with images, at least one sequence has a prompt that contains an image.
     """
 
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401
@@ -71,7 +71,7 @@ class PackedImages:
         self._drop_embeddings(plan)
 
     def _inputs_of(self, chunk: Chunk) -> DecoderInputs | None:
-        """Return the decoder inputs of the prompt of a chunk; None if the prompt has no images."""
+        """Return the decoder inputs for the sequence of a chunk; None if its prompt has no images."""
         sequence = chunk.sequence
         if sequence.images is None:
             return None
@@ -100,7 +100,7 @@ class PackedImages:
         parts: list[DecoderInputs | None],
         kwargs: dict[str, Any],
     ) -> dict[str, Any]:
-        """Return the arguments of the decoder that must be replaced in a step with images."""
+        """Return the new values of the decoder's arguments for a step with images."""
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:
             embeddings = self._model.get_input_embeddings()(batch.input_ids)

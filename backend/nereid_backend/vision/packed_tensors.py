@@ -56,7 +56,7 @@ def _pack(value: Any) -> Any:  # noqa: ANN401 - a tensor, a list or a plain valu
     if isinstance(value, list | tuple):
         return [_pack(item) for item in value]
     if hasattr(value, "tolist"):
-        # An array or a scalar of numpy.
+        # The value is an array or a scalar of numpy.
         return _pack(torch.as_tensor(value))
     return value
 

@@ -2,7 +2,8 @@
 """Decodes image files that may be hostile.
 
 The header of a file contains the format and the size of the image. If the format is not in a short
-list, or if the size exceeds a limit, the file is refused. Pixels are decoded only afterwards.
+list, or if the size exceeds a limit, the file is refused. The pixels are decoded only after these
+checks.
 """
 
 import base64

@@ -17,7 +17,7 @@ _REASONS = {
 
 
 def refused_part(part: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the type of a content part and the reason for its refusal; None if it is not refused.
+    """Return the type of a refused content part and the reason; None if the part is not refused.
 
     In vLLM's API, a content part can have no type. The name of its field then determines the type.
     Example: the part {"audio_url": {"url": "data:..."}} returns ("audio_url", "audio is not

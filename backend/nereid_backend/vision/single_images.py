@@ -130,8 +130,8 @@ class SplitPath:
                 one = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.serving(images.digest):
                     logits.append(self._images.forward(one))
-        # A chunk without logits returns a tensor without rows. The number of its columns can differ
-        # from the other tensors, because some models have more embeddings than logits.
+        # A chunk without logits returns a tensor without rows. This tensor can have more columns
+        # than the other tensors, because some models have more embeddings than logits.
         return torch.cat([rows for rows in logits if len(rows)] or logits[:1])
 
     def clear(self, sequence: Sequence) -> None:
@@ -141,7 +141,7 @@ class SplitPath:
 
 
 def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPlan:
-    """Copy a plan with only some of its chunks, and return the copy.
+    """Return a copy of a plan that contains only some of the chunks.
 
     If `is_image` is true, the copy contains the chunks of sequences with images. Otherwise, the
     copy contains the chunks of sequences without images.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the method of computing batches. Each method is tested with a batch of short texts.
+"""Chooses the method by which a model computes a batch of texts.
 
-A few short texts of random tokens are computed one by one, with the model's own attention. Then a
-batch of the same texts is computed with up to three methods. They are named "packed", "padded" and
-"rows" (batches of texts with equal lengths). The first method that returns the same vectors is
-chosen. If no method returns the same vectors, the model is refused. The choice does not depend on
-the model's name, because a wrong result must never be returned silently.
+The methods are tested with short texts of random tokens. First, each text is computed alone, with
+the model's own attention. Then the texts are computed as one batch with each method in turn:
+"packed", "padded" and "rows" (batches of texts with equal lengths). The first method whose vectors
+agree with the vectors of the single texts is chosen. If the vectors agree for no method, the model
+is refused. Every model is tested when it is loaded, because an inexact method would return wrong
+vectors without an error.
 """
 
 import random
@@ -28,15 +29,16 @@ from nereid_backend.pooling.forward.pooling_forward import (
 )
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
-# The lengths of the texts in the mixed batch, in tokens.
+# The lengths in tokens of the texts with which the methods are tested.
 SELF_CHECK_LENS = (5, 5, 13, 21)
-# A sliding window is tested with a text that is this number of tokens longer than the window.
+# Each sliding window is tested with one text. The text is longer than the window by this number of
+# tokens.
 _BEYOND_WINDOW = 6
 # The texts that test a sliding window have at most this number of tokens. Windows that need a
 # longer text are not tested.
 _LONGEST_TEXT = 160
 # Limits of relative errors (see row_errors) for each data type. A model counts as causal if the
-# vectors of earlier tokens change by less than _CAUSAL_TOLERANCE when the last token changes. A
+# vectors of the other tokens change by less than _CAUSAL_TOLERANCE when the last token changes. A
 # method counts as exact if its vectors differ by at most _TOLERANCE from the vectors of the same
 # texts computed one by one.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
@@ -44,7 +46,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # Test texts consist of random tokens. The tokens are chosen from at least this number of token ids,
 # unless the model's vocabulary is smaller.
 _MIN_TEST_IDS = 8
-# The errors that a model's code raises if it does not support a method or an input.
+# If a model's code does not support a method or an input, it raises one of these errors.
 _MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 
 Forward = PackedForward | PaddedForward | RowsForward
@@ -57,9 +59,9 @@ class ChosenForward:
     Attributes:
         forward: the function that computes the token vectors of a batch.
         path: "packed", "padded" or "rows" (batches of texts with equal lengths).
-        is_causal: whether a token attends only to earlier tokens.
-        difference: the relative difference between the vectors of texts in a mixed batch and the
-            vectors of the same texts computed one by one.
+        is_causal: whether a token attends only to itself and to earlier tokens.
+        difference: the relative difference between token vectors computed in a batch and the same
+            vectors computed with each text alone.
     """
 
     forward: Forward
@@ -70,7 +72,7 @@ class ChosenForward:
 
 @torch.inference_mode()
 def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
-    """Choose the first exact method of computing the token vectors of a batch.
+    """Choose the method by which token vectors are computed. The first exact method is chosen.
 
     Mutates: the model's attention implementation, and the layout of its linear layers.
 
@@ -114,8 +116,8 @@ def _methods(
 
     The fastest method is first.
 
-    Mutates: the model's attention implementation. While the caller uses a method, the model has the
-    attention implementation that this method needs.
+    Mutates: the model's attention implementation. Before a method is yielded, the model gets the
+    attention implementation that the method needs.
     """
     if encoder.takes_hook:
         encoder.model.set_attn_implementation(hook.name)
@@ -142,10 +144,11 @@ def choose_head(
         max_len: the length limit of inputs in tokens.
         per_token: whether the head classifies single tokens instead of whole texts.
 
-    Mutates: the model's attention, if the whole model must be run to compute the head's output.
+    Mutates: the model's attention implementation, but only if the whole model must be run to
+    compute the head's output.
 
     Raises:
-        UnsupportedModelError: the head's output always differs from the output of the whole model.
+        UnsupportedModelError: the head's output for a batch is wrong with every method.
     """
     batch = random_batch(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
     hidden = chosen.forward(batch)
@@ -205,9 +208,9 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
 
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
-    """Return a batch of texts of random tokens. `lens` contains the length of each text.
+    """Return a batch of texts that consist of random tokens.
 
-    The texts contain no special tokens.
+    `lens` contains the length of each text. The texts contain no special tokens.
     """
     special = _special_ids(encoder)
     # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
@@ -256,7 +259,7 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
     """Return the base model's table of position embeddings, or None if there is no such table.
 
-    The position embeddings of an image encoder do not count.
+    Position embeddings of an image encoder are ignored.
     """
     for name, module in encoder.base.named_modules():
         is_for_images = "vision" in name or "visual" in name
@@ -267,7 +270,7 @@ def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
 
 
 def _offsets(encoder: Encoder) -> list[int]:
-    """Return the position ids that the first token of a text may have, the most likely id first.
+    """Return the possible position ids of a text's first token. The most likely id is first.
 
     In some models, the first position follows the index of the padding embedding. Example: a table
     of position embeddings with padding_idx 1 returns [2, 0].
@@ -300,7 +303,10 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
 
 
 def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
-    """Return whether the vectors of earlier tokens stay the same if the last token changes.
+    """Return whether a token attends only to itself and to earlier tokens.
+
+    The last token of a text is changed. If the vectors of the other tokens stay the same, no token
+    attends to later tokens.
 
     Args:
         encoder: the model.
@@ -314,16 +320,16 @@ def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
     ids = text.token_ids.clone()
     ids[-1] = _other_token(batch, ids[-1])
     changed = PaddedForward(encoder)(TokenBatch(ids, text.type_ids, (length,))).float()
-    # Compare the median row, because a mixture-of-experts model may choose other experts for a few
-    # tokens when the batch changes.
+    # Use the median of the errors, because a mixture-of-experts model may choose other experts for
+    # a few tokens when the batch changes.
     errors = row_errors(changed[:-1], expected[-length:-1])
     return errors.median().item() < _CAUSAL_TOLERANCE[encoder.dtype]
 
 
 def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
-    """Return a token id other than `token_id` from a batch.
+    """Return the first token id of a batch that is not equal to `token_id`.
 
-    The batch must contain such a token id. The first one is returned.
+    The batch must contain such a token id.
     """
     return batch.token_ids[batch.token_ids != token_id][0]
 
@@ -331,11 +337,11 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
 def _batch_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
 ) -> TokenBatch | None:
-    """Add longer texts to a batch, and return the new batch.
+    """Return a copy of a batch with additional texts that test the sliding windows.
 
-    The added texts are longer than the model's sliding windows.
+    Each additional text is longer than one of the model's sliding windows.
 
-    Return None if the model has no sliding windows, or if all its windows are too long to test.
+    Return None if no text is added, or if the model cannot compute packed batches.
     """
     # Each attention layer passes the size of its sliding window to `attention`. A packed forward
     # pass therefore collects the sizes of all windows. The computed vectors are not used.
@@ -387,7 +393,7 @@ def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[flo
 def own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
     """Return a context in which the model uses its own attention.
 
-    Nothing changes if the chosen method uses the model's own attention anyway.
+    If the chosen method already uses the model's own attention, the context changes nothing.
     """
     if isinstance(chosen.forward, PackedForward):
         encoder.model.set_attn_implementation(encoder.own_attention)

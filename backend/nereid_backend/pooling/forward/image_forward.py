@@ -23,13 +23,13 @@ class ImageForward:
     """Runs a vision-language model on prompts that may contain images.
 
     Attributes:
-        features: the cached image features. If an image occurs again, the image encoder does not
-            run. Exception: the code of some models bypasses `get_image_features`, and so bypasses
-            the cache.
+        features: the cached image features. If the same images are sent again, the image encoder is
+            not run. Exception: the code of some models bypasses `get_image_features`, and so
+            bypasses the cache.
     """
 
     def __init__(self, encoder: Encoder, spec: CheckpointSpec) -> None:
-        """Create an object that runs a loaded model.
+        """Store the arguments, and create the cache of image features.
 
         Mutates: the model's method `get_image_features`. The method uses the cache from now on.
         """

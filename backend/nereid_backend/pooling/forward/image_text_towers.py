@@ -19,8 +19,8 @@ from nereid_backend.pooling.forward.choose_forward import (
 from nereid_backend.pooling.forward.packed_texts import TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
-# Limits for the test of padded batches. A text is computed in a padded batch and alone. If the
-# relative difference of the two vectors exceeds the limit, the model is refused.
+# Limits for the test of padded batches. Each text is computed twice: in a padded batch, and alone.
+# If the relative difference of the two vectors exceeds the limit, the model is refused.
 _TOLERANCE = 1e-3
 _LOW_PRECISION_TOLERANCE = 0.1
 
@@ -50,9 +50,9 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
 
 
 def num_image_tokens(encoder: Encoder) -> int:
-    """Return the number of tokens that one image counts as.
+    """Return the number of tokens that is counted for one image.
 
-    The number is the number of the image's patches plus one.
+    An image encoder has one token for each patch of the image, and one more token.
 
     Example: an image size of 224 and a patch size of 16 return 14 * 14 + 1 = 197.
     """
@@ -63,7 +63,7 @@ def num_image_tokens(encoder: Encoder) -> int:
 
 @torch.inference_mode()
 def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
-    """Check that a text has the same vector in a padded batch and alone.
+    """Check that the vector of a text does not change if the text is computed in a padded batch.
 
     Mutates: the layout of the model's linear layers.
 
@@ -73,7 +73,8 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
         max_len: the length limit of inputs in tokens.
 
     Returns:
-        The largest relative difference between the two vectors of a text.
+        The largest relative difference between the vector of a text computed alone and its vector
+        in a batch.
 
     Raises:
         ModelError: the vectors are not finite numbers.
@@ -117,6 +118,6 @@ def _random_texts(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
 
 def _vectors(out: Any) -> Tensor:  # noqa: ANN401 - a tensor, or an object with a tensor in newer versions of transformers
-    """Return the vectors that a model's output contains, float32."""
+    """Return the vectors in a model's output, float32."""
     vectors: Tensor = out if isinstance(out, Tensor) else out.pooler_output
     return vectors.float()

@@ -23,8 +23,9 @@ _MAX_STEPWISE_SCORES = 2**23
 # Attention with separate matrix products is computed in blocks, so that at most this number of
 # scores is in memory at the same time.
 _MAX_SCORES = 2**24
-# With a sliding window, queries are computed in blocks of at least this size. Smaller blocks would
-# skip more keys, but the additional calls would take more time than the skipped keys save.
+# If attention has a sliding window, queries are computed in blocks of at least this size. Smaller
+# blocks would avoid more unnecessary scores, but the additional calls would take more time than
+# these scores.
 _MIN_BLOCK = 128
 
 
@@ -119,7 +120,7 @@ class TokenBatch:
     def attention_mask(self) -> Tensor:
         """Return the mask of a padded batch, bool [num_texts, longest].
 
-        True means a token to which the tokens of the same text attend.
+        True means that the tokens of the text attend to this token.
         """
         return self._mask_of(self.attended_lens or self.lens)
 
@@ -144,12 +145,12 @@ class TokenBatch:
 
 @dataclass(slots=True)
 class PackedAttention:
-    """Computes the attention calls of one forward pass over a packed batch.
+    """Computes the attention of all layers in one forward pass with a packed batch.
 
     Attributes:
         groups: the groups of the batch (see TokenBatch.groups).
-        is_causal: whether a token attends only to earlier tokens.
-        windows: the sizes of the sliding windows that the calls so far have used.
+        is_causal: whether a token attends only to itself and to earlier tokens.
+        windows: the sizes of the sliding windows that have been used so far.
     """
 
     groups: list[tuple[int, int, int]]
@@ -160,7 +161,7 @@ class PackedAttention:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
     ) -> Tensor:
-        """Compute one attention call.
+        """Compute the attention of one layer.
 
         Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
         num_tokens, dim]; returns [1, num_tokens, num_heads, value_dim].
@@ -182,7 +183,7 @@ class PackedAttention:
     def _group_attention(
         self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
     ) -> "_GroupAttention":
-        """Create an object that computes the attention of one layer, from the options of the layer.
+        """Return an object that computes the attention of one layer. `kwargs` contains the options.
 
         Raises:
             ValueError: the layer uses an option that is not supported.
@@ -202,7 +203,7 @@ class PackedAttention:
 
 
 def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
-    """Return the elements of a tensor that belong to a group, [count, num_heads, length, dim].
+    """Select the queries, keys or values of one group, [count, num_heads, length, dim].
 
     The tensor contains queries, keys or values.
 
@@ -221,15 +222,15 @@ class _GroupAttention:
 
     Attributes:
         scale: the factor of the scores.
-        is_causal: whether a token attends only to earlier tokens.
+        is_causal: whether a token attends only to itself and to earlier tokens.
         window: the size of the sliding window. A token attends only to tokens whose distance is
             smaller than `window`. None means no window.
         softcap: if set, scores s become softcap * tanh(s / softcap).
         sinks: an additional score for each head, [num_heads]. The value that belongs to this score
             is 0.
-        masks: a cache of masks. The key of a mask consists of the arguments of `_mask` and the
-            window. The key does not contain `is_causal`, because `is_causal` is equal in all layers
-            that share a cache.
+        masks: a cache of masks. The key of a mask consists of the window and of three arguments of
+            `_mask`: `ahead`, `rows` and `columns`. The key does not contain `is_causal`, because
+            `is_causal` is equal in all layers that share a cache.
     """
 
     scale: float
@@ -265,8 +266,8 @@ class _GroupAttention:
     def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
         """Return the range [first, last) of the keys to which a block of queries can attend.
 
-        The block consists of the queries [start, end). Example: for a window of 3 without
-        causality, the queries [10, 12) return (8, 14).
+        The block consists of the queries [start, end). Example: if the window is 3 and the
+        attention is not causal, the queries [10, 12) return (8, 14).
         """
         first = 0
         last = length
@@ -305,7 +306,7 @@ class _GroupAttention:
         return query.shape[0] * query.shape[1] * query.shape[2] ** 2 <= _MAX_STEPWISE_SCORES
 
     def _mask(self, ahead: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Return the mask of a block, bool [rows, columns]. True means that the key is visible.
+        """Return the mask of a block, bool [rows, columns]. True means a visible key.
 
         Args:
             ahead: the index of the key that has the same position as the first query.

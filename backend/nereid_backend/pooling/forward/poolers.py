@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combines the token vectors of a text into one vector. This is called pooling.
 
-All computations are in float32, whatever the model's data type, because they are cheap.
+All computations use float32, even if the model has another data type, because pooling takes little
+time.
 """
 
 from collections.abc import Callable

@@ -2,10 +2,10 @@
 """Computes the token vectors and the output of a model's head for a batch of texts.
 
 There are three methods of computing token vectors: packed batches, padded batches, and batches of
-texts with equal lengths. Each method returns packed token vectors. The head of a model of
-transformers needs rows of token vectors, such as the vector of each text's first or last token. A
-head has no function of its own that accepts rows. Therefore the whole model is called while its
-base is replaced by a function that returns the rows.
+texts with equal lengths. Each method returns packed token vectors. The head of a model, such as a
+classifier, computes its output from token vectors. In transformers, a head cannot be called
+separately. Therefore the whole model is called, while a function that returns known token vectors
+replaces the base model.
 """
 
 import itertools
@@ -34,7 +34,7 @@ class PackedForward:
         encoder: the model. The model must use the attention implementation of `hook`.
         hook: Nereid's entry in transformers' attention interface.
         position_offset: the position id of a text's first token.
-        is_causal: whether a token attends only to earlier tokens.
+        is_causal: whether a token attends only to itself and to earlier tokens.
     """
 
     encoder: Encoder
@@ -49,7 +49,7 @@ class PackedForward:
     def run(self, batch: TokenBatch, attention: PackedAttention) -> Tensor:
         """Return the token vectors of a batch.
 
-        The function `attention` replaces each attention layer's own computation.
+        `attention` computes the attention of each layer.
         """
         base = self.encoder.base
         types = None if batch.type_ids is None else batch.type_ids[None]
@@ -147,8 +147,8 @@ class Head:
     def _run(self, rows: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """Run the head on token vectors, and return the logits, [num_texts, num_labels].
 
-        The base ignores the token ids, but some heads search the token ids for the last token that
-        is not the padding token.
+        The token ids are needed because some heads search them for the last token that is not the
+        padding token.
 
         Shapes: rows [num_texts, length, hidden_size], ids and mask [num_texts, length].
         """
@@ -157,7 +157,7 @@ class Head:
         return logits
 
     def _token_indices(self, batch: TokenBatch) -> list[int]:
-        """Return the index of the one token that the head needs from each text.
+        """For each text, return the index of the one token that the head needs.
 
         The attribute `rows` determines whether the head needs the first or the last token of the
         text.
@@ -197,7 +197,7 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
 
 @contextmanager
 def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
-    """Replace the base model temporarily by a function that returns the token vectors `rows`.
+    """Return a context in which the base model returns the token vectors `rows`.
 
     Shapes: rows [num_texts, length, hidden_size].
     """

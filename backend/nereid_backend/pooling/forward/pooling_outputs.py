@@ -96,7 +96,7 @@ def token_score_outputs(
 def splade_outputs(
     logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch, strategy: str, num_log1p: int
 ) -> list[Value | None]:
-    """Return one mapping for each text, from token ids to nonzero SPLADE weights.
+    """Return the nonzero SPLADE weights of each text, as a dict from token ids to weights.
 
     The weight of a vocabulary entry is the maximum (or the sum) of log1p(relu(logit)) over the
     tokens of the text.
@@ -106,11 +106,11 @@ def splade_outputs(
             tokens. Each slice is a pair: the index of its first token, and its logits [n,
             vocab_size].
         batch: the texts. There is at least one text.
-        strategy: how the weights of a text's tokens are combined: "max" or "sum".
+        strategy: the function that combines the weights of a text's tokens: "max" or "sum".
         num_log1p: the number of times that log1p is applied to the logits.
 
     Returns:
-        One mapping for each text. If a weight is not finite, None replaces the mapping.
+        One dict for each text. If a weight is not finite, None replaces the dict.
     """
     weights: Tensor | None = None
     for first, slice_logits in logit_slices:
@@ -139,10 +139,10 @@ def splade_outputs(
 def sparse_output(
     token_vectors: Tensor, token_ids: list[int], layers: OutputLayers
 ) -> Value | None:
-    """Return a mapping from the token ids of a text to weights, or None if a weight is not finite.
+    """Return the weights of a text's tokens, as a dict from token ids to weights.
 
-    A token that occurs several times gets its largest weight. Example: the tokens [7, 9, 7] with
-    the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}.
+    If a token occurs several times, its largest weight is returned. Example: the tokens [7, 9, 7]
+    with the weights [0.2, 0.5, 0.3] return {7: 0.3, 9: 0.5}.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.
@@ -173,8 +173,8 @@ def multi_vector_output(
         layers: the layers of the model.
     """
     if layers.multi_vector is not None:
-        # The vector of the first token is left out, because it describes the whole text, like the
-        # dense vector.
+        # Leave out the vector of the first token. Like the dense vector, it describes the whole
+        # text.
         token_vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif layers.skipped and prepared.skips_words:
         kept = [i for i, t in enumerate(prepared.token_ids) if t not in layers.skipped]
@@ -204,7 +204,7 @@ def _nonzero_weights(row: Tensor) -> Value | None:
 
 
 def _log1p(values: Tensor, times: int) -> Tensor:
-    """Apply log1p to the values `times` times."""
+    """Return the values after `times` applications of log1p."""
     for _ in range(times):
         values = values.log1p()
     return values

@@ -35,10 +35,10 @@ class ItemChecker:
         self._is_generative = spec.loader in (CAUSAL, IMAGE_CAUSAL)
 
     def check(self, item: PoolingItem) -> PoolingItem:
-        """Validate an item, and return a copy. The copy contains the defaults for missing fields.
+        """Validate an item, and return a copy in which missing fields are filled in.
 
-        The copy contains the kind, the name of the prompt and the text of the prompt. If the item
-        permits truncation, the size of its texts is limited.
+        The fields `kind`, `prompt_name` and `prompt` are filled in. If the item permits truncation,
+        texts that are too large are truncated.
 
         Raises:
             RequestError: the item is wrong.
@@ -66,11 +66,12 @@ class ItemChecker:
             )
 
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError if the combination of text, token_ids, pair and image is wrong.
+        """Raise a RequestError unless an item has the right input fields.
 
-        These fields contain the input. They must fit together, fit the kind, and fit the model.
-
-        Example: an item with both a text and token ids is refused.
+        The input fields are `text`, `token_ids`, `pair` and `image`. One of these fields must be
+        set. For a vision-language model, `text` and `image` may both be set. The model must accept
+        images if there is an image. The kind "score" requires a pair or token ids, and only the
+        kinds "score" and "classify" accept a pair.
         """
         sources = (item.text, item.token_ids, item.pair, item.image)
         is_mixed = self._is_vision_language and None not in (item.text, item.image)
@@ -91,7 +92,7 @@ class ItemChecker:
             raise RequestError(f"image: {self._info.architecture} does not accept images.")
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
-        """Raise RequestError if an option of an item is invalid or not supported by the model."""
+        """Raise a RequestError if the model does not accept an option of an item."""
         if item.dimensions is not None:
             size = self._info.dimension
             requested = item.dimensions
@@ -119,8 +120,8 @@ class ItemChecker:
     def _check_prompt_fields(self, item: PoolingItem) -> None:
         """Raise a RequestError if an item has both prompt fields, or has a prompt but no text.
 
-        Exception: for a vision-language model, a prompt is a system message. A system message can
-        also precede an image.
+        Exception: a vision-language model accepts a prompt with an image, because the prompt
+        becomes a system message.
         """
         if item.prompt is not None and item.prompt_name is not None:
             raise RequestError(
@@ -134,10 +135,10 @@ class ItemChecker:
             )
 
     def _prompt_name(self, item: PoolingItem) -> str | None:
-        """Return the name of the prompt that precedes the item's text.
+        """Return the name of the checkpoint's prompt that precedes the item's text.
 
-        The prompt is one of the checkpoint's prompts. Return None if the item has its own prompt or
-        no prompt. The item must have passed `_check_prompt_fields`.
+        Return None if the item has its own prompt or no prompt. `_check_prompt_fields` must have
+        accepted the item.
         """
         if item.prompt is not None or not (has_text(item) or self._is_vision_language):
             return None
@@ -152,9 +153,9 @@ class ItemChecker:
         return name
 
     def _limit_texts(self, item: PoolingItem) -> PoolingItem:
-        """Truncate each text of an item that exceeds the size limit.
+        """Truncate the texts of an item to the size limit, and return the item.
 
-        Raise a RequestError if a text exceeds the limit and the item does not permit truncation.
+        If a text exceeds the limit, but the item does not permit truncation, raise a RequestError.
         """
         texts = tuple(one for one in item.pair or (item.text,) if isinstance(one, str))
         if all(self._text_limit.fits(text) for text in texts):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for generative rerankers. They answer "yes" or "no" for a query and a document.
+"""Builds the prompts of generative rerankers, which answer "yes" or "no".
 
-The score of a pair is computed from the logits of "yes" and "no" for the token after the prompt.
-The prompt is rendered with the checkpoint's chat template. If the template supports messages with
-the roles "query" and "document", one message contains the query, and another message contains the
-document. Otherwise one user message contains an instruction, the query and the document, as
-documented in the model card of Qwen3-Reranker (June 2025).
+The prompt contains a query and a document. The score of the document is computed from the logits of
+"yes" and "no" for the token after the prompt. The prompt is rendered with the checkpoint's chat
+template. If the template supports messages with the roles "query" and "document", one message
+contains the query, and another message contains the document. Otherwise one user message contains
+an instruction, the query and the document. This is the format in the model card of Qwen3-Reranker
+(June 2025).
 """
 
 from typing import Any
@@ -23,14 +24,14 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 _ROLES = ("query", "document")
 # Two texts that do not occur in any template. A template is rendered with these texts as the query
 # and the document. If one of the texts is missing in the result, the template does not support the
-# roles.
+# roles "query" and "document".
 _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
-# A truncated document can have more tokens inside the prompt than it has alone, because the end of
-# the document is tokenised together with the text after the document. If the prompt is then too
-# long, the document is shortened by 4 more tokens, and if necessary by 16.
+# Inside the prompt, a truncated document can have more tokens than alone, because the end of the
+# document is tokenised together with the text after the document. If the prompt is therefore too
+# long, the document is truncated again: first by 4 additional tokens, then by 16 additional tokens.
 _SPARE_TOKENS = (0, 4, 16)
 
 
@@ -38,9 +39,9 @@ class GenerativeReranker:
     """Builds the prompts of a generative reranker, and stores the token ids of "yes" and "no".
 
     Attributes:
-        yes: the token id of "yes". Its logit is the score.
-        no: the token id of "no". Its logit is subtracted from the logit of "yes". None means that
-            nothing is subtracted.
+        yes: the token id of "yes".
+        no: the token id of "no". The score is the logit of "yes" minus the logit of "no". If `no`
+            is None, the score is the logit of "yes" alone.
         truncation_side: the end of a document at which `tokens` removes text: "right" or "left".
     """
 
@@ -56,11 +57,11 @@ class GenerativeReranker:
 
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
-            answers: the token ids of the two answers that the checkpoint's files name. None means
-                that the files name no answers. The tokens "yes" and "no" are then used.
+            answers: the token ids of "yes" and "no" in the checkpoint's files. None means that the
+                files contain no such token ids. The vocabulary then determines the token ids.
             template_kwargs: the variables of the chat template.
-            has_parts: whether the template expects the content of a message as a list of parts, as
-                the templates of vision-language models do.
+            has_parts: whether the content of a message must be a list of parts. Templates of
+                vision-language models expect such a list.
 
         Raises:
             ModelError: the tokenizer has no token "yes" or no token "no".
@@ -141,7 +142,7 @@ class GenerativeReranker:
     def messages(
         self, query: str, document: str, instruction: str | None
     ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-        """Return the messages for the chat template, and the variables for the chat template.
+        """Return the messages and the variables with which the chat template is rendered.
 
         Example: the query "a" and the document "b" return the messages [{"role": "query",
         "content": "a"}, {"role": "document", "content": "b"}] if the template supports these roles.
@@ -176,7 +177,7 @@ class GenerativeReranker:
         return unknown_text != text
 
     def _render_roles(self, query: str, document: str, roles: tuple[str, str] = _ROLES) -> str:
-        """Render messages with the roles `roles`, and return the text; "" if the template fails."""
+        """Render a query and a document with the roles `roles`. Return "" if the template fails."""
         try:
             return self._template(
                 _role_messages(roles, query, document, None), **self._template_kwargs
@@ -205,7 +206,7 @@ class GenerativeReranker:
         return ids
 
     def _token_id(self, word: str) -> int:
-        """Return the id of the token `word`. Raise a ModelError if the tokenizer lacks it."""
+        """Return the id of the token `word`. Raise a ModelError if there is no such token."""
         token_id = self._tokenizer.get_vocab().get(word)
         if token_id is None:
             raise ModelError(

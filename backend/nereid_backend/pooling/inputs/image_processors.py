@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processors of checkpoints that embed an image without a chat template."""
+"""Loads and calls the image processors of embedding checkpoints without a chat template."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +14,8 @@ from nereid_backend.vision.load_processor import load_processor
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The outputs of a processor with these names are not passed to the model as arguments for images.
-# The labels are for training.
+# If an output of a processor has one of these names, the output is not passed to the model as an
+# image argument. The output "labels" is only used in training.
 _NOT_FOR_IMAGES = ("input_ids", "attention_mask", "labels")
 
 # Converts an image to the token ids of a prompt and to the model's arguments for the image.
@@ -101,7 +101,7 @@ def split_outputs(outputs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
 
 
 def _tower_pixels(processor: Any, image: "Image") -> tuple[list[int], dict[str, Any]]:  # noqa: ANN401
-    """Return no token ids, and the pixels of an image for an image tower.
+    """Return an empty list of token ids, and the pixels of an image for an image tower.
 
     The pixels are the argument "pixel_values", float32 [channels, height, width].
     """

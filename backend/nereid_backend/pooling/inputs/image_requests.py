@@ -15,8 +15,9 @@ from nereid_backend.vision.packed_tensors import unpack_images
 # The worker process for models such as ColPali and for models with an image tower (see
 # pooling_image_worker.py).
 IMAGE_WORKER = "nereid_backend.pooling.inputs.pooling_image_worker"
-# An error message of the image worker begins with the name of a chat's field, followed by the
-# number of the image. An input of a pooling model has no such field, and has at most one image.
+# The image worker can prepare the images of chats, so its error messages begin with "messages:
+# image 1: ". An input of a pooling model has no field `messages` and at most one image, so these
+# two texts are removed.
 _CHAT_FIELD = "messages: "
 _FIRST_IMAGE = "image 1: "
 
@@ -26,7 +27,7 @@ class TowerImages:
 
     Attributes:
         process: the process that decodes and prepares images.
-        num_tokens: the number of tokens that an image counts as.
+        num_tokens: the number of tokens that is counted for one image.
     """
 
     def __init__(self, spec: CheckpointSpec, num_tokens: int) -> None:
@@ -55,7 +56,7 @@ class TowerImages:
 def prepare_images(
     process: ImageProcess, text: str, images: Sequence[bytes]
 ) -> tuple[list[int], ImageInputs]:
-    """Return the token ids of a prompt and its prepared images.
+    """Prepare the images of a prompt. Return the token ids of the prompt, and the prepared images.
 
     Args:
         process: the process that decodes and prepares images.

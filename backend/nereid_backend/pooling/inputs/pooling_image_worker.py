@@ -3,8 +3,8 @@
 
     python -m nereid_backend.pooling.inputs.pooling_image_worker FD FOLDER TIMEOUT_S
 
-A request contains one image file. For a model such as ColPali, the image is a page. The other
-models have a text tower and an image tower. The text of the request is not used. image_worker.py
+The model is either a model such as ColPali, which embeds images of pages, or a model with an image
+tower. A request contains one image file. The text of the request is ignored. image_worker.py
 describes the arguments, the messages and the limits of the process.
 """
 

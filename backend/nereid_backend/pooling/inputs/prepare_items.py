@@ -38,7 +38,7 @@ class Prepared:
     """A validated and tokenised item.
 
     Attributes:
-        item: the item with its kind and its prompt filled in.
+        item: the item, in which the kind and the prompt are filled in.
         token_ids: the tokens of the text. The list is empty if the item is an image for an image
             tower.
         type_ids: one number for each token. The number is 0 in the first text of a pair, and 1 in
@@ -48,10 +48,10 @@ class Prepared:
             items.
         images: the image in a prompt for a vision-language model; None if there is no such image.
         num_tokens: the number of tokens that count towards limits and usage.
-        num_attended: the number of leading tokens to which all tokens attend. None means that they
-            attend to all tokens. The tokens after the leading tokens are the mask tokens of a query
-            expansion.
-        skips_words: whether the multi-vector output leaves out tokens such as punctuation.
+        num_attended: for an expanded query, the number of tokens before the mask tokens. All tokens
+            attend only to these tokens. None means that all tokens attend to all tokens.
+        skips_words: whether the multi-vector output contains no vectors of tokens such as
+            punctuation.
         offsets: the range of characters that belongs to each token (see PoolingResult.offsets).
     """
 
@@ -197,8 +197,8 @@ class ItemPreparer:
         if self._reranker is not None:
             yield from self._rerank_tokens(self._reranker, items)
             return
-        # One call of the tokenizer cannot contain single texts and pairs, so there may be two
-        # calls.
+        # One call of the tokenizer accepts either single texts or pairs, so two calls may be
+        # necessary.
         for has_pair in (False, True):
             some = {i: item for i, item in items.items() if (item.pair is not None) == has_pair}
             if some:
@@ -275,9 +275,9 @@ class ItemPreparer:
     def _refuse_length(
         self, item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
     ) -> None:
-        """Raise a RequestError unless an item permits truncation.
+        """Raise a RequestError for an item that is too long, unless the item permits truncation.
 
-        The item has `length` tokens. This number exceeds the limit.
+        The item has `length` tokens, which is more than `limit`.
         """
         if not item.truncate:
             raise RequestError(

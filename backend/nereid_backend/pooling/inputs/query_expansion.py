@@ -12,7 +12,7 @@ from nereid_backend.pooling.pooling_items import PoolingItem
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """The rules of a checkpoint for queries and documents.
+    """The rules by which a checkpoint treats queries and documents.
 
     A text with the prompt "query" is a query. Every other text is a document.
 
@@ -30,7 +30,7 @@ class TextRules:
     def of(
         cls, late: LateInteraction, max_model_len: int, tokenizer: PreTrainedTokenizerBase
     ) -> "TextRules":
-        """Return the rules, and check that the loaded model can follow them.
+        """Check that the loaded model can follow the rules of a checkpoint, and return the rules.
 
         Raises:
             ConfigError: `max_model_len` is smaller than the length of an expanded query.
@@ -68,7 +68,7 @@ class TextRules:
         return length, f"{role}_length"
 
     def skips_words(self, item: PoolingItem) -> bool:
-        """Return whether the output for an item leaves out tokens such as punctuation."""
+        """Return whether the output for an item has no vectors of tokens such as punctuation."""
         return _role_of(item) in self.late.skip_roles
 
     def expand(
@@ -77,7 +77,7 @@ class TextRules:
         """Append mask tokens to a short query. Return any other text unchanged.
 
         Example: for a length of 5, the query [7, 8, 9] becomes [7, 8, 9, mask, mask]. The number of
-        attended tokens is 3. It is None if the tokens attend to the mask tokens.
+        attended tokens is 3. If tokens also attend to the mask tokens, this number is None.
 
         Args:
             item: the item of the text.

@@ -47,7 +47,7 @@ class TextLimit:
 
     @property
     def max_text_bytes(self) -> int:
-        """The largest number of bytes that a text may have. Only such a text is tokenised."""
+        """The largest number of bytes of a text. A larger text is not tokenised."""
         return max(self.max_model_len * self._token_bytes, _MIN_TEXT_BYTES)
 
     @property
@@ -92,10 +92,10 @@ class TextLimit:
             )
 
     def truncate(self, text: str) -> str:
-        """Cut a text to at most `max_text_bytes` bytes in UTF-8, and return the rest of the text.
+        """Remove characters from a text until the text has at most `max_text_bytes` bytes in UTF-8.
 
-        Characters are removed at the end that `truncation_side` names. A character is removed as a
-        whole. Example: the limit is 3 bytes, and the text is "aää". If `truncation_side` is
+        `truncation_side` determines the end at which characters are removed. Only whole characters
+        are removed. Example: the limit is 3 bytes, and the text is "aää". If `truncation_side` is
         "right", "aä" is returned. If it is "left", "ä" is returned.
         """
         if self.fits(text):
@@ -110,10 +110,10 @@ class TextLimit:
         return encoded.decode("utf-8", "ignore")
 
     def _least_bytes(self, text: str) -> int:
-        """Return the number of bytes of a text in UTF-8, or a smaller number above the limit.
+        """Return the number of bytes of a text in UTF-8, or a lower bound that exceeds the limit.
 
-        If the number of characters exceeds `max_text_bytes`, return the number of characters. A
-        text with too many characters is not encoded, because that would take time and memory.
+        The lower bound is the number of characters. It is returned if it exceeds `max_text_bytes`.
+        Such a text is not encoded, because encoding a large text takes time and memory.
         """
         if len(text) > self.max_text_bytes or text.isascii():
             return len(text)

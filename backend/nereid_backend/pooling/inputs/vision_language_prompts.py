@@ -49,7 +49,7 @@ class ChatPrompts:
         self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
-        # sentence-transformers adds the beginning of an answer only if its files set
+        # sentence-transformers adds the beginning of an answer only if the checkpoint's files set
         # add_generation_prompt.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
         if reranker is not None and not self._processor.has_template:
@@ -106,7 +106,7 @@ class ChatPrompts:
 
 
 class RetrievalPrompts:
-    """Prepares queries and pages for a checkpoint such as ColPali, with one vector for each token.
+    """Prepares queries and pages for a checkpoint such as ColPali.
 
     Attributes:
         process: the process that decodes and prepares pages.
@@ -159,7 +159,7 @@ def check_length(prompt: ImagePrompt, limit: int, *, truncate: bool) -> None:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Convert the content of a message to content parts. Replace _IMAGE_MARK by an image part.
+    """Convert the content of a message to content parts. An image part replaces _IMAGE_MARK.
 
     Example: "<Document>: mark7image7mark" returns [{"type": "text", "text": "<Document>: "},
     {"type": "image"}].

@@ -15,10 +15,10 @@ from nereid_backend.pooling.loading.sentence_modules import ModuleSpec
 BASE = "base"  # a model without a head, whose token vectors are pooled
 SEQUENCE = "sequence"  # a classifier or reranker of whole texts
 TOKENS = "tokens"  # a classifier of single tokens
-MASKED = "masked"  # a masked language model, whose logits are SPLADE weights
+MASKED = "masked"  # a masked language model, whose logits determine SPLADE weights
 CAUSAL = "causal"  # a language model that reranks by answering "yes" or "no"
 TOWERS = "towers"  # a model with a text encoder and an image encoder
-IMAGE_CAUSAL = "image_causal"  # a vision-language model that reranks like CAUSAL
+IMAGE_CAUSAL = "image_causal"  # a vision-language model that reranks by answering "yes" or "no"
 RETRIEVAL = "retrieval"  # a model with one vector for each token of a page
 # The class name of a RETRIEVAL model ends with this text.
 RETRIEVAL_HEAD = "ForRetrieval"

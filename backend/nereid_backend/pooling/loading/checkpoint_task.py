@@ -69,10 +69,11 @@ def choose_task(
 def _task_from_files(
     architecture: str, modules: list[ModuleSpec], config: PretrainedConfig, folder: Path
 ) -> str:
-    """Derive the task of a checkpoint from its files. This is for the setting task=auto.
+    """Derive the task of a checkpoint from its files. The setting task=auto needs this function.
 
     Raises:
-        ConfigError: the files describe a generative checkpoint, whose task must be set.
+        ConfigError: the files describe a generative checkpoint, so the settings must contain the
+            task.
     """
     if is_embedder(modules):
         return "embed"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the rules of a checkpoint with late interaction, such as ColBERT.
 
-The rules describe the treatment of queries and documents.
+The rules describe how the checkpoint treats queries and documents.
 
 Such a model returns one vector for each token. Three formats of files describe the differences
 between queries and documents:
@@ -25,8 +25,8 @@ QUERY = "query"
 DOCUMENT = "document"
 # The architecture in the config.json of Stanford's checkpoints. transformers has no such class.
 STANFORD_ARCHITECTURE = "HF_ColBERT"
-# The name of a weight in Stanford's checkpoints: the projection of token vectors. It is in the same
-# file as the weights of the encoder.
+# In Stanford's checkpoints, the weight with this name projects the token vectors. The file that
+# contains the weights of the encoder also contains this weight.
 STANFORD_PROJECTION = "linear.weight"
 _STANFORD_FILE = "artifact.metadata"
 _PYLATE_TYPE = "ColBERT"
@@ -46,8 +46,8 @@ class QueryExpansion:
     Attributes:
         length: the number of tokens to which a query is expanded.
         is_limit: whether `length` is also the length limit of queries.
-        is_attended: whether the other tokens attend to the mask tokens. If False, the mask tokens
-            attend to the query, but no token attends to a mask token.
+        is_attended: whether tokens attend to the mask tokens. If False, the mask tokens attend to
+            the query, but no token attends to a mask token.
         token: the text of the appended token. None means the tokenizer's mask token.
     """
 
@@ -59,7 +59,7 @@ class QueryExpansion:
 
 @dataclass(frozen=True, slots=True)
 class LateInteraction:
-    """The differences between the queries and the documents of a checkpoint.
+    """The rules by which a checkpoint treats queries and documents.
 
     Attributes:
         query_length: the length limit of queries in tokens. None means that queries have no
@@ -68,8 +68,8 @@ class LateInteraction:
             separate limit.
         expansion: the rule that appends mask tokens to short queries. None means that nothing is
             appended.
-        markers: maps "query" and "document" to a marker. A marker is one token that precedes a
-            text, such as "[unused0] ".
+        markers: pairs of a role ("query" or "document") and a marker. A marker is one token, such
+            as "[unused0] ", that precedes each text with this role.
         skip_words: the tokens that have no vector in the output, such as punctuation.
         skip_roles: the roles of the texts to which `skip_words` applies: "query", "document" or
             both.
@@ -84,12 +84,12 @@ class LateInteraction:
 
     @property
     def treats_queries(self) -> bool:
-        """Whether queries and documents are treated differently. Different prompts do not count."""
+        """Whether queries and documents are treated differently, apart from their prompts."""
         skips_only_documents = bool(self.skip_words) and QUERY not in self.skip_roles
         return self.query_length is not None or self.expansion is not None or skips_only_documents
 
     def length(self, role: str) -> int | None:
-        """Return the largest number of tokens of a query or of a document; None for no limit.
+        """Return the largest number of tokens of a query or document; None if there is no limit.
 
         `role` is "query" or "document".
         """
@@ -168,7 +168,8 @@ def read_late_interaction(
     )
 
 
-# The keys that are read from the settings file. Their values override the values in PyLate's file.
+# The keys that are read from the settings file. Values in the settings file override values in
+# PyLate's file.
 _SETTINGS = ("query_length", "document_length", "query_expansion")
 
 
@@ -185,7 +186,7 @@ def is_pylate(saved: Mapping[str, Any]) -> bool:
 
 
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in PyLate's file.
+    """Return the rules for queries and documents that PyLate's file contains.
 
     The keys are the names that sentence-transformers uses.
     """
@@ -207,7 +208,7 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values in Stanford's file.
+    """Return the rules for queries and documents that Stanford's file contains.
 
     The keys are the names that sentence-transformers uses.
     """

@@ -207,13 +207,13 @@ def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) 
 
 
 def accepts(function: Callable[..., object], name: str) -> bool:
-    """Return whether `function` has an argument `name` or accepts any keyword arguments."""
+    """Return whether a function accepts a keyword argument with the name `name`."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model and its weights to the CPU.
+    """Create the model on the CPU, and load its weights.
 
     The docstring of `load_encoder` lists the errors.
     """
@@ -247,7 +247,7 @@ def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Return a context without progress bars and reports of transformers."""
+    """Return a context in which transformers shows no progress bars and no warnings."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -276,7 +276,7 @@ def _accepts_attention(model: PreTrainedModel, attention: str, own_attention: st
 
 
 def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
-    """Raise an error if the file lacks weights of the model, or contains unused weights.
+    """Raise an error if the checkpoint lacks weights, or has weights that the model does not use.
 
     Args:
         spec: the description of the checkpoint.
@@ -302,8 +302,8 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
     if spec.architecture == STANFORD_ARCHITECTURE and STANFORD_PROJECTION in unused:
         unused.remove(STANFORD_PROJECTION)  # OutputLayers contains the projection
     # If transformers has the class of the model, unused weights are normal: they belong to a head
-    # that this task does not need. If transformers does not have the class, the class may need the
-    # unused weights for a different computation.
+    # that this task does not need. If transformers does not have the class, the missing class may
+    # need the unused weights.
     if unused and not hasattr(transformers, spec.architecture):
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: transformers has no such class, and the class "
@@ -313,7 +313,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
 
 
 def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return two values: a function that loads the model, and its keyword arguments.
+    """Return a function that loads the model, and the keyword arguments of this function.
 
     `has_folder` determines whether transformers reads the weights from the checkpoint's folder. The
     auto classes cannot load a model without a folder.
@@ -343,7 +343,7 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
 
 
 def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers
-    """Return the class that the auto class `auto` assigns to a config, or None."""
+    """Return the class that the auto class `auto` assigns to the config, or None."""
     try:
         mapped = auto._model_mapping[type(spec.config)]
     except KeyError:

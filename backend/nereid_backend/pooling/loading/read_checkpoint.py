@@ -58,8 +58,8 @@ _LEGACY_POOLERS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The files with the settings of the transformers model. Their names contain the architecture, such
-# as sentence_bert_config.json.
+# The files with the settings of the transformers model. Their names contain the architecture.
+# Example: sentence_bert_config.json.
 _SETTINGS_FILES = "sentence_*_config.json"
 # The file with the settings of the whole checkpoint, such as its prompts.
 _SAVED_FILE = "config_sentence_transformers.json"
@@ -117,13 +117,14 @@ def _read_base(
     task: str,
     saved: dict[str, Any],
 ) -> CheckpointSpec:
-    """Return a description in which only the fields of every task are set.
+    """Return a description that contains only the fields that are needed for every task.
 
     `saved` is the content of config_sentence_transformers.json. The other arguments are fields of
     the description.
 
     Raises:
-        UnsupportedModelError: the checkpoint embeds texts with a chat template.
+        UnsupportedModelError: the checkpoint renders inputs as chat messages, but is not a
+            supported vision-language model.
     """
     settings = _read_settings(folder)
     takes_messages = _takes_messages(folder, config, architecture, settings)
@@ -153,7 +154,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the transformers model, as stored in sentence_*_config.json.
 
     If several such files exist, return the content of the first file that is not empty. If there is
-    none, return {}.
+    no such file, return {}.
     """
     contents = (read_json(path) for path in sorted(folder.glob(_SETTINGS_FILES)))
     return next((content for content in contents if content), {})
@@ -247,8 +248,8 @@ def _describe_embedding(
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint.
 
-    There are four kinds: a model with sparse output (SPLADE), a model with a text and an image
-    tower, a model with only multi-vector output, and a model with dense output.
+    There are four kinds of embedding models: a model with sparse output (SPLADE), a model with a
+    text and an image tower, a model with only multi-vector output, and a model with dense output.
 
     Args:
         base: the fields that every task has.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules of sentence-transformers that convert vectors to vectors, and their weights.
 
-All computations are in float32, whatever the model's data type, because they are cheap.
+All computations use float32, even if the model has another data type, because these modules take
+little time.
 """
 
 import importlib
@@ -34,7 +35,7 @@ class Layer:
 
     Attributes:
         kind: "Dense", "LayerNorm" or "Normalize".
-        weights: the weights of a module of the kind "Dense" or "LayerNorm" by name, float32.
+        weights: maps names to weights, float32. A module of the kind "Normalize" has no weights.
         activation: the activation that follows a module of the kind "Dense"; None if no activation
             follows.
         residual: whether a module of the kind "Dense" adds its input to its output.
@@ -132,7 +133,7 @@ def load_projection(folder: Path, name: str, device: torch.device) -> Layer:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a module by name, without a conversion of the data type."""
+    """Return the weights of a module by name. Their data type is not converted."""
     path = folder / "model.safetensors"
     try:
         if path.is_file():

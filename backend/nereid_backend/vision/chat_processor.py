@@ -320,7 +320,7 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
-    """Return the chat template of a processor. If there is none, return the tokenizer's template."""
+    """Return the chat template of a processor, or else the chat template of its tokenizer."""
     template = getattr(processor, "chat_template", None)
     if template is None:
         template = getattr(getattr(processor, "tokenizer", None), "chat_template", None)

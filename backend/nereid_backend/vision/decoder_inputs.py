@@ -96,7 +96,7 @@ def first_inputs(
     ids: Tensor,
     arguments: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Return the arguments with which transformers' `generate` calls the model for the first time."""
+    """Return the arguments of the first call of the model in transformers' `generate`."""
     kwargs: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "use_cache": False,

@@ -23,7 +23,7 @@ from nereid_backend.errors import EngineError, RequestError
 _START_TIMEOUT_S = 120.0
 _TIMEOUT_S = 10.0
 # The worker process aborts a request after _TIMEOUT_S. If the worker process does not respond
-# within _HANG_TIMEOUT_S, the worker process hangs and is killed.
+# within _HANG_TIMEOUT_S, the worker process is killed.
 _HANG_TIMEOUT_S = 20.0
 
 

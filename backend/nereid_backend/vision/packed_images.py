@@ -71,7 +71,7 @@ class PackedImages:
         self._drop_embeddings(plan)
 
     def _inputs_of(self, chunk: Chunk) -> DecoderInputs | None:
-        """Return the decoder inputs for the sequence of a chunk; None if its prompt has no images."""
+        """Return the decoder inputs of a chunk's sequence; None if the sequence has no images."""
         sequence = chunk.sequence
         if sequence.images is None:
             return None

@@ -4,7 +4,7 @@ import argparse
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help begins with the docstring of the program, with its line breaks."""
+    """Return a parser whose help text begins with `description`. Its line breaks are kept."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -74,8 +74,8 @@ CONTESTANTS: dict[str, tuple[str, Path, dict[str, Any]]] = {
 }
 OURS = {name for name, (program, _, _) in CONTESTANTS.items() if program == "nereid"}
 _USUAL = list(CONTESTANTS)[:5]
-# For each shape of Qwen3: the hidden size, the intermediate size, and the numbers of layers, heads
-# and key-value heads; then the head dimension and the vocabulary size.
+# The sizes of each Qwen3 model, in this order: hidden size, intermediate size, number of layers,
+# number of heads, number of key-value heads, head dimension, and vocabulary size.
 SHAPES = {
     "demo": (160, 480, 6, 5, 1, 32, 2048),
     "0.1b": (768, 2304, 12, 12, 4, 64, 32000),
@@ -147,7 +147,7 @@ def config_of(shape: str) -> Qwen3Config:
 def make_checkpoint(path: Path, shape: str, dtype: str) -> int:
     """Save a Qwen3 model with random weights, and return its number of parameters.
 
-    If the folder `path` contains a model, it is kept, because it is the same one.
+    If the folder `path` already contains the model, the model is not saved again.
     """
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(config_of(shape)).to(getattr(torch, dtype))
@@ -162,7 +162,7 @@ def run_rounds(path: Path, shape: str, context: int, args: argparse.Namespace) -
     Args:
         path: the folder of the checkpoint.
         shape: the shape of the model, a key of SHAPES.
-        context: the prompt length of the decode rows, in tokens.
+        context: the number of tokens of each prompt in the measurements of decode.
         args: the command line.
     """
     workload = {
@@ -202,7 +202,7 @@ def run_contestant(
         name: the name of the engine, a key of CONTESTANTS.
         path: the folder of the checkpoint.
         workload: the workload that loadtest/peers/workload.py reads.
-        limit_s: seconds after which the process is killed.
+        limit_s: the time limit in seconds. If the process exceeds the limit, the process is killed.
         settings: further settings of Nereid's engine. They override the settings in CONTESTANTS and
             those in the environment variable BENCH_ENGINE.
 
@@ -246,8 +246,7 @@ def limits(args: argparse.Namespace) -> dict[str, float]:
     """Return the machine's memory bandwidth (bytes/s) and speed of matrix products (FLOP/s)."""
     dtype = getattr(torch, args.dtype)
     data = torch.ones(2**27)
-    # The product of one row with a large weight matrix reads memory in a different pattern than a
-    # sum, and often faster.
+    # The product of one row with a large weight matrix often reads memory faster than a sum does.
     weight = torch.ones(2**15, 2**12, dtype=dtype)
     vector, packed = torch.ones(1, 2**12, dtype=dtype), None
     if native_linear.can_pack(weight):
@@ -263,8 +262,8 @@ def limits(args: argparse.Namespace) -> dict[str, float]:
         return min(times)
 
     size = 2048
-    # If the processor cannot multiply numbers of a dtype, torch converts them, which can be slower
-    # than float32. The limit is therefore the faster of both dtypes.
+    # If the processor cannot multiply numbers of a dtype, torch converts the numbers. Such a
+    # product can be slower than a product in float32. The limit is therefore the faster of the two.
     squares = [torch.ones(size, size, dtype=kind) for kind in {dtype, torch.float32}]
     read = data.numel() * 4 / best(data.sum)
     if packed is not None:
@@ -301,7 +300,7 @@ def processor() -> str:
 
 
 def header(report: dict[str, Any]) -> str:
-    """Return the lines above the tables: the machine, its limits, and how to read the tables."""
+    """Return the lines above the tables. They describe the machine, its limits, and the tables."""
     facts, limit = report["machine"], report["limits"]
     return (
         f"{facts['date']}, {facts['processor']}, {facts['threads']} threads, {facts['dtype']}, "
@@ -373,6 +372,7 @@ def row(label: str, rates: dict[str, float | None], ours: float, share: str) -> 
 
 
 if __name__ == "__main__":
-    # SystemExit runs the code that kills the engine's process; the default action would not.
+    # SystemExit runs the code that kills the engine's process. The default action of SIGTERM does
+    # not run this code.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

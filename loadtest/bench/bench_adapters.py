@@ -117,7 +117,7 @@ def measure_model(model: Path, folders: list[Path], args: argparse.Namespace) ->
 def decode_rate(
     engine: Engine, rng: random.Random, names: list[str], args: argparse.Namespace
 ) -> float:
-    """Return the tokens for each second of CPU time in decode steps with all requests.
+    """Measure decode steps that contain all requests. Return the tokens per second of CPU time.
 
     Args:
         engine: the engine.

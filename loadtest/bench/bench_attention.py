@@ -28,7 +28,9 @@ from nereid_backend.paths.step_batch import BatchBuilder
 from loadtest import command_line
 
 BLOCK = 16
-# Twice the share of the last-level cache that two cores of a large processor have.
+# The keys and values of all layers together have at least this number of bytes, so that the
+# processor's cache cannot contain them. The number is twice the part of the last-level cache that
+# belongs to two cores of a large processor.
 FAR_BYTES = 2**26
 
 
@@ -44,7 +46,7 @@ def seconds(function: Callable[[], object], repeat: int) -> float:
 
 
 def read_rate(repeat: int) -> float:
-    """Return the rate in bytes/s at which all threads together read memory, by summing 512 MiB."""
+    """Sum 512 MiB of numbers with all threads, and return the rate of reading in bytes/s."""
     data = torch.ones(2**27)
     return data.numel() * 4 / seconds(data.sum, repeat)
 
@@ -56,7 +58,7 @@ def decode_call(
     context: int,
     dtype: torch.dtype,
 ) -> tuple[Callable[[], object], int]:
-    """Return a function that runs a decode step over a random cache, and its number of layers.
+    """Return a function that runs a decode step over a random cache, and the number of layers.
 
     There are so many layers that their keys and values exceed the processor's cache. Each layer
     must then read its keys and values from memory, as in a real model.

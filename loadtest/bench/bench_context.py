@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def save_model(folder: Path, num_layers: int, max_length: int) -> None:
-    """Save a Llama with random weights, and 4 heads of 32 dimensions with 2 key heads."""
+    """Save a Llama with random weights, 4 query heads and 2 key-value heads of 32 dimensions."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=_VOCAB_SIZE,
@@ -138,7 +138,7 @@ def measure(engine: Engine, length: int) -> Measurement:
 
 
 def report(found: Sequence[Measurement], block_bytes: float) -> str:
-    """Return a table of the measurements, with the times that theory predicts."""
+    """Return a table with the measurements and the predicted times."""
     prefill = _fit([(one.num_tokens, one.prefill_s / one.num_tokens) for one in found])
     decode = _fit([(one.num_tokens, one.decode_s) for one in found])
     rows = []
@@ -162,7 +162,7 @@ def report(found: Sequence[Measurement], block_bytes: float) -> str:
 
 
 def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return the straight line through the first and the last point: its start and its slope."""
+    """Return the intercept and the slope of the line through the first and the last point."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
     return y0 - slope * x0, slope

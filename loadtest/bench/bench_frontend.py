@@ -36,15 +36,15 @@ _Stream = Callable[[int], Awaitable[None]]
 
 
 class Replay(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers each stream with a fixed number of responses, and the tokenizer with its limits."""
+    """A gRPC server that sends a fixed number of responses on each stream."""
 
     def __init__(self, num_responses: int, interval_s: float) -> None:
-        """Store how many responses a stream gets, and the seconds between two responses."""
+        """Store the number of responses of a stream, and the seconds between two responses."""
         self._num_responses = num_responses
         self._interval_s = interval_s
 
     async def ModelReady(self, *_: object) -> Any:  # noqa: ANN401 - a protobuf message
-        """Return that each model is ready."""
+        """Return a response that reports a model as ready."""
         return service_pb2.ModelReadyResponse(ready=True)
 
     async def ModelInfer(self, *_: object) -> Any:  # noqa: ANN401 - a protobuf message
@@ -134,7 +134,7 @@ async def _read_http(port: int) -> None:
 
 
 async def _measure(read: _Stream, num_streams: int, cpu_s: Callable[[], float]) -> float:
-    """Return the CPU time in seconds of reading several streams at the same time."""
+    """Read several streams at the same time, and return the CPU time in seconds."""
     before = cpu_s()
     await asyncio.gather(*(read(number) for number in range(num_streams)))
     return cpu_s() - before

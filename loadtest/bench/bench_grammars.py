@@ -109,7 +109,7 @@ def milliseconds(work: Callable[[], object], times: int = 1) -> float:
 
 
 def backends(vocabulary: Vocabulary) -> dict[str, GrammarBackend]:
-    """Return both grammar libraries for one vocabulary, by name."""
+    """Return a backend of each grammar library for one vocabulary, by the library's name."""
     from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend
     from nereid_backend.grammar.xgrammar_backend import XGrammarBackend
 
@@ -147,7 +147,7 @@ def cases() -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
 
 
 def bench_compile(vocabulary: Vocabulary) -> None:
-    """Compile each case with both libraries, measure the masks, and print one row for each."""
+    """Compile each case with both libraries, measure the masks, and print one row for each case."""
     rng = random.Random(1)
     for backend, compiler in backends(vocabulary).items():
         for name, given in cases():
@@ -164,7 +164,7 @@ def bench_compile(vocabulary: Vocabulary) -> None:
 
 
 def walk(compiled: Compiled, vocabulary: Vocabulary, rng: random.Random) -> list[float]:
-    """Accept up to 60 random legal tokens, and return the milliseconds of each token's mask."""
+    """Accept up to 60 allowed random tokens. Return the milliseconds of each token's mask."""
     matcher = compiled.matcher()
     row = np.zeros(-(-vocabulary.size // 32), np.int32)
     found = []

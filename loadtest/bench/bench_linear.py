@@ -25,7 +25,7 @@ from torch.nn import functional
 from loadtest import command_line
 from loadtest.bench.markdown_table import table
 
-# The linear layers of one block of the model: inputs and outputs.
+# The numbers of inputs and outputs of each linear layer in one block of the model.
 SIZES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 # The layers of several blocks do not fit into the processor's cache, not even with 4 bits.
 NUM_BLOCKS = 4

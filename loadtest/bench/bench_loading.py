@@ -87,7 +87,7 @@ def make_wide_checkpoint(folder: Path) -> None:
 
 
 def measure(folder: Path, kind: str, *, has_tiles: bool) -> tuple[int, int]:
-    """Return the peak and the final anonymous memory of loading a model, in bytes."""
+    """Load a model in a child process. Return the child's peak and final memory in bytes."""
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(folder), kind, str(has_tiles)],
         stdin=subprocess.PIPE,

@@ -83,7 +83,7 @@ def make_lengths(args: argparse.Namespace) -> list[int]:
 def compare(
     works: dict[str, Callable[[], object]], repeat: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Run each function `repeat` times, in turns, and return the shortest seconds of each."""
+    """Run all functions in turns, `repeat` times. Return the shortest time of each function."""
     best = dict.fromkeys(works, float("inf"))
     for _ in range(repeat):
         for name, work in works.items():
@@ -156,7 +156,7 @@ class Peer:
     """An embedder of another library, in a process of its own.
 
     Args:
-        kind: the library and the dtype, as `loadtest.peers.exported_embedder` names them.
+        kind: the library and the dtype, such as "OpenVINO int8".
         checkpoint: the folder of the model.
         texts: a JSON file with a list of texts.
         threads: the number of threads.
@@ -197,9 +197,10 @@ class Peer:
 def peer_works(
     stack: ExitStack, checkpoint: str, texts: list[str], args: argparse.Namespace
 ) -> dict[str, Callable[[], object]]:
-    """Return functions that encode all texts: Nereid with 8-bit weights, and the other libraries.
+    """For Nereid with 8-bit weights and each other library, return a function that encodes texts.
 
-    The other libraries run until `stack` is closed.
+    Each function encodes all texts. The processes of the other libraries run until `stack` is
+    closed.
     """
     file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "texts.json"
     file.write_text(json.dumps(texts))
@@ -214,7 +215,7 @@ def peer_works(
 
 
 def serve(path: str, args: argparse.Namespace) -> Served:
-    """Return a server of one embedding model with `args.threads` threads, not yet started."""
+    """Create a server of one embedding model with `args.threads` threads, but do not start it."""
     settings = {
         "NEREID_EMBEDDING_MODEL": path,
         "NEREID_EMBEDDING_NUM_THREADS": str(args.threads),

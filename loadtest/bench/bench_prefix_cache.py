@@ -82,8 +82,8 @@ def measure_model(model: Path, args: argparse.Namespace) -> list[str]:
         if args.disk:
             engine = open_engine(model, folder, args)
             for prompt in prompts:
-                # The other prompts of the folder have another answer, so each prompt is measured
-                # from the disk.
+                # The prompts share no prefix, so the cached tokens of each prompt are read from the
+                # disk.
                 seconds, _, num_cached_on_disk = time_to_first_token(engine, prompt)
                 restarted.append(seconds)
             engine.close()
@@ -95,14 +95,14 @@ def measure_model(model: Path, args: argparse.Namespace) -> list[str]:
 
 
 def open_engine(model: Path, folder: str, args: argparse.Namespace) -> Engine:
-    """Return an engine whose cache on disk is in `folder`, if --disk is given."""
+    """Return an engine. If --disk is given, the engine has a cache on disk in `folder`."""
     disk = {"prefix_cache_disk": folder} if args.disk else {}
     config = EngineConfig(str(model), dtype=args.dtype, num_threads=args.threads, **disk)
     return Engine(config, progress=lambda _: None)
 
 
 def compare(seconds: list[float], before: float) -> tuple[str, str]:
-    """Return the median in milliseconds, and its ratio to `before`, which is in seconds."""
+    """Return the median of `seconds` in milliseconds, and the median divided by `before`."""
     median = statistics.median(seconds)
     return f"{median * 1e3:.0f}", f"1/{before / median:.1f}"
 

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps measured in each row")
     steps = parser.parse_args().steps
     torch.set_num_threads(1)
-    # The engine process does the same after loading.
+    # The engine process also calls this function after loading.
     reduce_garbage_collection()
     print("Each cell shows the milliseconds of CPU time of a step: median and 99th percentile.")
     print(f"{'running':>8} {'waiting':>8}" + "".join(f"{part:>14}" for part in PARTS))
@@ -59,8 +59,9 @@ class _RandomPath:
     """A forward path that builds real batches and returns random logits instead of running a model.
 
     Attributes:
-        build_s: CPU seconds of the last batch building.
-        model_s: CPU seconds of the last random logits, which callers subtract.
+        build_s: the CPU seconds in which the last batch was built.
+        model_s: the CPU seconds in which the last random logits were computed. Callers subtract
+            this time.
         was_full: whether the last step decoded one token for each of `max_num_seqs` sequences.
     """
 
@@ -77,7 +78,7 @@ class _RandomPath:
         self.was_full = False
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Build the batch of a plan, and return random logits for it, as `ForwardPath.forward`."""
+        """Build the batch of a plan, and return random logits (see `ForwardPath.forward`)."""
         device = torch.device("cpu")
         batch, self.build_s = timed(lambda: self._builder.build(plan, device, sampled))
         logits, self.model_s = timed(lambda: torch.rand(batch.num_logits, _VOCAB))
@@ -89,14 +90,14 @@ class _RandomPath:
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """Return a call's result and the seconds of this thread's CPU time that the call took."""
+    """Call a function. Return its result, and the CPU time of this thread in seconds."""
     started = time.thread_time()
     result = work()
     return result, time.thread_time() - started
 
 
 def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of each part for each step in which all running requests decode."""
+    """Return the seconds of each part of a step, for steps in which all running requests decode."""
     scheduler, path = _begin(num_running, num_waiting, steps)
     runner = Runner(path)
     found: dict[str, list[float]] = {part: [] for part in PARTS[:4]}
@@ -115,7 +116,7 @@ def measure(num_running: int, num_waiting: int, steps: int) -> dict[str, list[fl
 
 
 def measure_ahead(num_running: int, num_waiting: int, steps: int) -> list[float]:
-    """Return the seconds of each step with async_scheduling while all running requests decode."""
+    """Measure steps with async_scheduling in which all requests decode. Return their seconds."""
     scheduler, path = _begin(num_running, num_waiting, steps)
     loop = StepLoop(scheduler, Runner(path), max_step_failures=1, is_async=True)
     found: list[float] = []

@@ -147,7 +147,7 @@ async def through(
 
 
 def cpu_by_process(served: Served) -> dict[str, float]:
-    """Return the CPU seconds used so far by this client and by each process of the server."""
+    """Return the CPU seconds that this client and each process of the server have used so far."""
     found = {"client": psutil.Process(), **roles(served)}
     return {role: sum(process.cpu_times()[:2]) for role, process in found.items()}
 
@@ -210,7 +210,7 @@ def main() -> None:
             for _ in range(args.rounds):
 
                 def prompts(concurrency: int = concurrency) -> Prompts:
-                    # New prompts each time, so that the prefix cache never contains them.
+                    # Each call creates new prompts, so that the prefix cache does not contain them.
                     return [
                         [rng.randrange(engine.info.vocab_size) for _ in range(args.prompt_tokens)]
                         for _ in range(max(2 * concurrency, 4))

@@ -54,8 +54,9 @@ class Measurement:
     """The speed of one run, and its drafts.
 
     Attributes:
-        tokens_per_s: the tokens in a second.
-        tokens_per_cpu_s: the tokens in a second of CPU time of all threads.
+        tokens_per_s: the number of tokens per second.
+        tokens_per_cpu_s: the number of tokens per second of CPU time. The CPU time is the sum over
+            all threads.
         acceptance: the share of draft tokens that were accepted; None without drafts.
         mean_draft: the mean number of tokens in a draft.
     """

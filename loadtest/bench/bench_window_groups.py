@@ -26,8 +26,8 @@ class Shape:
     """The attention of a published model.
 
     Attributes:
-        pattern: the kinds of consecutive layers, which repeat: "W" for a window, "F" for full
-            attention.
+        pattern: the kinds of consecutive layers: "W" for a sliding window, "F" for full attention.
+            The pattern repeats.
         num_layers: the number of layers.
         num_kv_heads: the number of key and value heads of a layer.
         head_dim: the size of a head.
@@ -49,7 +49,7 @@ class Shape:
         return [full if kind == "F" else windowed for kind in kinds]
 
 
-# The values of config.json in the checkpoints of these names.
+# The values come from config.json in the checkpoints with these names.
 SHAPES = {
     "Gemma 3 4B": Shape("WWWWWF", 34, 4, 256, LayerWindow(size=1024)),
     "Gemma 3 27B": Shape("WWWWWF", 62, 16, 128, LayerWindow(size=1024)),
@@ -81,7 +81,7 @@ def measure(
     num_tokens: int,
     num_bytes: int,
 ) -> Memory:
-    """Plan a KV cache of `num_bytes` bytes, and return the memory of requests of `num_tokens`."""
+    """Plan a KV cache of `num_bytes` bytes for requests with `num_tokens` tokens."""
     layer_bytes = layers[0].bytes_per_token(_ITEM_BYTES) * groups.num_places
     block = BlockShape(
         layer_bytes, config.block_size, groups.windows, config.max_num_batched_tokens

@@ -16,7 +16,8 @@ class Ask:
         endpoint: the endpoint: the OpenAI API, or the HTTP or gRPC endpoint of the Triton server.
         path: the path of the URL. For gRPC, the name of the model.
         body: the JSON body. For gRPC, the text inputs by name. A string is sent unchanged.
-        expected: the expected answer of numbered tokens, an `Expected`, or None if it is not known.
+        expected: the expected answer if it consists of numbered tokens; None if the answer is not
+            known.
         refused_with: the HTTP status with which the server must reject the request, or None.
         cancel_after_s: the client cancels the request after this time, or never if None.
         cancel_after_events: the client cancels the request after this number of events of the
@@ -54,16 +55,16 @@ class Ask:
         return f"{self.endpoint} {self.path} {json.dumps(body, sort_keys=True)}"
 
     def cancelled(self, after_s: float) -> "Ask":
-        """Return this request from a client that cancels it after `after_s` seconds."""
+        """Return a copy of this request that the client cancels after `after_s` seconds."""
         return replace(self, cancel_after_s=after_s)
 
     def read_slowly(self, pause_s: float) -> "Ask":
-        """Return this request from a client that waits `pause_s` seconds after each chunk."""
+        """Return a copy of this request whose client waits `pause_s` seconds after each chunk."""
         return replace(self, pause_s=pause_s)
 
 
 def generate_stream(prompt: str, fields: Json, kind: str = "generate_stream") -> Ask:
-    """Return a streamed completion through the HTTP endpoint of the Triton server.
+    """Return a request for a streamed completion at the HTTP endpoint of the Triton server.
 
     Args:
         prompt: the text to continue.
@@ -75,6 +76,6 @@ def generate_stream(prompt: str, fields: Json, kind: str = "generate_stream") ->
 
 
 def grpc_stream(prompt: str, fields: Json, kind: str = "gRPC stream") -> Ask:
-    """Return a streamed completion through the gRPC endpoint; see `generate_stream`."""
+    """Return a request for a streamed completion at the gRPC endpoint; see `generate_stream`."""
     inputs = {"text_input": prompt, "sampling_parameters": json.dumps(fields)}
     return Ask("grpc", "llm", inputs, kind=kind)

@@ -1,7 +1,7 @@
 """A gRPC client of the ensemble that uses tritonclient's bidirectional stream.
 
-tritonclient delivers responses in a thread of its own. Under locust, that thread is a greenlet, and
-gevent support of gRPC must be enabled before its first call, as load/load_user.py does.
+tritonclient delivers responses in a separate thread. Under locust, this thread is a greenlet. The
+gevent support of gRPC must then be enabled before the first gRPC call, as load/load_user.py does.
 """
 
 import json

@@ -1,7 +1,8 @@
 """An HTTP client of the OpenAI API and of the Triton server's `generate_stream`.
 
 The client uses http.client and opens a new connection for each request, so that cancelling a
-request closes its connection. Under locust, the sockets are gevent's; in tests, they are plain.
+request closes its connection. Under locust, the client uses the sockets of gevent. In tests, it
+uses ordinary sockets.
 """
 
 import json
@@ -53,7 +54,7 @@ class HttpEndpoint:
 
 
 class _Wire:
-    """A connection for one request; it raises TimeoutError when the client should cancel it."""
+    """A connection for one request. TimeoutError means that the client must cancel the request."""
 
     def __init__(self, host: str, port: int, started: float, ask: Ask, limit_s: float) -> None:
         self._ends = started + min(ask.cancel_after_s or limit_s, limit_s)
@@ -132,7 +133,7 @@ def _read(ask: Ask, reply: Reply, wire: _Wire) -> None:
 
 
 def _message(body: str) -> str:
-    """Return the message in the JSON body of an error, or the beginning of a body of another form.
+    """Return the message in the JSON body of an error, or else the beginning of the body.
 
     Example: `_message('{"error": {"message": "busy"}}')` returns `"busy"`.
     """

@@ -1,4 +1,4 @@
-"""The reply to one request, with the times of its parts."""
+"""The reply to one request, with the arrival times of its chunks."""
 
 import json
 import time
@@ -15,7 +15,7 @@ class Reply:
     Attributes:
         started: the time of sending.
         ended: the time at which the client stopped reading.
-        status: the HTTP status, or an equivalent one for gRPC; 0 before it is known.
+        status: the HTTP status; for gRPC, the equivalent HTTP status. 0 until the status is known.
         error: the error message of the server, instead of an answer or within an answer.
         pieces: the texts of the chunks in order of arrival: reasoning, content, and tool calls.
         channels: the same text, separated into the reasoning, the content and the tool calls of
@@ -23,7 +23,7 @@ class Reply:
             response may contain text of several channels.
         times: the arrival time of each chunk with text.
         finish_reasons: all finish reasons; a correct stream has exactly one.
-        num_tokens: the number of tokens of the answer as the server reported it, or None.
+        num_tokens: the number of tokens that the server reported; None if it reported no number.
         numbers: the numbers of embeddings, or the scores of a ranking.
         ids: the ids of all chunks; all chunks of a correct stream have the same id.
         end: "whole" if the stream ended as the protocol requires, "broken" if the connection ended
@@ -57,11 +57,11 @@ class Reply:
         return json.dumps(self.channels if self.numbers is None else self.numbers, sort_keys=True)
 
     def say_delta(self, delta: dict[str, Any], choice: int = 0) -> None:
-        """Add the text of a delta of a chat, a completion or the ensemble.
+        """Add the text of a delta from a chat, from a text completion, or from the ensemble.
 
         Args:
             delta: the delta, or the whole message of an answer that is not streamed.
-            choice: the index of the choice that the delta belongs to.
+            choice: the index of the choice to which the delta belongs.
         """
         now = len(self.pieces)
         prefix = f"choice {choice} " if choice else ""
@@ -74,7 +74,7 @@ class Reply:
         self._join(now)
 
     def _join(self, first: int) -> None:
-        """Join the texts from index `first` on, which arrived in one response, into one chunk."""
+        """Join the texts of one response into one chunk. `first` is the index of its first text."""
         if len(self.pieces) > first + 1:
             self.pieces[first:] = ["".join(self.pieces[first:])]
             del self.times[first + 1 :]

@@ -1,7 +1,8 @@
-"""Requests of all kinds, and an asynchronous client that compares the answers with expected ones.
+"""Requests of all kinds, and an asynchronous client that compares answers with expected answers.
 
 All requests use temperature 0, so each request has one correct answer. The tests send each request
-once to an idle server. Every later answer must be equal, whatever other requests run.
+once to an idle server. Every later answer to the request must be equal, even if other requests run
+at the same time.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Start `nereid serve` with checkpoints that are damaged in one way each, for engine_faults.py."""
+"""Start `nereid serve` with damaged checkpoints. The program engine_faults.py uses this module."""
 
 import json
 import shutil
@@ -105,7 +105,7 @@ BREAKS: dict[str, Callable[[Path], None]] = {
 
 
 def make(whole: Path, folder: Path, what: str) -> Path:
-    """Copy a checkpoint to `folder` and damage the copy; `what` is a key of BREAKS."""
+    """Copy a checkpoint to `folder`, and damage the copy. `what` is a key of BREAKS."""
     shutil.copytree(whole, folder)
     BREAKS[what](folder)
     return folder

@@ -103,7 +103,7 @@ class Storm:
         self.rests = Rests(served, self._asker)
 
     async def run(self, num_requests: int, rest_every: int) -> None:
-        """Send `num_requests` requests; check the idle server after every `rest_every` of them."""
+        """Send requests, and check the idle server after every `rest_every` requests."""
         try:
             await self._ask_alone("at the start")
             self.broken += await self.rests.check("at the start")
@@ -141,7 +141,7 @@ class Storm:
                 await asyncio.sleep(0.2)  # as a well-behaved client does after an error
 
     def _perhaps_cancelled(self, rng: random.Random, ask: Ask) -> Ask:
-        """Choose whether a client cancels, and at which moment of a typical request's duration."""
+        """Return a request, or a copy of the request that the client cancels at a random moment."""
         if rng.random() >= _SHARE_GIVEN_UP:
             return ask
         if ask.is_stream and rng.random() < 0.3:
@@ -185,7 +185,7 @@ class Storm:
         self._suspects = []
 
     async def _ask_alone(self, when: str) -> None:
-        """Send every request once, one after another, and compare it with its expected answer."""
+        """Send every request once, one after another, and check the answers."""
         for group in self._load.groups:
             for ask in group:
                 outcome = await self._asker.ask(ask)
@@ -215,7 +215,7 @@ def _description(outcome: Outcome) -> str:
 
 
 def states(watch: Watch) -> str:
-    """Return a sentence with the server's counts of the states in which requests were cancelled."""
+    """Return a sentence with the number of requests that were cancelled in each state."""
     arrived, started, first, ended = (
         watch.totals[name]
         for name in (
@@ -257,7 +257,7 @@ def report(storm: Storm, watch: Watch, title: str, max_crashes: int) -> tuple[st
 
 
 def serve(load: Load) -> Served:
-    """Return a server for a load, not yet started."""
+    """Create a server for a load, but do not start it."""
     flags = [f"--served-model-name={cancel_storm_requests.MODEL}", "--log-level=warning"]
     restarts = ["--max-restarts=1000", "--restart-backoff=0"]
     return Served(environment=load.environment, arguments=[*flags, *ALONE, *restarts])

@@ -1,6 +1,7 @@
-"""The requests of cancel_storm.py: long phases in every state, through every endpoint.
+"""The requests of cancel_storm.py, for every endpoint.
 
-Requests of one group have the same prompt and must have the same answer through every endpoint.
+Each state of a request lasts so long that the request can be cancelled in this state. Requests of
+one group have the same prompt and must have the same answer through every endpoint.
 """
 
 import json
@@ -25,7 +26,8 @@ class Load:
 
     Attributes:
         environment: the settings of the server.
-        num_users: the number of requests at a time, several times the number of running sequences.
+        num_users: the number of requests that are sent at the same time. It is several times the
+            number of sequences that can run.
         groups: lists of requests that have the same answer.
         known: the expected answers that are known in advance, by the key of the request.
     """
@@ -109,7 +111,7 @@ def _story(rng: random.Random, num_sentences: int) -> str:
 
 
 def _through_all(kind: str, prompt: str, fields: Json) -> list[Ask]:
-    """Return requests with one prompt for the endpoints that accept text, except `generate`."""
+    """Return requests with one prompt for all endpoints that accept a text, except `generate`."""
     exact = {"temperature": 0, "max_tokens": 200, **fields}
     direct = [grpc_stream(prompt, exact, kind), generate_stream(prompt, exact, kind)]
     return [*_completions(kind, prompt, fields), *direct]
@@ -132,7 +134,7 @@ def _whole_and_stream(kind: str, path: str, body: Json) -> list[Ask]:
 
 
 def with_new_prefix(ask: Ask, rng: random.Random) -> Ask:
-    """Return a copy of a request with a random cache salt, so that no prefix is cached."""
+    """Return a copy of a request with a random cache salt, so that its prefix is not cached."""
     assert isinstance(ask.body, dict)
     salt = {"cache_salt": f"{rng.getrandbits(64):x}"}
     if ask.endpoint == "openai":

@@ -46,8 +46,10 @@ class EngineFault(Fault):
     """A failure of the forward passes of one process. `role` is "engine" or "worker".
 
     Attributes:
-        order: the order for faulty_python, or "" if the fault is that no memory is left.
-        victim: a further request that is sent together with the fault, while the others run.
+        order: the line for faulty_python that selects the failure. If it is "", the memory of the
+            process is limited instead.
+        victim: a further request, which is sent when the fault is injected and the other requests
+            run.
     """
 
     order: str = ""
@@ -55,7 +57,7 @@ class EngineFault(Fault):
     settled_s: float = _LATE_S
 
     async def happen(self, served: Served) -> Sequence[Ask]:
-        """Give the order, or limit the memory. Return the further request, if there is one."""
+        """Write the order, or limit the memory. Return the further request, if there is one."""
         if self.order:
             # The file is renamed, so that a process never reads half of an order.
             draft = self._file(served).with_name("draft")
@@ -68,14 +70,14 @@ class EngineFault(Fault):
         return () if self.victim is None else (self.victim,)
 
     def undo(self, served: Served) -> bool:
-        """Withdraw the order. Return False if no forward pass obeyed it."""
+        """Delete the order. Return False if the order has caused no failure."""
         if not self.order:
             _limit_memory(served, resource.RLIM_INFINITY)
         try:
             self._file(served).unlink()
         except FileNotFoundError:
             return True
-        return self.order.startswith("nan")  # this order stays until it is withdrawn
+        return self.order.startswith("nan")  # this order stays until it is deleted
 
     def _file(self, served: Served) -> Path:
         return Path(served.environment[_ORDERS]) / self.role
@@ -104,7 +106,7 @@ def _schema(num_items: int) -> Json:
 
 
 def generating(num_tokens: int) -> list[Ask]:
-    """Return requests of about `num_tokens` tokens for the language model, and an embedding."""
+    """Return requests with answers of about `num_tokens` tokens, and one embedding request."""
     long = {"max_tokens": num_tokens, "ignore_eos": True}
     schema = _schema(num_tokens * 3 // 7)  # an item has two tokens
     return [
@@ -174,10 +176,10 @@ async def measure_one(
         served: the server, from `serve`.
         asker: the client.
         fault: the fault.
-        num_texts: the number of texts in each request for the embedding model. The 1200 texts of
-            the default need a few seconds.
-        num_tokens: the number of tokens of each answer of the language model. The 700 tokens of
-            the default need a few seconds.
+        num_texts: the number of texts in each request for the embedding model. The default of 1200
+            texts takes a few seconds.
+        num_tokens: the number of tokens of each answer of the language model. The default of 700
+            tokens takes a few seconds.
     """
     if fault.role == "engine":
         probe = _chat("probe", "Hello!", max_tokens=2)
@@ -193,7 +195,7 @@ def make_asker(served: Served, limit_s: float = 60.0) -> Asker:
 
 @contextlib.contextmanager
 def serve() -> Iterator[Served]:
-    """Start a server of the demo models whose forward passes can be made to fail."""
+    """Start a server of the demo models. Orders can make its forward passes fail."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (_FAULTY, os.environ.get("PYTHONPATH")))),
@@ -232,7 +234,7 @@ def run_faults(only: str) -> tuple[str, bool]:
 
 
 def _in_own_mounts() -> bool:
-    """Return whether this program has its own mount namespace; restart it with one if possible."""
+    """Return whether this program has its own mount namespace. Restart it with one if possible."""
     if _MOUNTED in sys.argv:
         return True
     command = ["unshare", "--mount", "--propagation", "private"]

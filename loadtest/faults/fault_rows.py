@@ -28,8 +28,8 @@ class Fault:
         role: the role of the process that fails, as in processes.roles.
         is_harmless: whether no request may fail because of the fault.
         limit_s: the time within which the last request must fail, in seconds.
-        settled_s: the seconds after the fault before which a good answer proves no recovery,
-            because some faults become visible only after a moment.
+        settled_s: a time after the fault in seconds. A good answer within this time does not prove
+            recovery, because some faults become visible only after a moment.
     """
 
     name: str
@@ -151,7 +151,7 @@ async def measure(
 async def recovered(
     asker: Asker, ask: Ask, since: float, settled_s: float = Fault.settled_s
 ) -> float | None:
-    """Return the seconds from `since` until requests are answered again; None after a time limit.
+    """Return the seconds from `since` until requests are answered; None after a time limit.
 
     A good answer within the first `settled_s` seconds proves nothing if a later request fails.
     """

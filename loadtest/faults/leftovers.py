@@ -1,10 +1,10 @@
-"""Check that an idle server uses nothing that it did not use before the traffic.
+"""Check that an idle server has released everything that it used during the traffic.
 
-The checks compare values that are comparable. Clients close their idle connections first, because
-each open connection is a file descriptor of the server. The number of open files of a process is
-compared with its first idle check. For a restarted process, it is compared with the first process
-in the same role. The memory of a process is compared with its second idle check, which is the first
-one after traffic.
+Before each check, clients close their idle connections, because each open connection is a file
+descriptor of the server. The number of open files of a process is compared with the number at the
+first idle check. If a process was restarted, its number of open files is compared with the number
+of the first process in the same role. The memory of a process is compared with the memory at its
+second idle check, which is the first check after traffic.
 """
 
 import asyncio

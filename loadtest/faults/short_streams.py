@@ -59,7 +59,7 @@ def main() -> int:
         for begin in range(0, count, _TOGETHER):
             engine.generate(prompts[begin : begin + _TOGETHER], params)
 
-    run(100)  # the libraries allocate their own memory
+    run(100)  # in this call, the libraries allocate their own memory
     ctypes.CDLL(None).malloc_trim(0)
     start, used = resident_mib(), engine._parts.pool.num_cached
     print(f"{'requests':>8} {'memory':>10} {'growth':>10} {'of it in new blocks':>20}")

@@ -95,7 +95,7 @@ class Book:
     gaps_s: list[float] = field(default_factory=list)
 
     def take(self, outcome: Outcome) -> None:
-        """Add one request to the results; an outcome that is not allowed is a failed check."""
+        """Add one request to the results. An outcome that is not allowed is a failed check."""
         kind = outcome.kind
         self.counts[outcome.ask.kind, kind] += 1
         reply = outcome.reply
@@ -141,7 +141,7 @@ class Soak:
         self.rests = Rests(served, self._asker)
 
     async def run(self, minutes: float, faults: Sequence[Fault], every_s: float) -> None:
-        """Send traffic, inject a fault every `every_s` seconds, and check the server when idle."""
+        """Send traffic, inject a fault every `every_s` seconds, and check the idle server."""
         await self._learn()
         end = time.monotonic() + minutes * 60
         turn = 0

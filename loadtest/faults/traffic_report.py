@@ -1,4 +1,4 @@
-"""The parts of the reports that soak.py and cancel_storm.py have in common, as Markdown."""
+"""Functions that write tables and sentences for the reports of soak.py and cancel_storm.py."""
 
 import collections
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _COUNTERS = {
 
 
 def outcomes(counts: Mapping[tuple[str, ...], int]) -> str:
-    """Return the number of requests for each outcome, the last part of a key.
+    """Return the number of requests for each outcome. The outcome is the last part of a key.
 
     Example: `{("chat", "ok"): 2, ("tools", "ok"): 1}` returns `"3 ok"`.
     """
@@ -41,12 +41,13 @@ def outcomes(counts: Mapping[tuple[str, ...], int]) -> str:
 
 
 def count_table(title: str, counts: Mapping[tuple[str, ...], int], part: int) -> str:
-    """Return a table with a row for each value of one part of the keys, and one for all requests.
+    """Return a table with one row for each group of requests, and one row for all requests.
 
     Args:
         title: the head of the first column.
         counts: the number of requests by key. The last part of a key is the outcome.
-        part: the index of the part of the key that is shown in the first column.
+        part: the index of the part of a key by which requests are grouped. The first column
+            contains this part.
     """
     sums = collections.Counter[tuple[str, str]]()
     for key, count in counts.items():

@@ -107,7 +107,7 @@ def child_environment(site: Path, *, rehearse: bool) -> dict[str, str]:
 
 
 def has_gpu(environment: dict[str, str]) -> bool:
-    """Return whether torch finds a GPU. A process of its own asks, and frees the device again."""
+    """Return whether torch finds a GPU. A separate process runs torch, and then frees the GPU."""
     program = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
     command = [sys.executable, "-W", "ignore", "-c", program]
     return subprocess.run(command, env=environment, check=False).returncode == 0

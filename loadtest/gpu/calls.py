@@ -1,7 +1,8 @@
 """The four calls of the GPU benchmarks, and the parts of each call.
 
-A call is made for a machine that is lent for minutes. It ends well inside its time. Each part is a
-program of its own with a time limit, so that a kernel that fails or hangs ends only its part.
+A call runs on a machine that is lent for a few minutes, and ends before the machine must be
+returned. Each part is a separate program with a time limit. If a kernel fails or hangs, only its
+part ends.
 """
 
 import json
@@ -22,10 +23,10 @@ class Part:
         arguments: the module and its arguments.
         limit_s: seconds after which the program is killed.
         needs_engine: whether the program needs the packages of the engine.
-        group: parts that follow each other and have the same group run at the same time.
-        prefix: a program that runs Python, such as a profiler. Without this program on the PATH,
+        group: the name of a group. Successive parts with the same group run at the same time.
+        prefix: a program that runs Python, such as a profiler. If this program is not on the PATH,
             the part is left out.
-        packages: packages that only this part needs. Without them, the part is left out.
+        packages: packages that only this part needs. If a package is missing, the part is left out.
     """
 
     name: str
@@ -43,7 +44,8 @@ class Call:
 
     Attributes:
         help: one sentence about the call.
-        limit_s: seconds in which the whole call ends. Parts that do not fit are left out.
+        limit_s: the time limit of the whole call in seconds. A part that does not fit into the
+            remaining time is left out.
         parts: the parts, the most important ones first.
     """
 
@@ -59,7 +61,7 @@ def engine_part(
     *options: str,
     **settings: Any,  # noqa: ANN401
 ) -> Part:
-    """Return a part that measures the engine with settings, on a model with random weights."""
+    """Return a part that measures the engine with `settings` and a model with random weights."""
     arguments = (_ENGINE, "--shape", shape, "--settings", json.dumps(settings), *options)
     return Part(name, arguments, limit_s, needs_engine=True)
 

@@ -42,7 +42,8 @@ SPECS = {
     "128-chunk": LayerSpec(40, 8, 128, 128, LayerWindow(chunk=8192)),
     "512": LayerSpec(8, 2, 512, 512),
 }
-# The 8-bit dtypes stand for caches of bfloat16 models that store int8 or float8 (as bytes).
+# With an 8-bit dtype, the model uses bfloat16, and its KV cache stores int8 or float8 numbers (as
+# bytes).
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -60,7 +61,7 @@ _POINTERS = {
     torch.float64: "*fp64",
 }
 _MODULES = (triton_store, triton_decode, triton_prefill, triton_sampling)
-# A case besides those of SPECS: the kernels of the sampler.
+# The name of an additional case that is not in SPECS: the kernels of the sampler.
 _SAMPLING = "sampling"
 _VOCAB_SIZE = 151_936
 
@@ -82,7 +83,9 @@ class Recorder:
 def record(
     case: str, dtype: torch.dtype, capability: int, tuning: Tuning | None = None
 ) -> list[Recorder]:
-    """Record the launches of one layer of a step with decodes and a prefill, or of sampling.
+    """Record the kernel launches of one attention layer, or of sampling.
+
+    The step of the attention layer contains decodes and a prefill.
 
     Args:
         case: the name of the layer in SPECS, or "sampling".
@@ -116,7 +119,7 @@ def record(
 
 
 def kernel_names(module: ModuleType) -> list[str]:
-    """Return the names of the kernels in a module. Other functions in it are parts of kernels."""
+    """Return the names of the kernels in a module. Its other functions are called by kernels."""
     return [name for name in vars(module) if name.endswith("_kernel")]
 
 
@@ -214,7 +217,7 @@ def compile_launch(
 
 
 def resources(binary: bytes) -> dict[str, int]:
-    """Return the registers of each thread, and the bytes of spilled registers."""
+    """Return the number of registers of each thread, and the bytes of spilled registers."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)

@@ -37,9 +37,9 @@ from loadtest.gpu.random_engine import random_engine, random_model
 from loadtest.peers.nereid import StepTimes
 
 IS_REHEARSAL = bool(os.environ.get("NEREID_REHEARSE"))
-# The number of longest kernels that a profile shows.
+# The number of kernels that a profile shows. The kernels with the longest times are shown.
 _NUM_KERNELS = 15
-# Parts of the names of kernels, by kind. Other kernels compute single elements.
+# For each kind of kernel, some texts that occur in the names of the kernels.
 _KINDS = {
     "attention": ("decode_kernel", "prefill_kernel", "reduce_kernel", "store_kernel", "flash"),
     "matrix products": ("gemm", "gemv", "cutlass", "nvjet", "xmma", "splitk"),
@@ -55,7 +55,7 @@ class Sizes:
         context: the tokens of each prompt before decode.
         answer: the tokens of each answer.
         batches: the numbers of sequences that decode together.
-        rates: requests per second that arrive at random times.
+        rates: the mean numbers of requests per second. The requests arrive at random times.
         seconds: the duration of the arrivals.
     """
 
@@ -83,11 +83,12 @@ def main() -> None:
         return
     settings = {"device": str(device), "num_threads": min(8, os.cpu_count() or 1)}
     if IS_REHEARSAL:
-        # A rehearsal tests this program. Building the CPU kernels would only make it longer.
+        # A rehearsal tests this program. Building the CPU kernels would only make the rehearsal
+        # longer.
         compile_kernels.COMPILERS = ()
         # As on a GPU, weights are not packed. Inductor cannot compile the layout of oneDNN.
         settings |= {"kv_cache_memory": "64MiB", "num_threads": 1, "prepack": False}
-        # torch also multiplies 8-bit floating point numbers on a CPU.
+        # The check would refuse float8 weights on a CPU, but torch can compute their products.
         load_weights._check_weight_dtype = lambda *_: None
     settings |= json.loads(args.settings)
     started = time.perf_counter()
@@ -143,7 +144,7 @@ class Measured:
         return time.perf_counter() - started
 
     def decode(self) -> None:
-        """Measure the steps that decode, for each number of sequences."""
+        """Measure decode steps with each number of sequences."""
         sizes = self._sizes
         for batch in sizes.batches:
             # The first run compiles kernels and captures graphs.
@@ -211,7 +212,7 @@ class Measured:
             )
 
     def _serve(self, rate: float) -> tuple[list[float], list[float]]:
-        """Serve arrivals; return the milliseconds to first tokens and between later tokens."""
+        """Serve arrivals. Return the milliseconds to first tokens and between later tokens."""
         sizes = self._sizes
         times: list[float] = []
         now = 0.0

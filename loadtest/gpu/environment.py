@@ -1,4 +1,4 @@
-"""The packages that the GPU benchmarks need, and wheels that bring missing packages.
+"""The packages that the GPU benchmarks need, and wheels that contain missing packages.
 
 This module needs only the standard library, because it runs before anything else is imported.
 """
@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Nightly builds of torch bring the Triton language in a package with another name.
+# For nightly builds of torch, the package of the Triton language has another name.
 _OTHER_NAMES = {"triton": ("triton", "pytorch-triton")}
-# The kernels need these packages, and the engine needs the others, too.
+# The kernels need only the packages in KERNEL_PACKAGES. The engine also needs the other packages.
 KERNEL_PACKAGES = {"torch": "2.11", "triton": "3.6", "numpy": "1.26"}
 _ENGINE_PACKAGES = ("transformers", "pydantic", "safetensors", "tokenizers")
-# pydantic does not work with another version of its compiled part.
+# pydantic itself determines the versions of these packages, so no lowest version is given here.
 _ANY_VERSION = "0"
 _NEEDED_BY_PYDANTIC = dict.fromkeys(
     ("pydantic-core", "annotated-types", "typing-inspection"), _ANY_VERSION
@@ -71,7 +71,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def unpack_wheels(wheels: Path, target: Path) -> list[str]:
-    """Unpack wheels into a folder, and let Python find their packages there first.
+    """Unpack wheels into a folder, and add the folder to the beginning of `sys.path`.
 
     A wheel is a zip archive, so no installer is needed. Wheels for other versions of Python are
     unpacked, too, and then fail when they are imported.
@@ -95,7 +95,8 @@ def unpack_wheels(wheels: Path, target: Path) -> list[str]:
 def all_versions() -> dict[str, str]:
     """Return the versions of all installed packages by name, sorted by name.
 
-    If a package is installed in two folders, the folder that Python searches first counts.
+    If a package is installed in two folders, return the version in the folder that Python searches
+    first.
     """
     found: dict[str, str] = {}
     for one in distributions():

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 16
-# The allowed difference is this number times one plus the value. The reference computes in float32.
-# In float32, the difference comes from the hardware's exponential function, and from the softcap,
-# which subtracts two numbers near one.
+# If a value of the reference is v, the allowed difference is this number times (1 + |v|). The
+# reference computes in float32. In float32, the difference comes from the hardware's exponential
+# function, and from the softcap, which subtracts two numbers near one.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-5}
 
-# Seconds of replays before a measurement.
+# The seconds for which a graph is replayed before it is measured.
 _WARM_UP_S = 0.1
 
 Shapes = list[tuple[int, int]]
@@ -54,8 +54,8 @@ REAL_SPECS = {
     "40/8 heads of 128, chunks of 8192": LayerSpec(40, 8, 128, 128, LayerWindow(chunk=8192)),
     "71/1 heads of 64": LayerSpec(71, 1, 64, 64),
 }
-# The (cached, new) tokens of each sequence of one step: decodes of all lengths, and prompts that
-# are whole, continued or tiny.
+# The numbers of (cached, new) tokens of each sequence in one step. The step contains decodes of all
+# lengths, and prompts that are whole, continued or tiny.
 REAL_SHAPES: Shapes = [
     *[(9000, 1), (20000, 1), (17, 1), (0, 1)],
     *[(131 * i, 1) for i in range(20)],
@@ -67,8 +67,8 @@ TINY_SPECS = {
 }
 TINY_SHAPES: Shapes = [(40, 1), (0, 1), (0, 9), (20, 3)]
 
-# The tile sizes that a search tries for each kernel, with numbers of two bytes. The number of
-# stages varies fastest, because it is the least certain.
+# The tile sizes that a search tries for each kernel if numbers have two bytes. Neighbouring entries
+# differ in the number of stages, because the best number of stages is the least certain.
 CANDIDATES = {
     "decode": [
         Tuning(16, tile, warps, stages)
@@ -120,7 +120,7 @@ class LayerStep:
         device: torch.device,
         kind: type[GpuKVCache] = GpuKVCache,
     ) -> None:
-        """Assign blocks in random order to sequences, which are given as (cached, new) tokens."""
+        """Create sequences with these (cached, new) tokens, and assign blocks in random order."""
         self.spec, self.shapes, self.dtype, self.device = spec, shapes, dtype, device
         self.shapes = sorted(shapes, key=lambda shape: shape[1] > 1)
         counts = [-(-(cached + new) // BLOCK) for cached, new in self.shapes]
@@ -168,8 +168,8 @@ class LayerStep:
     def expected(self) -> tuple[Tensor, KVCache]:
         """Return the output of the reference in float32, and the cache that it read.
 
-        Call this method before the kernels run. For a cache of 8 bits,
-        call it afterwards, because the reference then reads the numbers that the kernels wrote.
+        Call this method before the kernels run. Exception: if the cache has 8 bits, call this
+        method after the kernels, because the reference reads the numbers that the kernels wrote.
         """
         cache = self._make_cache(KVCache, self.cache.null_block, torch.float32)
         query, key, value = (tensor.float() for tensor in self.inputs)
@@ -200,7 +200,7 @@ class LayerStep:
 
     @property
     def prefill_flops(self) -> int:
-        """The floating-point operations of the prompts' products that causality does not hide."""
+        """The number of floating-point operations for the prompts, without masked scores."""
         pairs = sum(new * cached + new * (new + 1) // 2 for cached, new in self.shapes if new > 1)
         return 2 * pairs * self.spec.num_heads * (self.spec.key_dim + self.spec.value_dim)
 
@@ -228,7 +228,8 @@ class LayerStep:
             if isinstance(cache, Float8KVCache):
                 allowed = wanted.abs() * (1.01 / 16) + largest * 2.0**-17
             else:
-                # Rounding differs by half a step of the integers; the rest is a safety margin.
+                # A rounding error is at most half a step of the integers. The remaining 0.01 is a
+                # safety margin.
                 allowed = largest * (0.51 / 127)
             if not bool(((stored - wanted).abs() <= allowed).all()):
                 raise KernelError("the 8-bit cache write differs by more than the rounding")
@@ -361,8 +362,8 @@ def prefill_rate(name: str, spec: LayerSpec, shapes: Shapes, device: torch.devic
     """Measure the FLOP/s of a prefill step, and those of torch's fused attention as the limit.
 
     Torch computes each sequence alone. Its keys and values are contiguous and are repeated for all
-    query heads before the measurement. Cached tokens are left out, because the
-    fused attention cannot read them from blocks.
+    query heads before the measurement. Cached tokens are left out, because the fused attention
+    cannot read tokens from blocks.
     """
     step = LayerStep(spec, shapes, torch.bfloat16, device)
     spent = milliseconds(step.attend, device)
@@ -418,5 +419,6 @@ def measured_tunings(
             if torch.allclose(found, expected, atol=TOLERANCE[step.dtype], rtol=1e-2):
                 yield tuning, milliseconds(functools.partial(run, tuning), step.device)
         except Exception as error:  # noqa: BLE001
-            # Boundary: tile sizes that need too much shared memory fail in the compiler or driver.
+            # Catch every exception, because tile sizes that need too much shared memory make the
+            # compiler or the driver fail.
             print(f"{kernel} {tuning}: {type(error).__name__}", flush=True)

@@ -1,4 +1,4 @@
-"""Corrections of the interpreter of the Triton language, in which kernels run without a GPU.
+"""Corrects the interpreter of the Triton language, which runs kernels without a GPU.
 
 Compiled kernels do not need these corrections.
 """
@@ -19,7 +19,7 @@ def correct_interpreter() -> None:
 
 
 def _multiply_bfloat16(interpreter: Any, language: Any) -> None:  # noqa: ANN401 - modules
-    """Let matrix products of bfloat16 multiply numbers.
+    """Correct matrix products of bfloat16 numbers.
 
     The interpreter stores bfloat16 numbers as integers, and would multiply these integers.
     """
@@ -37,7 +37,7 @@ def _multiply_bfloat16(interpreter: Any, language: Any) -> None:  # noqa: ANN401
 
 
 def _read_scalars(interpreter: Any) -> None:  # noqa: ANN401 - a module
-    """Let Python code in kernels read scalars with numpy 2.4 and later.
+    """Let kernels convert scalars to Python numbers with numpy 2.4 and later.
 
     The interpreter of Triton 3.6 stores a scalar as an array of one element. From numpy 2.4 on,
     such an array cannot be converted to an integer or a boolean if it has a dimension.

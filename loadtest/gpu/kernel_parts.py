@@ -76,8 +76,8 @@ PREFILLS: list[Case] = [
 ]
 _TINY = LayerSpec(2, 1, 16, 16)
 _TINY_CASES: list[Case] = [("tiny", _TINY, [(40, 1), (0, 20)], GpuKVCache)]
-# The share of the rate of a copy that decode attention over long sequences should reach, and the
-# share of the rate of torch's fused attention that prefill attention should reach.
+# Decode attention over long sequences should reach the first share of the rate of a copy. Prefill
+# attention should reach the second share of the rate of torch's fused attention.
 _DECODE_TARGET, _PREFILL_TARGET = 0.85, 0.7
 
 
@@ -107,7 +107,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def compare(device: torch.device, args: argparse.Namespace) -> None:
-    """Compare kernels with their references, the kinds that most models use first."""
+    """Compare kernels with their references. Begin with the kinds that most models use."""
     is_tiny = args.tiny or IS_REHEARSAL
     specs, shapes = (TINY_SPECS, TINY_SHAPES) if is_tiny else (REAL_SPECS, REAL_SHAPES)
     cases = [(kind, name, spec) for kind in kinds() for name, spec in specs.items()]
@@ -118,7 +118,8 @@ def compare(device: torch.device, args: argparse.Namespace) -> None:
         try:
             difference = check(name, spec, shapes, dtype, device, cache)
         except Exception as error:  # noqa: BLE001
-            # Boundary: compilers, drivers and memory fail in any way. The other comparisons go on.
+            # Catch every exception, because a compiler, a driver or a lack of memory can cause any
+            # exception. The other comparisons must continue.
             reason = (str(error).strip() or "-").splitlines()[0][:200]
             emit(Rank.WRONG, f"{about}: {type(error).__name__}: {reason}", name=name, kind=label)
         else:
@@ -153,7 +154,7 @@ def rates(device: torch.device) -> None:
 
 
 def report(kernel: str, found: Measured, target: float) -> None:
-    """Print a measured rate with its share of the limit and with the wanted share."""
+    """Print a measured rate, its share of the limit, and the share that it should reach."""
     unit, scale = ("GB/s", 1e9) if kernel == "decode" else ("TFLOP/s", 1e12)
     limit = "a copy" if kernel == "decode" else "torch's fused attention"
     emit(
@@ -169,8 +170,8 @@ def report(kernel: str, found: Measured, target: float) -> None:
 def tune(device: torch.device, dims: list[int]) -> None:
     """Search the fastest tile sizes, and write them into the folder of the results.
 
-    The table is written after each kernel and head size, so that a search that is cut short keeps
-    what it found.
+    The table is written after each kernel and head size. If the search is interrupted, the results
+    so far are not lost.
     """
     table: Table = {"decode": [], "prefill": []}
     for dim in dims:

@@ -10,7 +10,8 @@ import logging
 import re
 from typing import Any
 
-# Lines which say that a feature cannot be used. That a single library is not used is no refusal.
+# Matches a line that reports that a feature cannot be used. A line that reports only that one
+# library is not used does not match.
 _REFUSAL = re.compile(
     r"\b(is|are) not (compiled|replayed|used|replaced)\b|CUDA graphs are off|No more CUDA graphs"
     r"|Attention runs without GPU kernels"
@@ -42,7 +43,7 @@ def emit(rank: Rank, text: str, **data: Any) -> None:  # noqa: ANN401 - any JSON
 
 
 def parsed(output: str) -> list[dict[str, Any]]:
-    """Return the results in the output of a part. Other lines, and a cut last line, are skipped."""
+    """Return the results in the output of a part. Other and incomplete lines are skipped."""
     found = []
     for line in output.splitlines():
         if not line.startswith('{"rank": '):
@@ -55,10 +56,10 @@ def parsed(output: str) -> list[dict[str, Any]]:
 
 
 def report_progress(line: str) -> None:
-    """Print a line about the load. A feature that cannot be used fails the part.
+    """Print a line about the load. If the line reports that a feature is not used, the part fails.
 
-    Example: "the forward pass is not compiled: no compiler was found". The measurements would
-    otherwise look like those of the feature.
+    Example: "the forward pass is not compiled: no compiler was found". Otherwise, the report would
+    contain measurements without the feature under the name of the feature.
     """
     emit(Rank.WRONG if _REFUSAL.search(line) else Rank.DETAIL, line)
 

@@ -1,4 +1,4 @@
-"""An engine whose model has random weights that were made on the device.
+"""Creates an engine whose model has random weights. The weights are created on the device.
 
 Writing a checkpoint of 16 GB and reading it again would take longer than the measurement.
 """
@@ -79,7 +79,7 @@ def random_checkpoint(
 def random_model(
     shape: str, dtype: torch.dtype, device: torch.device, attention: str
 ) -> Qwen3ForCausalLM:
-    """Return a model with random weights. They are made on the device, in its data type."""
+    """Return a model with random weights. The weights are created on the device."""
     torch.manual_seed(0)
     config = config_of(shape)
     config._attn_implementation = attention

@@ -20,7 +20,7 @@ from loadtest.gpu.lines import Rank, parsed
 
 # A part is started only if at least this many seconds of the call remain.
 _LEAST_S = 8.0
-# Seconds between two looks at the running parts.
+# The seconds between two checks of the running parts.
 _PAUSE_S = 0.1
 # A rehearsal may take this many times as long as a call on a GPU, because a CPU interprets the
 # kernels.
@@ -36,7 +36,7 @@ class Results:
         folder: the folder of the files.
         is_rehearsal: whether the parts ran on a CPU at tiny sizes.
         parts: for each finished part, its name, its seconds, its lines, and its error if it failed.
-        left_out: sentences about what did not run.
+        left_out: sentences about the parts that did not run.
     """
 
     call: str
@@ -48,7 +48,7 @@ class Results:
 
     @property
     def patience(self) -> float:
-        """The factor of all time limits."""
+        """The factor by which all time limits are multiplied."""
         return _REHEARSAL_PATIENCE if self.is_rehearsal else 1.0
 
     @property
@@ -137,14 +137,15 @@ class _Running:
             error = f"exit code {code}; the last line of its log is: {self._last()}"
         lines = parsed(_text_of(self.output))
         if not lines and not error:
-            # A program of others, such as pytest, ends with a summary.
+            # Programs such as pytest do not print results as JSON, but their last line is a
+            # summary.
             lines = [{"rank": Rank.DETAIL, "text": self._last(), "data": {}}]
         self.output.close()
         self.errors.close()
         return {"name": self.part.name, "seconds": seconds, "lines": lines, "error": error}
 
     def kill(self) -> None:
-        """Kill the process with everything that it started."""
+        """Kill the process and all processes that it started."""
         # The group must be killed before the process is waited for. Afterwards, another process
         # group could have the same id.
         if self.process.returncode is None:
@@ -171,7 +172,7 @@ def run_call(
         call: the call.
         results: receives the results of each part as soon as the part ends. Mutated.
         environment: the environment variables of the parts.
-        can_run_engine: whether the packages of the engine are there.
+        can_run_engine: whether the packages of the engine are installed.
         limit_s: the seconds of the whole call, instead of `call.limit_s`.
     """
     end = time.monotonic() + (limit_s or call.limit_s * results.patience)

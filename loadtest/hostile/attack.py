@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the server did.
+    """The reaction of the server to an attack.
 
     Attributes:
         status: the HTTP status, or one of the words "closed" (the server closed the connection
@@ -56,7 +56,7 @@ class Attack:
         kind: the name of the group of attacks.
         name: a short description of this attack.
         send: sends the attack with a time limit in seconds, and returns the outcome.
-        allowed: the statuses that are allowed. Empty allows every answer below 500.
+        allowed: the statuses that are allowed. If it is empty, every status below 500 is allowed.
         limit_s: the time after which the attack counts as hung, on a machine that is not busy.
         own_answers: further answers that are allowed because the Triton server itself sends them,
             as pairs of a status and a part of the text.
@@ -70,7 +70,7 @@ class Attack:
     own_answers: tuple[tuple[int, str], ...] = ()
 
     def fault(self, outcome: Outcome) -> str | None:
-        """Return why an outcome is a defect of the server, or None if it is none."""
+        """Return the reason why an outcome is a defect of the server; None if it is no defect."""
         status = outcome.status
         if status == "hung":
             return "no complete answer within the time limit"
@@ -99,7 +99,7 @@ def post(
         path: the path.
         body: bytes, or a value that is sent as JSON. A function is called when the request is
             sent, so that the table of attacks needs no memory for large bodies.
-        headers: headers that replace the usual ones.
+        headers: headers that replace the default headers.
         leave_after_s: the attacker closes the connection after this time. 0 means never.
     """
 
@@ -130,7 +130,7 @@ def call(method: str, path: str, *, is_triton: bool = False, body: object = b"")
 
 
 def encoded(body: object, target: Target) -> bytes:
-    """Return a body as bytes. Placeholders of the target are replaced in short bodies."""
+    """Return a body as bytes. In a short body, placeholders are replaced by values of `target`."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     if len(data) < 10_000:
         data = data.replace(b"{canary}", str(target.canary).encode())
@@ -197,7 +197,7 @@ def raw(*parts: bytes, is_triton: bool = False, leaves_after_s: float = 0.0) -> 
 
 
 def read_raw(connection: socket.socket) -> Outcome:
-    """Return the status of the first response on a connection. "closed" if there is none."""
+    """Return the status of the first response on a connection, or "closed" without a response."""
     received = b""
     try:
         while b"\r\n\r\n" not in received and len(received) < _MAX_READ:
@@ -216,7 +216,7 @@ def read_raw(connection: socket.socket) -> Outcome:
 
 
 def worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the outcome of several requests that is most likely a fault."""
+    """Return one of several outcomes: the outcome that is most likely a fault."""
 
     def badness(outcome: Outcome) -> tuple[bool, int]:
         status = outcome.status

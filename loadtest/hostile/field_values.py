@@ -17,7 +17,7 @@ from nereid_client.protocol.tokenize_request import TokenizeRequest
 
 from loadtest.hostile.attack import Attack, Outcome, Send, Target, chat, post, worst
 
-# JSON texts. Some of them are no values of Python, or are not written by `json.dumps`.
+# The hostile values as JSON texts. `json.dumps` cannot write some of these texts.
 _VALUES = (
     *("null", "true", "0", "-1", "1.5", "1e308", "-1e999", "NaN", "Infinity"),
     *("9223372036854775808", "1" + "0" * 400, '""', '"\\u0000"', '"\\ud800"', '"../../etc/passwd"'),

@@ -75,7 +75,7 @@ def attacks() -> Iterator[Attack]:
 
 
 def _together(count: int, *sends: Send) -> Send:
-    """Return a function that runs `count` requests at the same time, and returns the worst."""
+    """Return a function that sends `count` requests at once, and returns the worst outcome."""
 
     def send(target: Target, limit_s: float) -> Outcome:
         with ThreadPoolExecutor(count) as pool:

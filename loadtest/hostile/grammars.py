@@ -19,7 +19,7 @@ def attacks() -> Iterator[Attack]:
 
 
 def tool(name: str, *, parameters: object = None, is_strict: bool = False) -> dict[str, object]:
-    """Return a tool as in a chat completion."""
+    """Return the definition of a tool for a chat completion."""
     schema = {"type": "object"} if parameters is None else parameters
     function = {"name": name, "parameters": schema, "strict": is_strict}
     return {"type": "function", "function": function}
@@ -292,7 +292,7 @@ def _deep_tag(depth: int) -> dict[str, object]:
 
 
 def _fields() -> Iterator[Attack]:
-    """Yield grammars in all fields that may contain one, and at the other routes."""
+    """Yield attacks with a grammar in each field that accepts grammars, and on the other routes."""
     bomb = "((a{1,1000}){1,1000}){1,1000}"
     for field, value in {
         "regex": bomb,

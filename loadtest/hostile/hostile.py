@@ -93,8 +93,8 @@ def run(attacks: Sequence[Attack], num_attackers: int, memory_limit: int) -> tup
             memory, neighbour = MemoryWatch(served), Neighbour(port, _NEIGHBOUR)
             memory.start()
             neighbour.start()
-            # Attackers use other machines. With a low priority, the attacks of this process take
-            # less of the processor time that the server needs.
+            # Real attackers use other machines. This process runs with a low priority, so that the
+            # attacks take less processor time from the server.
             os.nice(_ATTACKER_NICENESS)
             started = time.monotonic()
             with ThreadPoolExecutor(num_attackers) as pool:
@@ -126,7 +126,7 @@ def _result(attack: Attack, target: Target, limits: Limits) -> Result:
 
 @contextmanager
 def served_until_end(served: Served) -> Iterator[None]:
-    """Stop a server at the end."""
+    """Return a context whose end stops a server."""
     try:
         yield
     finally:
@@ -135,7 +135,7 @@ def served_until_end(served: Served) -> Iterator[None]:
 
 @contextmanager
 def limited_memory(num_bytes: int) -> Iterator[None]:
-    """Limit the private memory of each process that is started in the meantime (RLIMIT_DATA)."""
+    """Limit the private memory (RLIMIT_DATA) of each process that is started in the context."""
     previous = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, previous[1]))
     try:

@@ -176,7 +176,7 @@ def _broken_connections() -> Iterator[Attack]:
 
 
 def _half_closed(sent: bytes) -> Send:
-    """Return a function that closes the sending half of its connection after these bytes."""
+    """Return a function that sends bytes, and then closes the sending half of its connection."""
 
     def send(target: Target, limit_s: float) -> Outcome:
         with socket.create_connection(("127.0.0.1", target.openai), timeout=limit_s) as connection:
@@ -188,7 +188,7 @@ def _half_closed(sent: bytes) -> Send:
 
 
 def _reset(count: int, sent: bytes, pause_s: float) -> Send:
-    """Return a function that opens connections one after the other, and resets each."""
+    """Return a function that opens and resets several connections, one after the other."""
 
     def send(target: Target, limit_s: float) -> Outcome:
         for _ in range(count):

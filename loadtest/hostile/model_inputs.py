@@ -71,7 +71,7 @@ def _inputs(target: Target, model: str) -> list[Any]:
 
 
 def _add(request: Any, one: Any, count: int, chance: random.Random) -> None:  # noqa: ANN401 - untyped library
-    """Add an input with `count` elements, which are zeros for a chance without a seed."""
+    """Add an input with `count` equal random elements. Do nothing if the request has the input."""
     for other in request.inputs:
         if other.name == one.name:
             return
@@ -83,7 +83,7 @@ def _add(request: Any, one: Any, count: int, chance: random.Random) -> None:  # 
 
 
 def _small_request(model: str) -> Any:  # noqa: ANN401 - untyped library
-    """Return a request with two tokens for the models that need a limit, else without inputs."""
+    """Return a request. For the models "llm" and "tokenizer", it contains a limit of two tokens."""
     request = service_pb2.ModelInferRequest(model_name=model)
     if model in ("llm", "tokenizer"):
         text = b'{"max_tokens": 2}'
@@ -93,7 +93,7 @@ def _small_request(model: str) -> Any:  # noqa: ANN401 - untyped library
 
 
 def _changed(model: str, change: Change) -> Send:
-    """Return a function that sends a request with one text, after `change` has changed it."""
+    """Return a function that sends a request with one text. `change` first changes the request."""
 
     def send(target: Target, limit_s: float) -> Outcome:
         request = _small_request(model)

@@ -1,4 +1,4 @@
-"""What runs beside the attacks: a well-behaved client, a memory watch, and a canary address."""
+"""Observers that run beside the attacks: a client, a memory watch, and a canary address."""
 
 import json
 import multiprocessing

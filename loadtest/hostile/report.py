@@ -10,7 +10,8 @@ from loadtest.hostile.observers import MemoryWatch, Neighbour
 
 _MAX_GROWTH_MIB = 1000.0
 _MAX_FIRST_TOKEN_S = 2.0
-# On a busy machine, a request takes longer even without attacks.
+# The limit is at least this multiple of the waiting time without attacks, because requests take
+# longer on a busy machine.
 _TIMES_THE_QUIET_WAIT = 4.0
 
 
@@ -28,12 +29,15 @@ class Limits:
 
     @classmethod
     def measure(cls, waits: Sequence[float]) -> "Limits":
-        """Return the limits that follow from the waits of a client on the unattacked server."""
+        """Return the limits that follow from the waiting times of a client without attacks."""
         return cls(sorted(waits), os.getloadavg()[0])
 
     @property
     def first_token_s(self) -> float:
-        """The longest time to a first token: 2 s, or four times the 99th percentile if longer."""
+        """The longest allowed time to a first token.
+
+        It is the larger of two times: 2 s, and four times the 99th percentile of `quiet_waits`.
+        """
         return max(_MAX_FIRST_TOKEN_S, _TIMES_THE_QUIET_WAIT * percentile(self.quiet_waits, 0.99))
 
     @property
@@ -53,7 +57,7 @@ class Result:
 
     @property
     def fault(self) -> str | None:
-        """Why the outcome is a defect, or None."""
+        """The reason why the outcome is a defect; None if it is no defect."""
         return self.attack.fault(self.outcome)
 
 
@@ -81,7 +85,7 @@ class Observations:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile of sorted values; 0 without values."""
+    """Return a percentile of sorted values; 0 if there are no values."""
     return values[min(int(len(values) * share), len(values) - 1)] if values else 0.0
 
 

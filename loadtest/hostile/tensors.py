@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from loadtest.hostile.attack import Attack, Outcome, Send, Target
 
-# The status of a gRPC code that is a defect of the server. Other codes count as 400.
+# The HTTP status for each gRPC code that means a defect of the server. Other codes count as 400.
 _STATUS = {
     "OK": 200,
     "INTERNAL": 500,
@@ -143,7 +143,7 @@ def _envelopes() -> dict[str, bytes]:
 
 
 def _states() -> dict[str, bytes]:
-    """Return states that the executor has not signed, most of which are otherwise valid."""
+    """Return states that the executor has not signed. Most of them are otherwise valid."""
 
     def state(slot: int = 0, deltas: object = (), slots: tuple[int, ...] = (0,)) -> bytes:
         context = msgpack.packb({"stream": True, "num_prompt_tokens": 1})

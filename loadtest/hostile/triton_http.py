@@ -9,9 +9,9 @@ from loadtest.hostile.attack import Attack, call, raw
 
 _MODELS = ("llm", "tokenizer", "executor", "postprocessor", "embedding", "rerank")
 _DECOUPLED = ("llm", "executor", "postprocessor")
-# The Triton server answers its own errors in reading a request with a 500, and the use of an
-# endpoint that a model does not support with a 501. Only these answers are allowed: a 500 with
-# another text comes from a model and is a fault.
+# If the Triton server cannot read a request, it answers with status 500. If a model does not
+# support an endpoint, the server answers with status 501. Only these answers are allowed. A 500
+# with another text comes from a model and is a fault.
 OWN_ANSWERS = (
     (501, "HTTP end point doesn't support models with decoupled transaction policy"),
     (500, "failed to parse the request JSON buffer"),

@@ -70,8 +70,9 @@ def _smuggling() -> Iterator[Attack]:
 def not_smuggled(sent: bytes) -> Send:
     """Return a function that sends bytes with a second request inside the body of the first one.
 
-    A second response is allowed only if the first request was complete before it. The outcome has
-    the status 599 if the list of models arrives although the length of the body was ambiguous.
+    A second response is allowed only if the first request was complete before the second request.
+    The outcome has the status 599 if the list of models arrives although the length of the body was
+    ambiguous.
     """
     is_ambiguous = b"Content-Length" in sent and b"chunked" in sent
 

@@ -19,7 +19,7 @@ class Arrivals(Protocol):
         """Whether requests arrive independently of the answers (an open loop)."""
 
     def gaps_s(self, rng: random.Random) -> Iterator[float]:
-        """Yield the seconds after each answer (closed loop) or between arrivals (open loop)."""
+        """Yield the seconds after an answer (closed loop) or between two arrivals (open loop)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Poisson:
-    """An open loop with independent arrivals, `per_second` of them on average."""
+    """An open loop with independent arrivals. The mean rate is `per_second`."""
 
     per_second: float
     is_open = True

@@ -1,4 +1,4 @@
-"""Check replies, and classify what is wrong with them.
+"""Check replies, and classify their faults.
 
 If the expected answer consists of numbered tokens, each wrong token has a kind of fault:
 
@@ -63,7 +63,7 @@ class ReplyChecker:
         self._firsts: dict[str, Reply] = {}
 
     def faults(self, ask: Ask, reply: Reply) -> list[Fault]:
-        """Return the faults of a reply; the list is empty if the reply is correct.
+        """Return the faults of a reply. The list is empty if the reply is correct.
 
         If the client cancelled the request, the reply is checked as the beginning of an answer.
         """
@@ -155,7 +155,7 @@ def _faults_of_order(places: dict[str, int], texts: Sequence[str]) -> list[Fault
 
 
 def _fault(kind: Kind, texts: Sequence[str]) -> Iterator[Fault]:
-    """Yield one fault for all tokens in `texts`; the detail shows the first few of them."""
+    """Yield one fault for all tokens in `texts`. Its detail contains the first few tokens."""
     if texts:
         more = f" and {len(texts) - _FEW} more" if len(texts) > _FEW else ""
         yield Fault(kind, " ".join(texts[:_FEW]) + more)

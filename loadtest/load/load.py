@@ -104,7 +104,7 @@ def run_phase(name: str, args: argparse.Namespace) -> Phase:
 
 
 def _describe(name: str, args: argparse.Namespace) -> str:
-    """Return a phrase that says what a phase runs on."""
+    """Return a phrase that describes the server or the models of a phase."""
     if args.url is not None:
         return f"the server at {args.url}"
     if name == "numbered":

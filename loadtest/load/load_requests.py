@@ -15,38 +15,41 @@ _LLM = "llm"
 
 
 def chat(question: Question, max_tokens: int, *, system: str = "", **fields: object) -> Ask:
-    """Return a streamed chat completion; `ignore_eos=True` makes it exactly `max_tokens` long."""
+    """Return a request for a streamed chat completion.
+
+    With `ignore_eos=True`, the answer has exactly `max_tokens` tokens.
+    """
     body = _chat_body(question, max_tokens, system) | _STREAMED | fields
     return Ask("openai", "/v1/chat/completions", body, question.expected(max_tokens))
 
 
 def chat_at_once(question: Question, max_tokens: int, **fields: object) -> Ask:
-    """Return a chat completion that is not streamed."""
+    """Return a request for a chat completion that is not streamed."""
     body = _chat_body(question, max_tokens) | fields
     return Ask("openai", "/v1/chat/completions", body, question.expected(max_tokens))
 
 
 def completion(question: Question, max_tokens: int, **fields: object) -> Ask:
-    """Return a streamed text completion."""
+    """Return a request for a streamed text completion."""
     body = {"prompt": question.text, **_limits(max_tokens), **_STREAMED, **fields}
     return Ask("openai", "/v1/completions", body, question.expected(max_tokens))
 
 
 def generate_stream(question: Question, max_tokens: int, **fields: object) -> Ask:
-    """Return a streamed text completion through the HTTP endpoint of the Triton server."""
+    """Return a request for a streamed text completion at the HTTP endpoint of the Triton server."""
     ask = asks.generate_stream(question.text, _limits(max_tokens) | fields)
     return replace(ask, expected=question.expected(max_tokens))
 
 
 def grpc_chat(question: Question, max_tokens: int, *, system: str = "", **fields: object) -> Ask:
-    """Return a chat completion through the gRPC endpoint of the Triton server."""
+    """Return a request for a chat completion at the gRPC endpoint of the Triton server."""
     body = _chat_body(question, max_tokens, system) | fields
     inputs = {"chat_request": json.dumps(body)}
     return Ask("grpc", _LLM, inputs, question.expected(max_tokens))
 
 
 def grpc_text(question: Question, max_tokens: int, **fields: object) -> Ask:
-    """Return a text completion through the gRPC endpoint of the Triton server."""
+    """Return a request for a text completion at the gRPC endpoint of the Triton server."""
     ask = asks.grpc_stream(question.text, _limits(max_tokens) | fields)
     return replace(ask, expected=question.expected(max_tokens))
 

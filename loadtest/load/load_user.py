@@ -125,7 +125,7 @@ class LoadUser(User):
         self._tell_locust(made)
 
     def _tell_locust(self, made: Record) -> None:
-        """Report the request to locust, with one line each for the whole request, TTFT and ITL."""
+        """Report a request to locust: one line for the whole request, one for TTFT, one for ITL."""
         fire = self.environment.events.request.fire
         common = {"name": made.scenario, "response_length": 0, "context": {}}
         exception = None if made.is_fine else RuntimeError(made.faults[0])

@@ -93,7 +93,7 @@ HEAD = (
 
 
 def serve(folder: Path) -> Served:
-    """Return a server with the scripted engine, not yet started; its script goes to `folder`."""
+    """Create a server with the scripted engine, but do not start it. Its script is in `folder`."""
     path = folder / "script.json"
     path.write_text(json.dumps(_SCRIPT))
     environment = {
@@ -107,7 +107,7 @@ def serve(folder: Path) -> Served:
 
 
 async def offer(served: Served, per_second: float, seconds: float, seed: int = 0) -> Phase:
-    """Send requests at random times, `per_second` of them on average, and return their results."""
+    """Send requests at random times with a mean rate of `per_second`, and return the results."""
     rng = random.Random(seed)
     phase = Phase(per_second, seconds)
     ends = time.monotonic() + seconds

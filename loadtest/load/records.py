@@ -18,13 +18,14 @@ class Record:
     Attributes:
         scenario: the scenario that sent the request.
         endpoint: the endpoint.
-        started: the time of sending, from time.time, to match the times of the server's metrics.
+        started: the time of sending. It is from time.time, like the times of the server's metrics.
         late_s: the delay between the planned and the actual sending, caused by the load generator.
         ttft_s: the time to the first chunk with text, or None if no text arrived.
         gaps_s: the times between two chunks with text.
         e2e_s: the time until the end of the request.
         num_tokens: the number of tokens of the answer, or 0 if the server did not report it.
-        outcome: ok, cancelled (by the client), rejected (as expected), or the first fault's kind.
+        outcome: "ok", "cancelled" (by the client), "rejected" (as expected), or the kind of the
+            first fault.
         is_stream: whether the answer was streamed.
         faults: the descriptions of all faults.
     """

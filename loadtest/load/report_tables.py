@@ -33,8 +33,8 @@ class Phase:
 
     Attributes:
         name: the name of the phase in the tables.
-        description: a phrase that says what was served.
-        seconds: how long requests arrived.
+        description: a phrase that describes the server or the models.
+        seconds: the number of seconds during which requests arrived.
         records: the records of all requests.
         samples: the server's metrics during the run.
         broken: sentences about other failures: a leak, a process that did not end, or a load
@@ -60,7 +60,7 @@ class Phase:
 
 
 def row(name: str, records: Sequence[Record], seconds: float) -> list[str]:
-    """Return one table row for some requests; the columns are COLUMNS."""
+    """Return one row of the table for some requests. The columns are COLUMNS."""
     fine = [one for one in records if one.is_fine]
     streams = [one for one in fine if one.is_stream]
     firsts = [one.ttft_s for one in streams if one.ttft_s is not None]
@@ -92,7 +92,7 @@ def rows(phase: Phase) -> list[list[str]]:
 
 
 def outcomes(phase: Phase) -> list[tuple[str, int]]:
-    """Return how many requests had each outcome. Expected outcomes come first."""
+    """Return the number of requests for each outcome. Expected outcomes are first."""
     counted = collections.Counter(one.outcome for one in phase.records)
     good = ("ok", "cancelled", "rejected")
     return sorted(counted.items(), key=lambda item: (item[0] not in good, -item[1]))

@@ -31,7 +31,7 @@ ENDPOINTS = {"HTTP": generate_stream("Go", _FIELDS), "gRPC": grpc_stream("Go", _
 
 
 def serve(folder: Path) -> Served:
-    """Return a server with the scripted engine, not yet started; its script goes to `folder`."""
+    """Create a server with the scripted engine, but do not start it. Its script is in `folder`."""
     path = folder / "script.json"
     path.write_text(json.dumps(_SCRIPT))
     environment = {"NEREID_ENGINE": "scripted", "NEREID_SCRIPT": str(path)}

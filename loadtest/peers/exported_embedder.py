@@ -1,8 +1,8 @@
 """OpenVINO and onnxruntime as compared embedders, for `bench_pooling`.
 
 The program runs in the environment of `make bench-peers`. Its argument is a JSON object. The
-program prints "ready". For each line on its standard input, which is a batch size, the program
-encodes all texts and prints "done".
+program prints "ready". Each line on its standard input is a batch size. For each line, the program
+encodes all texts in batches of this size and prints "done".
 """
 
 import json

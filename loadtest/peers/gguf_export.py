@@ -17,7 +17,8 @@ import gguf
 import llama_cpp
 import numpy as np
 
-# Leading bytes of a safetensors file: a little-endian uint64, the length of its JSON header.
+# A safetensors file begins with this number of bytes. They contain the length of the JSON header as
+# a little-endian uint64.
 _HEADER_LENGTH_BYTES = 8
 
 

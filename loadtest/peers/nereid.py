@@ -59,7 +59,7 @@ class StepTimes:
         setattr(HostCopy, "wait", timed_wait)  # noqa: B010
 
     def summary(self, batches: list[int]) -> dict[str, dict[str, float]]:
-        """Return the median milliseconds for each batch size; "host" excludes waiting."""
+        """Return the median milliseconds for each batch size. "host" does not include waiting."""
         found = {}
         for batch in batches:
             if times := self.spent.get(batch):
@@ -94,7 +94,7 @@ class Nereid:
         assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
 
     def facts(self) -> dict[str, Any]:
-        """Return the memory of weights and KV cache, and what the steps did.
+        """Return the memory of weights and KV cache, and figures about the steps.
 
         The key `steps` has the median times of steps, and `replays` has the number of steps that
         replayed a CUDA graph.

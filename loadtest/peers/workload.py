@@ -87,7 +87,7 @@ def spent(clock: Callable[[], float], peer: Peer, prompts: list[list[int]], amou
 
 
 def rate(amount: int, times: Sequence[float]) -> float:
-    """Return the amount per second at the median of `times`."""
+    """Return an amount divided by the median of `times`, which are in seconds."""
     return amount / statistics.median(times)
 
 
@@ -97,10 +97,11 @@ def decode_rate(
     batch: int,
     workload: dict[str, Any],
 ) -> float:
-    """Return the tokens/s of decode, from the time of whole answers less that of the prompts.
+    """Return the tokens/s of decode.
 
-    Return 0 if the variation of the prompts' time exceeds the difference. Longer answers or more
-    repetitions help in that case.
+    The time of decode is the time of whole answers minus the time of the prompts. Return 0 if this
+    difference is smaller than the variation of the prompts' times. Longer answers or more
+    repetitions help in this case.
     """
     times = []
     clock = clock_of(workload)

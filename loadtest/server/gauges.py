@@ -66,7 +66,7 @@ def what_is_busy(gauges: Gauges) -> str | None:
 
 
 def wait_for_rest(url: str, limit_s: float = 15.0) -> str | None:
-    """Wait until the server is idle and return None; return its busy gauges after `limit_s`."""
+    """Wait until the server is idle, and return None. After `limit_s`, return the busy gauges."""
     ends = time.monotonic() + limit_s
     while True:
         time.sleep(0.3)  # the server publishes gauges every tenth of a second
@@ -122,7 +122,7 @@ class Sampler:
             try:
                 found = read(self._url)
             except OSError:
-                continue  # a missing sample does no harm, because callers check the server later
+                continue  # leave out this sample, because callers check the server later
             self.samples.append(Sample(time.time(), found))
 
 

@@ -72,7 +72,7 @@ def _role(words: list[str]) -> str:
         return f"{Path(words[1]).parent.parent.name} stub"
     if "-m" in words:
         module = words[words.index("-m") + 1]
-        # The engine starts the process for trials of grammars with the first slow grammar.
+        # The engine starts the process that tests grammars when the first slow grammar arrives.
         kinds = {
             "nereid_client": "frontend",
             "nereid_backend.serving.process.forking.fork_server": "fork server",
@@ -115,7 +115,7 @@ def num_in_frontend(served: Served) -> int | None:
 
 
 def what_is_busy(served: Served) -> str | None:
-    """Return what must be 0 on an idle server but is not; None for an idle server."""
+    """Return the values that must be 0 on an idle server but are not; None for an idle server."""
     found = gauges(served)
     busy = [metrics_page.what_is_busy(found) if found else "the metrics page cannot be read"]
     in_frontend = num_in_frontend(served)

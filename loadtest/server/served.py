@@ -1,4 +1,4 @@
-"""A complete `nereid serve` on free ports for a test or a benchmark, stopped at the end."""
+"""Starts a complete `nereid serve` on free ports for a test or a benchmark, and stops it."""
 
 import contextlib
 import ctypes

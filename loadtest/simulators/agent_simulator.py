@@ -157,7 +157,8 @@ class Simulation:
         self._rng = random.Random(f"singles {traffic.seed}")
         self._ids = itertools.count()
         self._branches = itertools.count()
-        # The times of later requests. The number makes the order of equal times unique.
+        # The time, a number and the agent of each later request. If two times are equal, the number
+        # determines the order.
         self._pending: list[tuple[float, int, Agent | None]] = []
         self._running: dict[str, tuple[Turn, float, bool]] = {}
         self._num_agents = 0

@@ -36,7 +36,8 @@ def conversations(rate: float, duration_s: float, num_nodes: int, seed: int = 0)
     Args:
         rate: the requests per second of each node, on average.
         duration_s: the time in which conversations start.
-        num_nodes: the number of nodes. With 1, the result is also that of prefix routing.
+        num_nodes: the number of nodes. With one node, the result is the same as with prefix
+            routing.
         seed: the seed of the random numbers.
     """
     rng = random.Random(seed)
@@ -79,7 +80,10 @@ def first_token_s(outcome: Outcome) -> tuple[float, float]:
 
 
 def plot(points: dict[str, list[tuple[float, float]]], path: Path) -> None:
-    """Draw a curve of (requests per second, seconds) for each name, and write a PNG file."""
+    """Draw one curve for each name in `points`, and write a PNG file.
+
+    A point is a pair: the requests per second, and the time to the first token in seconds.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

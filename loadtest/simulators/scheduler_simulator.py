@@ -80,11 +80,11 @@ class Cost:
 
 @dataclass(slots=True)
 class Record:
-    """The result of one request; times are seconds from the start, or None before the event.
+    """The result of one request. Times are in seconds from the start. None means not yet.
 
     Attributes:
         arrival: the request.
-        begun_s: the time at which the first step that contains the request starts.
+        begun_s: the start time of the first step that contains the request.
         first_token_s: the time of the first token.
         end_s: the time at which the last sequence ends.
         num_tokens: the number of generated tokens of all sequences.

@@ -32,16 +32,16 @@ _LOCK = threading.Lock()
 
 
 def _take(path: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
-    """Return the kind and number of the failure to cause now, and decrement its count in the file.
+    """Return the kind and the number of the next failure, and decrement the number in the file.
 
-    Return None if the file does not exist or contains another kind than `kinds`.
+    Return None if the file does not exist, or if its kind is not in `kinds`.
     """
     if not path.exists():
         return None
     with _LOCK:
         try:
             kind, number = path.read_text().split()
-        except (OSError, ValueError):  # gone, or being written
+        except (OSError, ValueError):  # the file was deleted, or is being written
             return None
         if kind not in kinds:
             return None

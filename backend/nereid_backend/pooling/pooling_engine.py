@@ -54,9 +54,9 @@ class PoolingEngine:
 
         Raises:
             RequestError: there are no items, there are more items than the queue can contain, an
-                item is wrong, or a waiting request has the same id. Then nothing is added. If an
-                item is wrong and there are several items, the message contains the index of the
-                wrong item.
+                item is wrong, or a waiting request has the same id. If this error is raised,
+                nothing is added. If one of several items is wrong, the error message contains the
+                index of the item.
             CapacityError: too many inputs are waiting.
         """
         if request_id in self._queue:

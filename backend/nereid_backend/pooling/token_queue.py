@@ -27,9 +27,9 @@ class TokenQueue:
     """The waiting items of all requests.
 
     A step takes one item of each request in turn until the token budget is used up. The next step
-    continues with the next request. While no other request waits, a request with a thousand texts
-    uses whole steps. However, it does not delay a request with one text. A request's short texts
-    are computed first, because texts of similar lengths are computed as one batch.
+    continues with the next request. A request with a thousand texts uses whole steps only while no
+    other request waits. Therefore it does not delay a request with one text. A request's short
+    texts are computed first, because texts of similar lengths are computed as one batch.
 
     Example: request a has items of 5, 6 and 7 tokens, and request b has one item of 9 tokens.
     `take(22)` returns the items a5, b9 and a6, and the next call returns a7.

@@ -145,8 +145,8 @@ def _next_positions(axes: Tensor) -> Tensor:
     """Return the position of the first token that follows a prompt, [num_axes].
 
     If there are four axes, the first axis counts the tokens, and the other three axes are time,
-    height and width. On these three axes, the next token has one common position: the largest
-    position of the prompt on any of them plus 1.
+    height and width. The next token has the same position on these three axes. This position is the
+    largest position of the prompt on these axes, plus 1.
     """
     if len(axes) == 4:
         last = axes[1:].max()

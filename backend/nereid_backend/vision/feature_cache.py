@@ -16,7 +16,7 @@ _METHODS = ("get_image_features", "get_video_features")
 class FeatureCache:
     """Stores the results of a model's methods `get_image_features` and `get_video_features`.
 
-    The key of a result is the digest of the images.
+    The key of a result consists of the digest of the images and the number of the call.
 
     Attributes:
         num_encoded: the number of times that the image encoder was run.

@@ -67,9 +67,9 @@ class ImageSources:
         """Store the settings.
 
         Args:
-            hosts: the hosts from which images are downloaded, separated by commas. `*.example.org`
-                allows all subdomains, `example.org:8443` allows another port, and `*` allows all
-                hosts. "" allows no downloads.
+            hosts: a list of hosts, separated by commas. Images are downloaded only from these
+                hosts. `*.example.org` allows all subdomains, `example.org:8443` allows another
+                port, and `*` allows all hosts. "" allows no downloads.
             timeout_s: the time limit in seconds for all downloads of one request together.
             folder: the folder whose files may be read with file URLs. "" allows no files.
         """

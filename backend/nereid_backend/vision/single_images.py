@@ -89,7 +89,7 @@ class SplitPath:
         features: FeatureCache,
         attention: OwnAttention,
     ) -> None:
-        """Create a path.
+        """Store the arguments.
 
         Args:
             text: the forward path of sequences without images.

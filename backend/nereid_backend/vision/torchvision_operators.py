@@ -3,7 +3,7 @@
 
 The build of torchvision contains operators that are linked with CUDA libraries. Without these
 libraries, the operators are missing. `import torchvision` adds a second implementation to two of
-the operators, and therefore fails if they are missing. Image processors use none of these
+the operators, and therefore fails if the operators are missing. Image processors use none of these
 operators.
 """
 

@@ -4,8 +4,8 @@
 The methods are tested with short texts of random tokens. First, each text is computed alone, with
 the model's own attention. Then the texts are computed as one batch with each method in turn:
 "packed", "padded" and "rows" (batches of texts with equal lengths). The first method whose vectors
-agree with the vectors of the single texts is chosen. If the vectors agree for no method, the model
-is refused. Every model is tested when it is loaded, because an inexact method would return wrong
+agree with the vectors of the single texts is chosen. If there is no such method, the model is
+refused. Every model is tested when it is loaded, because an inexact method would return wrong
 vectors without an error.
 """
 
@@ -37,10 +37,10 @@ _BEYOND_WINDOW = 6
 # The texts that test a sliding window have at most this number of tokens. Windows that need a
 # longer text are not tested.
 _LONGEST_TEXT = 160
-# Limits of relative errors (see row_errors) for each data type. A model counts as causal if the
-# vectors of the other tokens change by less than _CAUSAL_TOLERANCE when the last token changes. A
-# method counts as exact if its vectors differ by at most _TOLERANCE from the vectors of the same
-# texts computed one by one.
+# Limits of relative errors (see row_errors) for each data type. If the last token of a text is
+# changed, and the vectors of the other tokens change by less than _CAUSAL_TOLERANCE, the model
+# counts as causal. A method counts as exact if its vectors differ by at most _TOLERANCE from the
+# vectors of the same texts computed one by one.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # Test texts consist of random tokens. The tokens are chosen from at least this number of token ids,

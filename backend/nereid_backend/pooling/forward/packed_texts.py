@@ -176,7 +176,7 @@ class PackedAttention:
                 _texts_of_group(key, group),
                 _texts_of_group(value, group),
             )
-            # [count * length, num_heads, value_dim]
+            # The shape is [count * length, num_heads, value_dim].
             parts.append(output.transpose(1, 2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
@@ -205,10 +205,8 @@ class PackedAttention:
 def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
     """Select the queries, keys or values of one group, [count, num_heads, length, dim].
 
-    The tensor contains queries, keys or values.
-
     Args:
-        tensor: [1, num_heads, num_tokens, dim].
+        tensor: the queries, keys or values of all texts, [1, num_heads, num_tokens, dim].
         group: the first token, the number of texts, and their length (see TokenBatch.groups).
     """
     start, count, length = group

@@ -93,7 +93,8 @@ class GenerativeReranker:
 
         Args:
             pair: the query and the document.
-            instruction: a sentence that says when a document is relevant. None means the default.
+            instruction: a sentence that describes which documents are relevant. None means the
+                default sentence.
             limit: the largest number of tokens. If the prompt has more tokens, the end of the
                 document is removed. None means no limit.
 

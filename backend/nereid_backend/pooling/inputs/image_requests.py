@@ -17,7 +17,7 @@ from nereid_backend.vision.packed_tensors import unpack_images
 IMAGE_WORKER = "nereid_backend.pooling.inputs.pooling_image_worker"
 # The image worker can prepare the images of chats, so its error messages begin with "messages:
 # image 1: ". An input of a pooling model has no field `messages` and at most one image, so these
-# two texts are removed.
+# two texts are removed from the message.
 _CHAT_FIELD = "messages: "
 _FIRST_IMAGE = "image 1: "
 

@@ -50,8 +50,7 @@ class Prepared:
         num_tokens: the number of tokens that count towards limits and usage.
         num_attended: for an expanded query, the number of tokens before the mask tokens. All tokens
             attend only to these tokens. None means that all tokens attend to all tokens.
-        skips_words: whether the multi-vector output contains no vectors of tokens such as
-            punctuation.
+        skips_words: whether tokens such as punctuation get no vector in the multi-vector output.
         offsets: the range of characters that belongs to each token (see PoolingResult.offsets).
     """
 

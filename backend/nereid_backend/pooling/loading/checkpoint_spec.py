@@ -46,9 +46,9 @@ class CheckpointSpec:
         vector_modules: the modules that convert the pooled vector to a vector, in order.
         normalizes: whether the vector is scaled to length 1. None means the default for the model.
         activation: the activation of scores: "none", "sigmoid" or "softmax".
-        answer_tokens: for a generative reranker, the token ids of "yes" and "no" that its files
-            name. None means that the files name no token ids. If the second id is None, the score
-            is the logit of "yes" alone.
+        answer_tokens: for a generative reranker, the token ids of "yes" and "no" in the
+            checkpoint's files. None means that the files contain no token ids. If the second id is
+            None, the score is the logit of "yes" alone.
         template_kwargs: the variables of the chat template.
         splade: the SPLADE pooling: "max" or "sum", and the number of times that log1p is applied.
         late_interaction: for a checkpoint with only multi-vector output, the rules for queries and

@@ -131,7 +131,7 @@ def read_late_interaction(
     saved: Mapping[str, Any],
     modules: Sequence[ModuleSpec],
 ) -> LateInteraction:
-    """Return the rules for queries and documents that a checkpoint's files describe.
+    """Read the rules for queries and documents from the files of a checkpoint.
 
     Args:
         root: the folder of the checkpoint.
@@ -186,7 +186,7 @@ def is_pylate(saved: Mapping[str, Any]) -> bool:
 
 
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rules for queries and documents that PyLate's file contains.
+    """Read the rules for queries and documents from the content of PyLate's file.
 
     The keys are the names that sentence-transformers uses.
     """
@@ -208,7 +208,7 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rules for queries and documents that Stanford's file contains.
+    """Read the rules for queries and documents from the content of Stanford's file.
 
     The keys are the names that sentence-transformers uses.
     """

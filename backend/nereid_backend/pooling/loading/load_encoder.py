@@ -57,7 +57,7 @@ _AUTO: dict[str, Any] = {
     TOWERS: AutoModel,
 }
 # A tensor whose name ends with one of these texts is constant. If a checkpoint lacks such a tensor,
-# or contains such a tensor that the model does not need, this is not an error.
+# or contains one that the model does not need, this is not an error.
 _NOT_SAVED = ("position_ids", "token_type_ids", "inv_freq")
 
 
@@ -73,8 +73,8 @@ class Encoder:
         tokenizer: the tokenizer of the checkpoint.
         device: the device of the weights.
         own_attention: the name of the attention implementation with which the model was loaded.
-        takes_hook: whether the model accepts Nereid's attention implementation. The code of a model
-            that accepts the implementation may still ignore it.
+        takes_hook: whether the model accepts Nereid's attention implementation. Even then, the code
+            of the model may ignore this implementation.
     """
 
     model: PreTrainedModel

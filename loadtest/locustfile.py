@@ -141,7 +141,7 @@ class Searchers(LoadUser):
 
 
 class Fickle(LoadUser):
-    """Long answers; three of ten clients cancel at a random time."""
+    """Long answers. Three of ten clients cancel at a random time."""
 
     arrivals = Poisson(2.0)
     cancel_share = 0.3

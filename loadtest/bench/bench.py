@@ -127,7 +127,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def config_of(shape: str) -> Qwen3Config:
-    """Return the configuration of the model shape `shape`, which is a key of SHAPES."""
+    """Return the configuration of a model shape. `shape` is a key of SHAPES."""
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab = SHAPES[shape]
     return Qwen3Config(
         vocab_size=vocab,
@@ -229,7 +229,7 @@ def run_contestant(
 
 
 def median(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the median of each number in `results`, which are dictionaries with the same keys.
+    """Return the median of each number. All dictionaries in `results` have the same keys.
 
     Example: `median([{"load_s": 1}, {"load_s": 3}])` returns `{"load_s": 2}`.
     """

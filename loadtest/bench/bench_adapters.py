@@ -122,7 +122,8 @@ def decode_rate(
     Args:
         engine: the engine.
         rng: the source of random prompts.
-        names: the adapters, which the requests use in turn. "" means no adapter.
+        names: the names of the adapters. The requests use the adapters in turn. "" means no
+            adapter.
         args: the command line.
     """
     for number in range(args.batch):

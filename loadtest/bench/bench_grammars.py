@@ -68,7 +68,7 @@ def made_up(size: int) -> Vocabulary:
 
 
 def tools(count: int, salt: str = "") -> list[dict[str, object]]:
-    """Return `count` definitions of tools with four parameters; `salt` makes the names unique."""
+    """Return `count` definitions of tools with four parameters. `salt` makes their names unique."""
     return [
         {
             "type": "function",

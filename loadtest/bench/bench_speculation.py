@@ -40,7 +40,7 @@ from loadtest.bench.created_models.grown_models import save_with_layers
 from loadtest.bench.created_models.trained_draft import trained_draft
 from loadtest.bench.markdown_table import table
 
-# The programs of the folder `demo` are scripts, which import each other by their short names.
+# The programs in the folder `demo` import each other by their short names.
 sys.path.insert(0, str(Path(__file__).parents[2] / "demo"))
 from chat_format import prompt_text
 from evaluate import held_out_dialogues

@@ -30,7 +30,7 @@ class Answer:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of a stream except [DONE]."""
-        # Other lines contain the sizes of HTTP chunks, which are not needed here.
+        # Other lines contain the sizes of HTTP chunks. They are ignored.
         async for line in self._reader:
             if line.startswith(b"data: {"):
                 yield json.loads(line[6:])

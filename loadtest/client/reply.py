@@ -22,10 +22,10 @@ class Reply:
             each choice. The order of text in different channels does not matter, because one
             response may contain text of several channels.
         times: the arrival time of each chunk with text.
-        finish_reasons: all finish reasons; a correct stream has exactly one.
+        finish_reasons: all finish reasons. A correct stream has exactly one finish reason.
         num_tokens: the number of tokens that the server reported; None if it reported no number.
         numbers: the numbers of embeddings, or the scores of a ranking.
-        ids: the ids of all chunks; all chunks of a correct stream have the same id.
+        ids: the ids of all chunks. In a correct stream, all chunks have the same id.
         end: "whole" if the stream ended as the protocol requires, "broken" if the connection ended
             before.
     """

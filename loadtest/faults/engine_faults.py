@@ -48,7 +48,7 @@ class EngineFault(Fault):
     Attributes:
         order: the line for faulty_python that selects the failure. If it is "", the memory of the
             process is limited instead.
-        victim: a further request, which is sent when the fault is injected and the other requests
+        victim: a further request. It is sent when the fault is injected, while the other requests
             run.
     """
 
@@ -129,7 +129,7 @@ def embedding(num_texts: int) -> list[Ask]:
 
 
 def _last_id(name: str) -> int:
-    """Return the last token id of a vocabulary, which no ordinary text contains."""
+    """Return the last token id of a vocabulary. No ordinary text contains this token."""
     return int(json.loads((_DEMO / name / "config.json").read_text())["vocab_size"]) - 1
 
 
@@ -189,7 +189,7 @@ async def measure_one(
 
 
 def make_asker(served: Served, limit_s: float = 60.0) -> Asker:
-    """Return a client of a server; `limit_s` is the time limit of a request in seconds."""
+    """Return a client of a server. `limit_s` is the time limit of a request in seconds."""
     return Asker(f"http://127.0.0.1:{served.openai_port}", served.http_url, limit_s=limit_s)
 
 

@@ -25,7 +25,7 @@ class Fault:
 
     Attributes:
         name: the name in the report.
-        role: the role of the process that fails, as in processes.roles.
+        role: the role of the process that fails (see processes.roles).
         is_harmless: whether no request may fail because of the fault.
         limit_s: the time within which the last request must fail, in seconds.
         settled_s: a time after the fault in seconds. A good answer within this time does not prove
@@ -131,8 +131,8 @@ async def measure(
         asker: the client.
         fault: the fault.
         running: the requests that run when the fault happens.
-        probe: the request that is repeated until the service has recovered; by default the first of
-            `running`.
+        probe: the request that is repeated until the service has recovered. The default is the
+            first request of `running`.
     """
     before = _pids(served)
     tasks = [asyncio.create_task(asker.ask(ask)) for ask in running]

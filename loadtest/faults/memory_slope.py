@@ -49,7 +49,7 @@ class Trend:
 
 
 def trend(samples: Sequence[Sample]) -> Trend:
-    """Return the trend of one process's samples, which must be in order of time."""
+    """Return the trend of the memory of one process. `samples` must be in order of time."""
     quarter_s = (samples[-1].at - samples[0].at) / 4
     quarters: list[list[float]] = [[], [], [], []]
     for sample in samples:

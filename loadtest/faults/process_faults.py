@@ -114,7 +114,7 @@ async def _measure_all(served: Served, faults: Sequence[Fault]) -> list[Row]:
 
 
 def main() -> int:
-    """Inject all faults. Return 1 if a limit was violated, as described in `Row.is_broken`."""
+    """Inject all faults. Return 1 if a limit was violated (see `Row.is_broken`)."""
     parser = command_line.parser(__doc__)
     add = parser.add_argument
     add("--model", type=Path, help="folder of the checkpoint (default: the demo)")

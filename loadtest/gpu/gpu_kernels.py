@@ -207,7 +207,7 @@ class LayerStep:
     def _restore(
         self, cache: ScaledKVCache, reference_cache: KVCache, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Fill the reference's cache from an 8-bit cache; return the step's own keys and values.
+        """Fill the reference's cache from an 8-bit cache. Return the keys and values of this step.
 
         Raises:
             KernelError: the numbers that the step wrote differ by more than the rounding.
@@ -327,7 +327,8 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # The first calls compile kernels and allocate workspaces, which cannot be captured.
+        # The first calls compile kernels and allocate workspaces. A graph cannot capture these
+        # operations.
         work()
         work()
     torch.cuda.current_stream().wait_stream(stream)
@@ -359,7 +360,7 @@ def decode_rate(
 
 
 def prefill_rate(name: str, spec: LayerSpec, shapes: Shapes, device: torch.device) -> Measured:
-    """Measure the FLOP/s of a prefill step, and those of torch's fused attention as the limit.
+    """Measure the FLOP/s of a prefill step. The limit is the FLOP/s of torch's fused attention.
 
     Torch computes each sequence alone. Its keys and values are contiguous and are repeated for all
     query heads before the measurement. Cached tokens are left out, because the fused attention
@@ -390,9 +391,9 @@ def prefill_rate(name: str, spec: LayerSpec, shapes: Shapes, device: torch.devic
 def measured_tunings(
     kernel: str, step: LayerStep, tunings: list[Tuning]
 ) -> Iterator[tuple[Tuning, float]]:
-    """Yield the tile sizes that give the right result, with their milliseconds, in the given order.
+    """Yield each entry of `tunings` whose result is correct, and its milliseconds.
 
-    Tile sizes that fail or give a wrong result are skipped.
+    Entries that fail or return a wrong result are skipped.
 
     Args:
         kernel: "decode" or "prefill".

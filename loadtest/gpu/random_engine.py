@@ -59,7 +59,7 @@ def random_checkpoint(
     attention: str,
     **_: object,
 ) -> Checkpoint:
-    """Return a model with random weights in place of a checkpoint; see `load_checkpoint`."""
+    """Return a model with random weights. This function replaces `load_checkpoint`."""
     model = random_model(shape, getattr(torch, dtype), device, attention)
     if fused_norms:
         fuse_norms(model)

@@ -234,8 +234,8 @@ def _outcome(error: grpc.RpcError) -> Outcome:
     details: str = error.details() or ""
     if code == "DEADLINE_EXCEEDED":
         return Outcome("hung", details)
-    # The Triton server gives every error of a Python model the code INTERNAL. The text begins with
-    # the model's own code.
+    # For every error of a Python model, the Triton server sends the code INTERNAL. The error
+    # message begins with the model's own code.
     is_refusal = "[INVALID_ARGUMENT]" in details or "[RESOURCE_EXHAUSTED]" in details
     if code == "INTERNAL" and is_refusal:
         return Outcome(400, details)

@@ -50,7 +50,7 @@ def _tensor(**fields: object) -> dict[str, object]:
 
 
 def _infer_bodies() -> dict[str, object]:
-    """Return bodies for /infer, which all models must survive."""
+    """Return bodies for /infer. All models must survive all bodies."""
     return {
         "an empty body": b"",
         "damaged JSON": b'{"inputs": [',
@@ -204,6 +204,6 @@ def _damaged_http() -> Iterator[Attack]:
     }
     for name, data in sent.items():
         # The Triton server waits for the rest of some of these requests. It closes the connection
-        # when the client does.
+        # only when the client closes it.
         send = raw(data, is_triton=True, leaves_after_s=3)
         yield Attack("Triton HTTP", f"damaged: {name}", send, limit_s=10, own_answers=OWN_ANSWERS)

@@ -1,8 +1,8 @@
 """Arrival processes: they define when a user sends the next request.
 
 In a closed loop, a user waits for the answer before sending the next request, so a slow server
-receives fewer requests. In an open loop, requests arrive independently of the answers, as from many
-independent people, so a queue can form.
+receives fewer requests. In an open loop, requests arrive independently of the answers, like
+requests of many independent people. A queue can therefore form.
 """
 
 import random

@@ -176,7 +176,7 @@ def load(phase: Phase, stack: Stack, args: argparse.Namespace) -> None:
 
 
 def scenarios_of(name: str, args: argparse.Namespace) -> Sequence[str]:
-    """Return the scenarios of a phase, limited to those that were selected."""
+    """Return the selected scenarios of a phase."""
     return [one for one in SCENARIOS[name] if not args.scenarios or one in args.scenarios]
 
 

@@ -66,7 +66,7 @@ def rerank(model: str, query: str, documents: list[str]) -> Ask:
 
 
 def bad(ask: Ask, status: int = 400, **fields: object) -> Ask:
-    """Return a request with invalid fields, which the server must reject with `status`."""
+    """Return a request with invalid fields. The server must reject the request with `status`."""
     assert isinstance(ask.body, dict)
     return replace(ask, body=ask.body | fields, expected=None, refused_with=status)
 

@@ -60,7 +60,7 @@ class LoadUser(User):
     """A scenario. A subclass defines the requests (`asks`) and their times (`arrivals`).
 
     Attributes:
-        arrivals: the arrival process; the option `--arrivals` replaces it for all scenarios.
+        arrivals: the arrival process. The option `--arrivals` replaces it for all scenarios.
         cancel_share: the share of requests that their clients cancel at a random time.
         mean_stay_s: the mean time after which these clients cancel.
     """
@@ -84,7 +84,7 @@ class LoadUser(User):
         self._due = 0.0
 
     def asks(self) -> list[Ask]:
-        """Return the next requests, which are all sent at the same moment."""
+        """Return the next requests. All of them are sent at the same moment."""
         raise NotImplementedError
 
     def question(self) -> Question:

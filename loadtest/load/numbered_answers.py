@@ -17,7 +17,8 @@ LENGTH = 300
 TOKEN = re.compile(r"\d\d\.\d\d\d,")
 
 # Tokens per step and milliseconds per step. The first series imitates an engine that generates 200
-# tokens/s for each sequence, the second one is slower, and the third returns 6 tokens at once.
+# tokens/s for each sequence, the second series is slower, and the third series returns 6 tokens in
+# each step.
 _PACES = ((1, 5.0), (1, 25.0), (6, 20.0))
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "chat"
 

@@ -70,7 +70,7 @@ class Phase:
         return self.finished_in_time / self.seconds
 
     def row(self, name: str) -> str:
-        """Return the results as one row of the table; `name` is the first cell."""
+        """Return the results as one row of the table. `name` is the first cell."""
         first, refusals = self.first_s or [0.0], self.refused_s or [0.0]
         cells = (
             name,
@@ -169,7 +169,7 @@ def judge(phases: dict[str, Phase], least_share: float = 0.9, slack: float = 2.0
     """Return descriptions of the figures that violate a limit.
 
     Args:
-        phases: the phases by name, which must include "peak" and "overload".
+        phases: the phases by name. The names "peak" and "overload" are required.
         least_share: the share of the peak throughput that must remain in the overload.
         slack: the 99th percentile of TTFT may be at most this multiple of the queue timeout.
     """

@@ -36,7 +36,7 @@ _LEGEND = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(LEGEND))
 _MAX_FAILURES = 100
 # The server publishes counters every second, so a rate over a shorter window would be random.
 _RATE_WINDOW_S = 2.0
-# Okabe and Ito's colours, which most people can tell apart.
+# Most people can distinguish the colours of Okabe and Ito.
 _COLOURS = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#B8A800",
     "#7F3C8D", "#8C564B", "#888888",
@@ -68,7 +68,7 @@ def page(phases: Sequence[Phase], title: str, facts: Sequence[str]) -> str:
 
 
 def _colours(phases: Sequence[Phase]) -> dict[str, str]:
-    """Return a colour for each scenario, which is the same in all phases."""
+    """Return a colour for each scenario. A scenario has the same colour in all phases."""
     names = sorted({one.scenario for phase in phases for one in phase.records})
     return dict(zip(names, itertools.cycle(_COLOURS), strict=False))
 
@@ -174,7 +174,8 @@ def _first_token_times(records: Sequence[Record]) -> list[float]:
 
 
 def _gaps(records: Sequence[Record]) -> list[float]:
-    # Chunks that were read together have a distance of almost 0, which is not informative.
+    # If two chunks were read together, the time between them is almost 0. Such a time is not
+    # informative.
     streams = [one for one in records if one.is_stream and one.is_fine]
     return [max(gap, 1e-4) for one in streams for gap in one.gaps_s]
 

@@ -1,4 +1,4 @@
-"""Run a program that prints one JSON object, with a time limit; benchmarks run engines this way."""
+"""Run a program that prints one JSON object, with a time limit. Benchmarks run engines this way."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def outcome(command: list[str], limit_s: float, environment: dict[str, str]) -> 
 
 
 def printed(process: "subprocess.Popen[bytes]", output: int, limit_s: float) -> Report | None:
-    """Wait for the result of a program; return None if it ends or exceeds the limit without one."""
+    """Wait for the result of a program. Return None if the program prints no result in time."""
     end = time.monotonic() + limit_s
     while True:
         has_ended = process.poll() is not None

@@ -22,7 +22,7 @@ _BATCH = 512
 
 
 class LlamaCpp:
-    """A llama.cpp model; each call creates a context with one sequence for each prompt."""
+    """A llama.cpp model. Each call creates a context with one sequence for each prompt."""
 
     def __init__(self, path: str, workload: dict[str, Any]) -> None:
         file = gguf_file(Path(path), workload["dtype"])

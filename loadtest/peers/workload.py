@@ -87,7 +87,7 @@ def spent(clock: Callable[[], float], peer: Peer, prompts: list[list[int]], amou
 
 
 def rate(amount: int, times: Sequence[float]) -> float:
-    """Return an amount divided by the median of `times`, which are in seconds."""
+    """Return an amount divided by the median of `times` (in seconds)."""
     return amount / statistics.median(times)
 
 

@@ -21,7 +21,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def read(url: str) -> Gauges:
-    """Fetch a metrics page, and return its values by name, as in `parse`.
+    """Fetch a metrics page, and return its values by name (see `parse`).
 
     Args:
         url: the address of the page, such as http://127.0.0.1:8002/metrics.

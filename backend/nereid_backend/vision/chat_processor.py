@@ -173,9 +173,9 @@ class ChatProcessor:
     def _prepare_plain(self, messages: list[dict[str, Any]], found: Sequence[Found]) -> ImagePrompt:
         """Convert messages to a prompt if the checkpoint has no chat template.
 
-        The prompt consists of a placeholder for each image and each video, and of the texts. Some
-        processors insert
-        the placeholders themselves, and refuse a text that contains placeholders.
+        The prompt consists of a placeholder for each image and each video, and of the texts.
+        Some processors insert the placeholders themselves, and refuse a text that contains
+        placeholders.
         """
         texts = [text for message in messages for text in _texts(message.get("content"))]
         text = "\n".join(texts)

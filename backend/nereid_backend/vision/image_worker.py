@@ -5,8 +5,8 @@
 
 FD is the inherited end of a connection, FOLDER is the checkpoint, and TIMEOUT_S is the time limit
 of a request in seconds. The process loads torch and the checkpoint's processor once, and then forks
-a child for each request. The time and the memory of a child are limited, so a hostile image ends
-only the child. Messages, packed with msgpack:
+a child, which prepares up to 100 requests. The time and the memory of a child are limited, so a
+hostile image ends only the child. Messages, packed with msgpack:
 
     first message of the worker    ["ready"] or ["failed", message]
     parent -> worker               [text, [image, ...]], each image is a data URL or base64;
@@ -22,62 +22,141 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 
 from nereid_backend.process_limits import limit_child
 
 _MAX_CHILD_BYTES = 768 * 2**20
+# A child that has answered this many requests is replaced, so that lost memory cannot add up.
+_MAX_REQUESTS = 100
+# The beginning of a packed answer that is no refusal: a list of three values, whose first value is
+# the text "done".
+_DONE = b"\x93\xa4done"
 
 Prepare = Callable[[str, list[bytes]], list[Any]]
 
 
 def serve(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
     """Answer requests until the parent closes the connection."""
+    children = Children(prepare, timeout_s)
     while True:
         try:
-            text, images = msgpack.unpackb(connection.recv_bytes())
+            request = connection.recv_bytes()
         except (EOFError, OSError):
+            children.close()
             return
-        connection.send_bytes(_answer(prepare, text, images, timeout_s))
+        connection.send_bytes(children.answer(request))
 
 
-def _answer(prepare: Prepare, text: str, images: list[bytes], timeout_s: float) -> bytes:
-    """Run `prepare` in a forked child, and return the packed answer."""
-    result, child_end = Pipe(duplex=False)
-    pid = os.fork()
-    if pid == 0:
-        result.close()
-        _run_child(child_end, prepare, text, images, timeout_s)
-    child_end.close()
-    try:
-        if not result.poll(timeout_s):
-            return _refusal(f"the images were not prepared within {timeout_s:g} seconds")
-        return result.recv_bytes()
-    except (EOFError, OSError):
-        return _refusal("the images need too much memory, or their decoder has crashed")
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        result.close()
+class Children:
+    """Answers requests in forked processes, whose memory and time are limited.
+
+    One child answers several requests, because a fork takes ten times as long as the preparation of
+    a small image. A child that has refused a request or has failed is not used again, because its
+    image may have been hostile.
+    """
+
+    def __init__(self, prepare: Prepare, timeout_s: float) -> None:
+        """Store the arguments. The first request forks a child.
+
+        Args:
+            prepare: prepares the images of a request.
+            timeout_s: the time limit of a request.
+        """
+        self._prepare = prepare
+        self._timeout_s = timeout_s
+        self._child: _Child | None = None
+
+    def answer(self, request: bytes) -> bytes:
+        """Answer a request, and return the packed answer. `request` is packed, too."""
+        is_reused = self._child is not None
+        if self._child is None:
+            self._child = _Child(self._prepare, self._timeout_s)
+        try:
+            answer = self._child.ask(request, self._timeout_s)
+        except (EOFError, OSError):
+            self.close()
+            if is_reused:
+                # Earlier requests may have used up the memory or the CPU time of the child.
+                return self.answer(request)
+            return _refusal("the images need too much memory, or their decoder has crashed")
+        if answer is None:
+            answer = _refusal(f"the images were not prepared within {self._timeout_s:g} seconds")
+        if not answer.startswith(_DONE) or self._child.num_requests >= _MAX_REQUESTS:
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
 
-def _run_child(
-    result: Connection, prepare: Prepare, text: str, images: list[bytes], timeout_s: float
-) -> NoReturn:
-    """Prepare a request in a child process, send the answer to the parent, and exit."""
+class _Child:
+    """A forked process that answers requests.
+
+    Attributes:
+        num_requests: the number of requests that the child has answered.
+    """
+
+    def __init__(self, prepare: Prepare, timeout_s: float) -> None:
+        """Fork the process."""
+        self.num_requests = 0
+        self._connection, child_end = Pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._connection.close()
+            _run_child(child_end, prepare, timeout_s)
+        child_end.close()
+
+    def ask(self, request: bytes, timeout_s: float) -> bytes | None:
+        """Return the packed answer to a request; None if there is no answer within the time limit.
+
+        Raises:
+            EOFError, OSError: the child has ended.
+        """
+        self._connection.send_bytes(request)
+        if not self._connection.poll(timeout_s):
+            return None
+        answer = self._connection.recv_bytes()
+        self.num_requests += 1
+        return answer
+
+    def close(self) -> None:
+        """Kill the process."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        self._connection.close()
+
+
+def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> None:
+    """Limit this child process, and answer requests until the parent process closes the connection.
+
+    The child ends after a request that it has refused. This function never returns.
+    """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
-        result.send_bytes(msgpack.packb(prepare(text, images)))
-    except MemoryError:
-        # There may be too little memory to send an error message. If the parent process gets no
-        # message, the parent process refuses the images.
-        os._exit(1)
-    except BaseException as error:  # noqa: BLE001 - the child ends here, and the client must learn why
-        is_refusal = type(error).__name__ == "RequestError"
-        detail = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        result.send_bytes(_refusal(detail.removeprefix("messages: ")))
+        is_refused = False
+        while not is_refused:
+            text, images = msgpack.unpackb(connection.recv_bytes())
+            try:
+                answer = msgpack.packb(prepare(text, images))
+            except MemoryError:
+                # There may be too little memory to send an error message. If the parent process
+                # gets no message, the parent process refuses the images.
+                return
+            except BaseException as error:  # noqa: BLE001 - the client must learn the reason
+                is_refusal = type(error).__name__ == "RequestError"
+                detail = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+                answer = _refusal(detail.removeprefix("messages: "))
+                is_refused = True
+            connection.send_bytes(answer)
+    except (EOFError, OSError):
+        # The parent process has closed the connection.
+        return
     finally:
         os._exit(0)
 

@@ -1,6 +1,7 @@
 """The worker of images: its children have limits, and the images of a request are found."""
 
 import os
+import signal
 import time
 
 import msgpack
@@ -13,21 +14,57 @@ from nereid_backend.serving.tokenizer.image_prompts import (
     reads_images,
     take_images,
 )
-from nereid_backend.vision.image_worker import _answer
+from nereid_backend.vision.image_worker import _MAX_REQUESTS, Children
 from nereid_backend.vision.packed_tensors import pack_images, unpack_images
 
 
-def answer(prepare, timeout_s=5.0):
-    return msgpack.unpackb(_answer(prepare, "text", [b"image"], timeout_s))
+@pytest.fixture
+def ask():
+    """Send requests to the children of a worker, and return the answers."""
+    workers = {}
+
+    def send(prepare, image=b"image", timeout_s=5.0):
+        children = workers.setdefault(prepare, Children(prepare, timeout_s))
+        return msgpack.unpackb(children.answer(msgpack.packb(["text", [image]])))
+
+    yield send
+    for children in workers.values():
+        children.close()
 
 
-def test_a_child_returns_the_answer():
-    assert answer(lambda text, images: ["done", [1, 2], b"x"]) == ["done", [1, 2], b"x"]
+def answer_pid(text, images):
+    """Return the process id of the child, or do what the image demands."""
+    if images == [b"refuse"]:
+        raise RequestError("image 1: it is broken.")
+    if images == [b"crash"]:
+        os._exit(3)
+    return ["done", [os.getpid()], b""]
 
 
-def test_a_child_that_hangs_is_ended():
+def test_a_child_answers_several_requests_and_is_then_replaced(ask):
+    pids = [ask(answer_pid)[1][0] for _ in range(_MAX_REQUESTS + 1)]
+    assert len(set(pids[:_MAX_REQUESTS])) == 1
+    assert pids[-1] != pids[0]
+
+
+@pytest.mark.parametrize("image", [b"refuse", b"crash"])
+def test_a_child_that_refused_a_request_or_crashed_is_not_used_again(ask, image):
+    (first,) = ask(answer_pid)[1]
+    assert ask(answer_pid, image)[0] == "refused"
+    (second,) = ask(answer_pid)[1]
+    assert second != first
+
+
+def test_a_request_is_sent_to_a_new_child_if_the_old_child_has_ended(ask):
+    (first,) = ask(answer_pid)[1]
+    os.kill(first, signal.SIGKILL)
+    kind, (second,), _ = ask(answer_pid)
+    assert (kind, second != first) == ("done", True)
+
+
+def test_a_child_that_hangs_is_ended(ask):
     start = time.monotonic()
-    kind, message = answer(lambda text, images: time.sleep(60), timeout_s=0.3)
+    kind, message = ask(lambda text, images: time.sleep(60), timeout_s=0.3)
     assert (kind, message) == (
         "refused",
         "messages: the images were not prepared within 0.3 seconds.",
@@ -36,15 +73,12 @@ def test_a_child_that_hangs_is_ended():
 
 
 @pytest.mark.parametrize("prepare", [lambda *_: os._exit(3), lambda *_: bytes(20 * 2**30)])
-def test_a_child_that_crashes_or_needs_too_much_memory_refuses_the_images(prepare):
-    assert answer(prepare)[1].startswith("messages: the images need too much memory")
+def test_a_child_that_crashes_or_needs_too_much_memory_refuses_the_images(ask, prepare):
+    assert ask(prepare)[1].startswith("messages: the images need too much memory")
 
 
-def test_an_error_of_a_child_is_a_refusal():
-    def refuse(text, images):
-        raise RequestError("image 1: it is broken.")
-
-    assert answer(refuse) == ["refused", "messages: image 1: it is broken."]
+def test_an_error_of_a_child_is_a_refusal(ask):
+    assert ask(answer_pid, b"refuse") == ["refused", "messages: image 1: it is broken."]
 
 
 def test_images_of_messages_are_replaced_by_placeholders():
@@ -78,8 +112,8 @@ def test_packed_images_are_unpacked_unchanged():
         "image_grid_thw": torch.tensor([[1, 2, 2]]),
         "sizes": [torch.zeros(2, dtype=torch.bool), 3, "a"],
     }
-    images = unpack_images(pack_images(ImageInputs(arguments, b"d" * 32, 7)))
-    assert (images.digest, images.first_token) == (b"d" * 32, 7)
+    images = unpack_images(pack_images(ImageInputs(arguments, b"d" * 32, 7, True)))
+    assert (images.digest, images.first_token, images.has_videos) == (b"d" * 32, 7, True)
     assert torch.equal(images.arguments["pixel_values"], arguments["pixel_values"])
     assert torch.equal(images.arguments["image_grid_thw"], arguments["image_grid_thw"])
     assert images.arguments["sizes"][1:] == [3, "a"]
@@ -90,9 +124,9 @@ def test_packed_images_are_unpacked_unchanged():
     [
         b"\xc1",
         msgpack.packb([1, 2, 3]),
-        msgpack.packb([{"use_cache": True}, b"", 0]),
-        msgpack.packb([{"a": {"dtype": "x", "shape": [1], "bytes": b"1"}}, b"", 0]),
-        msgpack.packb([{"a": {"dtype": "float32", "shape": [9], "bytes": b"1234"}}, b"", 0]),
+        msgpack.packb([{"use_cache": True}, b"", 0, False]),
+        msgpack.packb([{"a": {"dtype": "x", "shape": [1], "bytes": b"1"}}, b"", 0, False]),
+        msgpack.packb([{"a": {"dtype": "float32", "shape": [9], "bytes": b"1234"}}, b"", 0, False]),
     ],
 )
 def test_damaged_images_are_refused(data):

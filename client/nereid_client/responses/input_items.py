@@ -21,7 +21,7 @@ _ROLES = ("user", "assistant", "system", "developer")
 _REMEDIES = {
     **dict.fromkeys(AUDIO_PARTS, "Nereid reads no audio. Send a transcript as input_text."),
     **dict.fromkeys(
-        VIDEO_PARTS, "Nereid reads no videos. Send some frames of the video as input_image."
+        VIDEO_PARTS, "Only /v1/chat/completions reads videos. Send frames as input_image."
     ),
     "input_file": "Nereid reads no files. Send the text of the file as input_text.",
 }

@@ -123,7 +123,7 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
         ),
         (
             {"input": [{"text": "a", "video_url": {"url": "data:video/mp4;base64,AAAA"}}]},
-            "input[0] has video_url, but Nereid reads no videos; send frames as images",
+            "input[0] has video_url, but this endpoint reads no videos; send frames as images",
         ),
         (
             {"input": {"input_audio": {"data": "AAAA", "format": "wav"}}},

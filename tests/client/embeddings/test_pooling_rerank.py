@@ -138,7 +138,7 @@ async def test_an_instruction_reaches_the_model(ask, pooling):
         ),
         (
             {"query": "x", "documents": [{"text": "a", "video": "a.mp4"}]},
-            "documents[0] has video, but Nereid reads no videos; send frames as images",
+            "documents[0] has video, but this endpoint reads no videos; send frames as images",
             "documents",
         ),
         (

@@ -47,8 +47,8 @@ $(STAMP): $(MANIFESTS)
 	@touch $@
 	@echo "setup: finished"
 
-serve: setup ## Serve the demo models, or the chat model in MODEL=/path, with the Triton server and the OpenAI frontend
-	@exec $(BIN)/nereid serve $(if $(MODEL),--model $(MODEL)) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT) $(ARGS)
+serve: setup ## Serve the demo models, the chat model in MODEL=/path, or the models of the file CONFIG=/path
+	@exec $(BIN)/nereid serve $(if $(CONFIG),--config $(CONFIG),$(if $(MODEL),--model $(MODEL))) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT) $(ARGS)
 
 test: setup ## Run the tests that need no GPU, including those with a real Triton server, in three processes
 	@$(BIN)/python -m pytest -m "not gpu and not long" -n $(TEST_PROCESSES) --dist loadfile $(ARGS)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 from evaluate_see import FLOOR, measure
+from nereid_client.several_models.models_file import read_models_file
 from train_see import FOLDER, Recipe
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
@@ -60,3 +61,10 @@ def test_most_questions_about_unseen_drawings_are_answered_correctly():
 def test_the_accuracy_reaches_the_floor():
     right, total = measure(FOLDER, num_drawings=200, seed=0)
     assert sum(right.values()) / sum(total.values()) >= FLOOR
+
+
+def test_one_file_serves_all_demo_models_and_loads_this_model_on_demand():
+    models = read_models_file(FOLDER.with_name("models.toml"))
+    assert [spec.name for spec in models.specs] == ["chat", "embed", "rerank", "see"]
+    assert all((spec.path / "config.json").is_file() for spec in models.specs)
+    assert [spec.name for spec in models.specs_at_start] == ["chat", "embed", "rerank"]

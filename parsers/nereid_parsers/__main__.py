@@ -24,6 +24,7 @@ from nereid_parsers.events import (
 from nereid_parsers.format import LENIENT, STRICT, Format
 from nereid_parsers.formats.registry import get_format, listing
 from nereid_parsers.stream.parser import StreamParser
+from nereid_parsers.stream.text_writer import Trace
 from nereid_parsers.template import command
 from nereid_parsers.template.report import Paint
 
@@ -33,7 +34,8 @@ _EXIT_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments select, and return its exit status.
 
-    The exit status is 2 if an error has occurred.
+    The exit status is 2 if an error has occurred. Each command has registered the function that
+    runs the command as `options.run`.
 
     Args:
         arguments: The command-line arguments, without the program's name. If None, `sys.argv` is
@@ -48,47 +50,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _create_argument_parser() -> argparse.ArgumentParser:
-    """Create the parser of the command-line arguments."""
+    """Return the parser of the command-line arguments, with one subcommand for each command.
+
+    Parsing the arguments of a command sets `run` to the function that runs this command.
+    """
     arguments = argparse.ArgumentParser(prog="python -m nereid_parsers", description=__doc__)
     commands = arguments.add_subparsers(required=True, metavar="COMMAND")
+    _add_formats_arguments(commands.add_parser("formats", help="list the names of all formats"))
+    _add_parse_arguments(
+        commands.add_parser(
+            "parse", help="parse a transcript and show its reasoning, content, calls and markup"
+        )
+    )
+    command.add_arguments(commands.add_parser("template", help=command.HELP))
+    return arguments
 
-    formats = commands.add_parser("formats", help="list the names of all formats")
-    formats.add_argument(
+
+def _add_formats_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command `formats` to `parser`."""
+    parser.add_argument(
         "--table", action="store_true", help="print a Markdown table that includes the sources"
     )
-    formats.set_defaults(run=_run_formats)
+    parser.set_defaults(run=_run_formats)
 
-    parse = commands.add_parser(
-        "parse", help="parse a transcript and show its reasoning, content, calls and markup"
-    )
-    parse.add_argument("file", metavar="FILE", help="file with the model's text; - reads stdin")
-    parse.add_argument(
+
+def _add_parse_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command `parse` to `parser`."""
+    parser.add_argument("file", metavar="FILE", help="file with the model's text; - reads stdin")
+    parser.add_argument(
         "--format",
         required=True,
         metavar="NAME",
         help="name of the format, or two names as REASONING+TOOLS (example: qwen3+hermes)",
     )
-    parse.add_argument("--tools", metavar="FILE", help="JSON file with the OpenAI tools list")
-    parse.add_argument("--prompt", metavar="FILE", help="file with the rendered prompt")
-    parse.add_argument(
+    parser.add_argument("--tools", metavar="FILE", help="JSON file with the OpenAI tools list")
+    parser.add_argument("--prompt", metavar="FILE", help="file with the rendered prompt")
+    parser.add_argument(
         "--stream",
         type=int,
         metavar="N",
         help="parse N characters at a time, and show the events of each piece",
     )
-    parse.add_argument(
+    parser.add_argument(
         "--strict", action="store_true", help="use the strict policy instead of the lenient one"
     )
-    parse.add_argument(
+    parser.add_argument(
         "--colour",
         choices=("auto", "always", "never"),
         default="auto",
         help="when to colour the output; auto: only on a terminal (default: auto)",
     )
-    parse.set_defaults(run=_run_parse)
-
-    command.add_arguments(commands.add_parser("template", help=command.HELP))
-    return arguments
+    parser.set_defaults(run=_run_parse)
 
 
 def _run_formats(options: argparse.Namespace) -> int:
@@ -104,33 +116,50 @@ def _run_formats(options: argparse.Namespace) -> int:
 
 
 def _run_parse(options: argparse.Namespace) -> int:
-    """Parse a transcript, print the result, and return the exit status."""
-    if options.stream is not None and options.stream < 1:
+    """Parse the text of a model, print the result, and return the exit status.
+
+    With the option `--stream`, the events of each piece of the text are printed. Without this
+    option, the whole text is printed with one colour for each classification (reasoning, content,
+    call or markup), followed by the parsed message.
+    """
+    chars_per_piece: int | None = options.stream
+    if chars_per_piece is not None and chars_per_piece < 1:
         raise ValueError(
-            f"--stream {options.stream}: the number of characters in each piece must be at least 1"
+            f"--stream {chars_per_piece}: the number of characters in each piece must be at least 1"
         )
     paint = command.paint_for(options.colour)
+    coloured_pieces: list[str] = []
+    parser = _create_stream_parser(
+        options, trace=lambda kind, piece: coloured_pieces.append(paint(kind, piece))
+    )
+    text = _read(options.file)
+    if chars_per_piece is not None:
+        _print_stream(paint, parser, text, chars_per_piece)
+        return 0
+    message = fold([*parser.feed(text), *parser.finish()])
+    _print("".join(coloured_pieces))
+    _print()
+    _print_message(paint, message)
+    return 0
+
+
+def _create_stream_parser(options: argparse.Namespace, trace: Trace) -> StreamParser:
+    """Return the parser that the options of the command `parse` select.
+
+    The parser numbers the generated ids of tool calls (`call_0`, `call_1`), so that the output is
+    the same each time. The parser passes each piece of the text to `trace`.
+    """
     tools = _read_json(options.tools) if options.tools else None
     prompt = _read(options.prompt) if options.prompt else None
-    text = _read(options.file)
-    classified: list[tuple[str, str]] = []  # pairs such as ("content", "Hello")
     numbers = itertools.count()
-    parser = StreamParser(
+    return StreamParser(
         _format_by_name(options.format),
         tools=tools,
         prompt=prompt,
         policy=STRICT if options.strict else LENIENT,
         new_id=lambda: f"call_{next(numbers)}",
-        trace=lambda kind, piece: classified.append((kind, piece)),
+        trace=trace,
     )
-    if options.stream is not None:
-        _print_stream(paint, parser, text, options.stream)
-        return 0
-    message = fold([*parser.feed(text), *parser.finish()])
-    _print("".join(paint(kind, piece) for kind, piece in classified))
-    _print()
-    _print_message(paint, message)
-    return 0
 
 
 def _print(line: str = "") -> None:
@@ -168,22 +197,32 @@ def _print_stream(paint: Paint, parser: StreamParser, text: str, size: int) -> N
 
 
 def _print_events(paint: Paint, events: list[Event]) -> None:
-    """Print one line for each event, for example `  content    'Hello'`."""
+    """Print one line for each event, followed by the event's fault in brackets, if it has one.
+
+    Example: `  content    '<tool_call> is a tag'  [no call follows the marker]`.
+    """
     for event in events:
-        fault: str | None = None
-        match event:
-            case ReasoningDelta(text):
-                line = paint("reasoning", f"reasoning  {text!r}")
-            case ContentDelta(text, fault):
-                line = paint("content", f"content    {text!r}")
-            case ToolCallStart(index, call_id, name):
-                line = paint("call", f"call {index}     {name}  ({call_id})")
-            case ArgumentsDelta(index, text):
-                line = paint("call", f"     {index}     {text!r}")
-            case ToolCallEnd(index, fault):
-                line = paint("call", f"     {index}     end")
+        fault = event.reason if isinstance(event, ContentDelta | ToolCallEnd) else None
         note = "  " + paint("reason", f"[{fault}]") if fault else ""
-        _print("  " + line + note)
+        _print("  " + _event_line(paint, event) + note)
+
+
+def _event_line(paint: Paint, event: Event) -> str:
+    """Return the coloured line that describes an event, for example `content    'Hello'`.
+
+    The lines of a tool call contain its index: `call 0     f  (call_0)`, `     0     end`.
+    """
+    match event:
+        case ReasoningDelta(text):
+            return paint("reasoning", f"reasoning  {text!r}")
+        case ContentDelta(text):
+            return paint("content", f"content    {text!r}")
+        case ToolCallStart(index, call_id, name):
+            return paint("call", f"call {index}     {name}  ({call_id})")
+        case ArgumentsDelta(index, text):
+            return paint("call", f"     {index}     {text!r}")
+        case ToolCallEnd(index):
+            return paint("call", f"     {index}     end")
 
 
 def _print_message(paint: Paint, message: Message) -> None:

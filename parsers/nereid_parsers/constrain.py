@@ -46,6 +46,7 @@ from nereid_parsers.constrain_request import Request
 from nereid_parsers.declarations import (
     FormatData,
     Messages,
+    Reasoning,
     ReasoningGate,
     Sections,
     Stage,
@@ -67,9 +68,13 @@ def structural_tag(
 ) -> dict[str, Any] | None:
     """Return the structural tag for a request, or None if the request allows any output.
 
+    A structural tag is the JSON object from which xgrammar builds the grammar of the output. The
+    grammar forces the model to write valid tool calls, or an answer of the requested form. For
+    each schema keyword of a tool that xgrammar cannot enforce, a warning is logged.
+
     Args:
-        fmt: The format of the output.
-        request: The constraints of the request.
+        fmt: The format of the output. It declares how reasoning and tool calls are written.
+        request: The constraints of the request: its tools and the form of the answer.
         reasoning: The state of the reasoning at the start of the constrained text.
 
     Raises:
@@ -81,11 +86,12 @@ def structural_tag(
         report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
     layout = fmt.layout
     if isinstance(layout, Messages):
-        nodes = reasoning_messages(fmt, layout, reasoning)
-        output = sequence(*nodes, final_messages(fmt, layout, request))
+        reasoning_nodes = reasoning_messages(fmt, layout, reasoning)
+        answer_or_calls = final_messages(fmt, layout, request)
     else:
-        nodes = _reasoning_nodes(fmt, layout, reasoning)
-        output = sequence(*nodes, _answer_or_calls(fmt, layout, request))
+        reasoning_nodes = _reasoning_nodes(fmt, layout, reasoning)
+        answer_or_calls = _answer_or_calls(fmt, layout, request)
+    output = sequence(*reasoning_nodes, answer_or_calls)
     return {"type": "structural_tag", "format": output}
 
 
@@ -94,6 +100,9 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
 
     A server uses the markers to find or to enforce the end of the reasoning. Return None if the
     format has no reasoning, or if no marker closes the reasoning.
+
+    Example: if the prompt ends with `<think>`, the reasoning is open, and the result is
+    `ReasoningGate("<think>", "</think>", is_open=True, may_open=False)`.
 
     Args:
         fmt: The format of the output.
@@ -129,39 +138,64 @@ def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
 
 
 def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
-    """Return the structural-tag nodes that match the reasoning and its markers.
+    """Return the grammar nodes that match the reasoning and its markers.
 
-    Example of matching text: `<think>Let me see.</think>`. If the prompt has opened the reasoning,
-    the nodes match only the text after the opening marker. If the model may open the reasoning, the
-    whole reasoning is optional. The list is empty if the reasoning has ended or is excluded.
+    Example of matching text: `<think>Let me see.</think>`. The list is empty if the reasoning has
+    ended or is excluded from the structural tag.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
     if state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return []
-    is_open = state is ReasoningState.OPEN
-    part = layout.reasoning
-    if part is None:
-        if is_open:
-            raise unclosed_reasoning_error(fmt)
-        return []
-    # The opening marker of the content can end the reasoning. The text of the reasoning must
-    # therefore not contain this marker.
+    declaration = layout.reasoning
+    if declaration is not None:
+        text = _reasoning_text(fmt, layout, declaration)
+        if state is ReasoningState.OPEN:
+            return _opened_reasoning(declaration, text)
+        return [_optional_reasoning(declaration, text)]
+    if state is ReasoningState.OPEN:
+        raise unclosed_reasoning_error(fmt)
+    return []
+
+
+def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
+    """Return the node for any text without the markers that would end or interrupt the reasoning.
+
+    The opening marker of the content is such a marker. The closing marker `declaration.close` is
+    not excluded here, because this marker ends the tag that contains the text.
+    """
     content_open = (layout.content.open,) if layout.content is not None else ()
-    text = any_text((*part.also_close, *part.interrupted_by, *content_open, *fmt.ends))
-    begin = "" if is_open else part.open.strip()
-    close = part.close.strip()
-    reasoning: Node = {"type": "tag", "begin": begin, "content": text, "end": close}
-    if is_open:
-        return [reasoning, WHITESPACE]
-    # Some models skip the reasoning and write only the closing marker.
-    skipped_reasoning = [const(close)] if part.is_opened_by_model else []
-    return [optional(sequence(WHITESPACE, one_of(reasoning, *skipped_reasoning), WHITESPACE))]
+    return any_text(
+        (*declaration.also_close, *declaration.interrupted_by, *content_open, *fmt.ends)
+    )
+
+
+def _opened_reasoning(declaration: Reasoning, text: Node) -> list[Node]:
+    """Return the nodes for reasoning whose opening marker is already a part of the prompt."""
+    close = declaration.close.strip()
+    return [{"type": "tag", "begin": "", "content": text, "end": close}, WHITESPACE]
+
+
+def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
+    """Return the node for reasoning that the model may open, for example `<think>Hm.</think>`.
+
+    Some models skip the reasoning and write only the closing marker, so the node also matches
+    `</think>` alone.
+    """
+    close = declaration.close.strip()
+    reasoning: Node = {
+        "type": "tag",
+        "begin": declaration.open.strip(),
+        "content": text,
+        "end": close,
+    }
+    options = [reasoning, const(close)] if declaration.is_opened_by_model else [reasoning]
+    return optional(sequence(WHITESPACE, one_of(*options), WHITESPACE))
 
 
 def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Node:
-    """Return the structural-tag node for the whole text after the reasoning.
+    """Return the grammar node for the whole text after the reasoning.
 
     The fields of the request decide what the node matches:
 
@@ -183,19 +217,27 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
             "format that defines tool calls, or send a request without tools."
         )
-    if content is None and not request.must_call:
+    if request.must_call:
+        return _only_calls(layout.tools, layout.content, request)
+    if content is None:
         return _text_with_calls(layout.tools, request)
     calls = section_node(layout.tools, request.tools, is_single=request.is_single)
-    if content is not None and not request.must_call:
-        return one_of(calls, content)
-    # Different templates and models write different white space before and after tool calls, so
-    # white space is optional at both places.
-    empty_content = _empty_content_nodes(layout.content)
+    return one_of(calls, content)
+
+
+def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -> Node:
+    """Return the grammar node for an output of tool calls without content.
+
+    Different templates and models write different white space before and after tool calls, so the
+    node allows white space at both places. `wrapper` declares the markers around the content.
+    """
+    calls = section_node(tools, request.tools, is_single=request.is_single)
+    empty_content = _empty_content_nodes(wrapper)
     return sequence(*empty_content, WHITESPACE, without_outer_whitespace(calls), WHITESPACE)
 
 
 def _content_node(layout: Sections, request: Request) -> Node | None:
-    """Return the structural-tag node for the content and the markers around the content.
+    """Return the grammar node for the content and the markers around the content.
 
     Return None if the request allows any text as content.
     """
@@ -205,45 +247,53 @@ def _content_node(layout: Sections, request: Request) -> Node | None:
 
 
 def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
-    """Return the structural-tag nodes for empty content, for example `<response></response>`.
+    """Return the grammar nodes for empty content, for example `<response></response>`.
 
     Some templates write the markers of empty content before tool calls. The opening marker is
-    optional, because the prompt may already contain this marker.
+    optional, because the prompt may already contain this marker. The list is empty if no markers
+    surround the content.
+
+    Args:
+        wrapper: The declaration of the markers around the content, or None.
     """
-    if wrapper is None or not wrapper.open.strip():
+    opening = wrapper.open.strip() if wrapper is not None else ""
+    closing = wrapper.close.strip() if wrapper is not None else ""
+    if not opening:
         return []
-    opening = const(wrapper.open.strip())
-    closing = wrapper.close.strip()
     if not closing:
-        return [optional(sequence(WHITESPACE, opening))]
-    return [optional(sequence(WHITESPACE, optional(opening), WHITESPACE, const(closing)))]
+        return [optional(sequence(WHITESPACE, const(opening)))]
+    return [optional(sequence(WHITESPACE, optional(const(opening)), WHITESPACE, const(closing)))]
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
-    """Return the structural-tag node for free text in which all tool calls are valid.
+    """Return the grammar node for free text in which all tool calls are valid.
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
+    The marker `<tool_call>` is the "trigger": xgrammar allows any text before the trigger, and one
+    of the tags after it.
     """
     is_list = isinstance(tools.calls[0].body, ListBody)
     has_marker = bool(tools.opens or tools.calls[0].trigger)
     if is_list and not has_marker:
         # A list without a marker starts with a bracket, and other text may contain brackets too.
         # Such a list is therefore allowed only at the start of the output.
-        text = sequence(_NO_BRACKET, any_text())
-        return one_of(section_node(tools, request.tools, is_single=request.is_single), text)
+        calls = section_node(tools, request.tools, is_single=request.is_single)
+        text_without_calls = sequence(_NO_BRACKET, any_text())
+        return one_of(calls, text_without_calls)
+    # xgrammar requires that the `begin` text of each tag starts with a trigger, so the white space
+    # before the trigger is removed.
     tags = [tag(node) for node in _marked_calls(tools, request)]
+    tags = [{**node, "begin": node["begin"].lstrip()} for node in tags]
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
-        # xgrammar requires that the `begin` text of each tag starts with a trigger, so the white
-        # space before the trigger is removed.
-        "tags": [{**node, "begin": node["begin"].lstrip()} for node in tags],
+        "tags": tags,
         "stop_after_first": request.is_single,
     }
 
 
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:
-    """Return the structural-tag nodes for tool calls that start with a marker.
+    """Return the grammar nodes for tool calls that start with a marker.
 
     Examples: one node for a whole section `<tool_calls>..</tool_calls>`, or one node for each tool
     if every tool call has the markers `<tool_call>..</tool_call>`.

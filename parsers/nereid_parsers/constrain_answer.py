@@ -1,4 +1,4 @@
-"""Builds the structural-tag node that the content of an answer must match."""
+"""Builds the grammar node that the content of an answer must match."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nereid_parsers.unenforced_keywords import unenforced
 
 log = logging.getLogger(__name__)
 
-# The types of structural-tag nodes in xgrammar 0.2.8. A node whose type is in `_LEAF_TYPES`
+# The types of grammar nodes in xgrammar 0.2.8. A node whose type is in `_LEAF_TYPES`
 # contains no other nodes. `_KEY_OF_SINGLE_NODE` contains the types of nodes with exactly one inner
 # node, and the key of this inner node. `_KEY_OF_NODE_LIST` contains the types of nodes with several
 # inner nodes, and the key of the list of inner nodes.
@@ -33,7 +33,9 @@ _NODE_TYPES = sorted({*_LEAF_TYPES, *_KEY_OF_SINGLE_NODE, *_KEY_OF_NODE_LIST})
 
 
 def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
-    """Return the structural-tag node that the content must match, or None for free text.
+    """Return the grammar node that the content must match, or None for free text.
+
+    A grammar node is a dict from which xgrammar builds a grammar.
 
     Examples: `{"type": "regex", "pattern": "[0-9]+"}` is returned unchanged, and
     `{"type": "choice", "choice": ["a"]}` gives `{"type": "const_string", "value": "a"}`.
@@ -73,7 +75,9 @@ def answer_node(response_format: Mapping[str, Any] | None) -> Node | None:
 
 
 def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa: ANN401  # JSON
-    """Log the keywords of `schema` that constrained decoding does not enforce.
+    """Log a warning with the keywords of `schema` that constrained decoding does not enforce.
+
+    If the request demands that the whole schema is enforced ("strict"), raise an error instead.
 
     Args:
         schema: The JSON schema.
@@ -100,21 +104,29 @@ def report_unenforced(schema: Any, is_strict: bool, field: str) -> None:  # noqa
 
 
 def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the structural-tag node for a `response_format` of type `json_schema`."""
-    spec = response_format.get("json_schema", response_format)
-    if not isinstance(spec, Mapping):
+    """Return the grammar node for a `response_format` of type `json_schema`.
+
+    Example of a value: `{"json_schema": {"schema": {"type": "integer"}, "strict": true}}`. Some
+    clients omit the outer object, so the keys `schema` and `strict` are also accepted without it.
+
+    Raises:
+        ConstraintError: A value has a wrong type, or a strict schema cannot be enforced.
+    """
+    schema_and_options = response_format.get("json_schema", response_format)
+    if not isinstance(schema_and_options, Mapping):
         raise ConstraintError(
-            f"response_format: json_schema must be an object, but is {shorten(spec)}"
+            f"response_format: json_schema must be an object, but is {shorten(schema_and_options)}"
         )
-    schema = spec.get("schema", {})
+    schema = schema_and_options.get("schema", {})
     if not isinstance(schema, Mapping | bool):
         raise ConstraintError(
             "response_format: json_schema.schema must be an object, true or false, but is "
             f"{shorten(schema)}"
         )
-    schema = enforceable(schema)
-    report_unenforced(schema, bool(spec.get("strict")), "response_format")
-    return json_schema(schema)
+    enforceable_schema = enforceable(schema)
+    is_strict = bool(schema_and_options.get("strict"))
+    report_unenforced(enforceable_schema, is_strict, "response_format")
+    return json_schema(enforceable_schema)
 
 
 def _required_text(response_format: Mapping[str, Any], key: str) -> str:
@@ -129,7 +141,11 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
 
 
 def _choice_node(choices: object) -> Node:
-    """Return the structural-tag node that matches exactly one of the strings in `choices`."""
+    """Return the grammar node that matches exactly one of the strings in `choices`.
+
+    Raises:
+        ConstraintError: `choices` is not a list of non-empty strings, or the list is empty.
+    """
     if not isinstance(choices, list) or not choices:
         raise ConstraintError(
             "response_format: choice must be a list of at least one string, but is "
@@ -141,46 +157,53 @@ def _choice_node(choices: object) -> Node:
                 f"response_format: choice[{number}] must be a string of at least one character, "
                 f"but is {shorten(choice)}"
             )
-    return one_of(*map(const, dict.fromkeys(choices)))
+    distinct_choices = dict.fromkeys(choices)
+    return one_of(*(const(choice) for choice in distinct_choices))
 
 
 def _structural_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Return the structural-tag node for a `response_format` of type `structural_tag`.
+    """Return the grammar node for a `response_format` of type `structural_tag`.
 
-    A structural tag in the older form has the keys `structures` and `triggers`. A structural tag in
-    the current form has the key `format`.
+    A structural tag is xgrammar's description of a grammar. A structural tag in the older form has
+    the keys `structures` and `triggers`. A structural tag in the current form has the key `format`.
+
+    Raises:
+        ConstraintError: The structural tag is not valid.
     """
-    if "structures" in response_format or "triggers" in response_format:
+    is_older_form = "structures" in response_format or "triggers" in response_format
+    if is_older_form:
         return _legacy_tag_node(response_format)
     node = response_format.get("format")
     _check_node(node, "response_format.format")
-    assert isinstance(node, Mapping)
+    assert isinstance(node, Mapping)  # `_check_node` raises an error for any other value.
     return dict(node)
 
 
 def _check_node(node: object, path: str) -> None:
-    """Raise ConstraintError if xgrammar does not support `node` or a node inside it.
+    """Raise ConstraintError if xgrammar does not support `node` or a node inside `node`.
+
+    If a schema inside `node` has keywords that xgrammar does not enforce, log a warning.
 
     Args:
-        node: The structural-tag node.
+        node: The value that the client has sent as a grammar node.
         path: The path of the node in the request, for use in error messages. Example:
             `response_format.format.elements[0]`.
     """
-    kind = node.get("type") if isinstance(node, Mapping) else None
-    if not isinstance(node, Mapping) or not isinstance(kind, str):
+    node_type = node.get("type") if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping) or not isinstance(node_type, str):
         raise ConstraintError(
             f"{path}: the value must be an object with a string under the key 'type', but is "
             f"{shorten(node)}"
         )
-    if kind not in _NODE_TYPES:
+    if node_type not in _NODE_TYPES:
         raise ConstraintError(
             f"{path}.type: the value must be one of {', '.join(_NODE_TYPES)}, but is "
-            f"{shorten(kind)}"
+            f"{shorten(node_type)}"
         )
-    if kind == "json_schema":
+    if node_type == "json_schema":
         schema = node.get("json_schema")
         report_unenforced(schema, bool(node.get("strict")), f"{path}.json_schema")
-    for inner, inner_path in _inner_nodes(node, kind, path):
+    for inner, inner_path in _inner_nodes(node, node_type, path):
         _check_node(inner, inner_path)
 
 
@@ -194,7 +217,7 @@ def _inner_nodes(
     If the type is `const_string`, there are no inner nodes.
 
     Args:
-        node: The structural-tag node.
+        node: The grammar node.
         node_type: The type of `node`.
         path: The path of `node` in the request.
 
@@ -222,13 +245,18 @@ def _required_list(value: object, path: str) -> list[Any]:
 
 
 def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
-    """Convert a structural tag in the older form into a node in the current form.
+    """Convert a structural tag in the older form into a grammar node in the current form.
 
     Example: `{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}`
-    gives a node of type `triggered_tags` with one tag.
+    gives a node of type `triggered_tags` with one tag. This node matches free text. After a
+    trigger, the text must match one of the tags.
+
+    Raises:
+        ConstraintError: The structural tag is not valid.
     """
     triggers = response_format.get("triggers")
-    if not isinstance(triggers, list) or not triggers or not all(map(_is_text, triggers)):
+    has_triggers = isinstance(triggers, list) and bool(triggers) and all(map(_is_text, triggers))
+    if not isinstance(triggers, list) or not has_triggers:
         raise ConstraintError(
             "response_format.triggers: the value must be a list of non-empty strings, but it is "
             f"{shorten(triggers)}"
@@ -243,7 +271,19 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:
-    """Convert one member of `structures` into a node of type `tag`. See `_legacy_tag_node`."""
+    """Convert one member of `structures`, a list in the older form, into a node of type `tag`.
+
+    Example: `{"begin": "<f>", "schema": {}, "end": "</f>"}` gives a tag with the same `begin` and
+    `end`, whose content is any JSON value.
+
+    Args:
+        structure: The member, as the client has sent the member.
+        triggers: The texts that announce a tag. `begin` must start with one of these texts.
+        path: The path of the member in the request, for use in error messages.
+
+    Raises:
+        ConstraintError: The member is not valid.
+    """
     if not isinstance(structure, Mapping) or not _is_text(structure.get("begin")):
         raise ConstraintError(
             f"{path}: the value must be an object whose key 'begin' has a string of at least one "

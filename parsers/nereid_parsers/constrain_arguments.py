@@ -1,4 +1,4 @@
-"""Builds the structural-tag nodes for arguments that are not written as one JSON object."""
+"""Builds the grammar nodes for arguments that are not written as one JSON object."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _MAX_ORDERED_MEMBERS = 6
 
 
 def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
-    """Return the structural-tag node for a pattern whose fields have the given values.
+    """Return the grammar node for a pattern whose fields have the given values.
 
-    `values` maps the name of each field to the list of its possible values.
+    A pattern is a text with fields in braces. `values` maps the name of each field to the list of
+    its possible values.
 
     Example: `pattern_node("<parameter={key}>", {"key": ["city"]})` gives
     `const("<parameter=city>")`.
@@ -59,7 +60,7 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
         if isinstance(part, str):
             nodes.append(const(part))
         elif part.field in values:
-            nodes.append(one_of(*map(const, values[part.field])))
+            nodes.append(one_of(*(const(value) for value in values[part.field])))
         else:
             raise ConstraintError(
                 f"The format writes tool calls with the pattern {text!r}, but does not define the "
@@ -93,20 +94,28 @@ def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) ->
 
 
 def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the node for a tagged value that may be a string.
+    """Return the grammar node for the value of an argument that may be a string, with its tags.
 
     If the schema lists the allowed strings, the node matches only these strings. Otherwise the
     value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
+
+    Args:
+        part: The declaration of the tags.
+        key: The name of the argument.
+        schema: The JSON schema of the argument.
     """
-    values = {"key": [key], "string": ["true"], "type": ["string"]}
+    # Some opening tags declare the type, as in `<p name="a" string="true">` or `type="string"`.
+    field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)
     if choices is not None:
-        opening = pattern_node(part.open, values)
-        return sequence(opening, one_of(*map(const, choices)), const(part.close))
-    variants = (part, *_unquoted_variants(part))
-    return one_of(
-        *(_text_until(pattern_node(variant.open, values), variant.close) for variant in variants)
-    )
+        opening = pattern_node(part.open, field_values)
+        value = one_of(*(const(choice) for choice in choices))
+        return sequence(opening, value, const(part.close))
+    options: list[Node] = []
+    for variant in (part, *_unquoted_variants(part)):
+        opening = pattern_node(variant.open, field_values)
+        options.append(_text_until(opening, variant.close))
+    return one_of(*options)
 
 
 def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
@@ -139,7 +148,7 @@ def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -
 def _tagged_json(
     part: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the node for a tagged value that cannot be a string.
+    """Return the grammar node for the value of an argument that cannot be a string, with its tags.
 
     A boolean or null may also be written as in Python (True, False, None). Example of matching
     text: `<parameter=days>3</parameter>`.
@@ -150,18 +159,28 @@ def _tagged_json(
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
-    # Some templates declare the type "number" for every value that is not a string.
-    type_names = dict.fromkeys((*sorted(types or {"object"}), "number"))
-    values = {"key": [key], "string": ["false"], "type": list(type_names)}
+    # Some opening tags declare the type, as in `<p name="a" string="false">` or `type="integer"`.
+    field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
     all_variants = (part, *part.also)
     variants = _scalar_variants(all_variants) if types <= _SCALARS else all_variants
     python_words = [const(word) for word in _python_words(schema, types)]
     options: list[Node] = []
     for variant in variants:
+        opening = pattern_node(variant.open, field_values)
         json_value = json_schema(schema, excludes=variant.close.strip())
         value = one_of(json_value, *python_words)
-        options.append(sequence(pattern_node(variant.open, values), value, const(variant.close)))
+        options.append(sequence(opening, value, const(variant.close)))
     return one_of(*options)
+
+
+def _declared_type_names(types: frozenset[str]) -> list[str]:
+    """Return the type names that the opening tag of a value with one of `types` may contain.
+
+    Some templates declare the type "number" for every value that is not a string. Example: the
+    types {"array"} give ["array", "number"].
+    """
+    names = sorted(types) if types else ["object"]
+    return names if "number" in names else [*names, "number"]
 
 
 def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]:
@@ -178,7 +197,7 @@ def _python_words(schema: Mapping[str, Any], types: frozenset[str]) -> list[str]
 
 
 def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArguments, ...]:
-    """Return the variants in which the model may write a number, a boolean or null.
+    """Return the variants of a tag in which the model may write a number, a boolean or null.
 
     Such a value contains no special characters, so the value is never quoted. Example: of two
     variants that open with `<p>` and with `<p><![CDATA[`, only the first variant is returned.
@@ -186,13 +205,14 @@ def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArgum
     If some variants do not declare the type of the value, all other variants are omitted, so that
     the grammar stays small.
     """
+
+    def is_quoted(variant: TaggedArguments) -> bool:
+        """Return whether another variant writes the same tag without the quote."""
+        return any(_is_unquoted_variant_of(other, variant) for other in variants)
+
     untyped = tuple(variant for variant in variants if "{type}" not in variant.open)
-    candidates = untyped or variants
-    return tuple(
-        variant
-        for variant in candidates
-        if not any(_is_unquoted_variant_of(other, variant) for other in variants)
-    )
+    candidates = untyped if untyped else variants
+    return tuple(variant for variant in candidates if not is_quoted(variant))
 
 
 def _text_until(opening: Node, close: str) -> Node:
@@ -212,7 +232,10 @@ def _text_until(opening: Node, close: str) -> Node:
 
 
 def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
-    """Return the node for arguments that are written as nested elements.
+    """Return the grammar node for arguments that are written as nested elements.
+
+    Example of matching text, with the prefix `~` instead of the real prefix:
+    `~<city>Paris~</city>`. xgrammar supports only the tag prefix of one model family.
 
     Raises:
         ConstraintError: xgrammar does not support the prefix of the tags.
@@ -237,7 +260,7 @@ def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
 
 
 def _python_value(schema: Mapping[str, Any]) -> Node:
-    """Return the node for a Python literal.
+    """Return the grammar node for a Python literal, which is a value in a call such as `f(a=True)`.
 
     Examples of matching texts: `True` for a boolean, `None` for null, `"Paris"` or `'Paris'` for a
     string, and JSON for all other values. Inside a list or a dict, the node matches the JSON words
@@ -251,7 +274,8 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     if types is not None and "null" in types:
         schema_without_null = {**schema, "type": sorted(types - {"null"})}
         return one_of(const("None"), json_schema(schema_without_null))
-    if types == _STRING_ONLY and not any(keyword in schema for keyword in _STRING_KEYWORDS):
+    has_string_keywords = any(keyword in schema for keyword in _STRING_KEYWORDS)
+    if types == _STRING_ONLY and not has_string_keywords:
         return one_of(json_schema(schema), {"type": "regex", "pattern": _SINGLE_QUOTED})
     return json_schema(schema)
 
@@ -267,7 +291,7 @@ def unquoted_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
 
 
 def _unquoted_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
-    """Return the node for a value in an object with unquoted keys.
+    """Return the grammar node for a value in an object with unquoted keys, as in `{city: 3}`.
 
     Examples of matching texts with the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for
     an array, `{city:<q>Paris<q>}` for an object, and JSON for all other values.
@@ -279,8 +303,9 @@ def _unquoted_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> No
     if types is None or "string" in types:
         return {"type": "tag", "begin": part.quote, "content": any_text(), "end": part.quote}
     if types == frozenset({"array"}):
-        item_schema = schema.get("items")
-        item = _unquoted_key_value(part, item_schema if isinstance(item_schema, Mapping) else {})
+        declared_schema = schema.get("items")
+        item_schema = declared_schema if isinstance(declared_schema, Mapping) else {}
+        item = _unquoted_key_value(part, item_schema)
         items = repeated([item], const(","), is_single=False)
         return sequence(const("["), optional(items), const("]"))
     if types == frozenset({"object"}):
@@ -289,7 +314,7 @@ def _unquoted_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> No
 
 
 def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separator: str) -> Node:
-    """Return the node for the arguments of `tool`, separated by `separator`.
+    """Return the grammar node for the arguments of `tool`, separated by `separator`.
 
     The model may omit optional arguments. Example: for the required argument a and the
     optional arguments b and c, the matching texts are `a`, `a,b`, `a,c` and `a,b,c`. Without a
@@ -305,16 +330,19 @@ def _comma_separated(tool: ToolSchema, member_node: Callable[[str], Node], separ
     optional_members = [member_node(key) for key in tool.optional_keys]
     if not required:
         return _list_of_optional(optional_members, separator)
-    first_required, *further_required = required
-    return sequence(
-        first_required,
-        *(sequence(const(separator), node) for node in further_required),
-        *_optional_followers(optional_members, separator),
-    )
+    first_required, *other_required = required
+    required_followers = [sequence(const(separator), node) for node in other_required]
+    optional_followers = _optional_followers(optional_members, separator)
+    return sequence(first_required, *required_followers, *optional_followers)
 
 
 def _list_of_optional(members: list[Node], separator: str) -> Node:
-    """Return the node for a list in which each member is optional. The list may be empty."""
+    """Return the grammar node for a list in which each member is optional.
+
+    The list may be empty. Example: the members a and b match the empty text, `a`, `b` and `a,b`.
+    If there are many members, the node does not enforce their order, because the node would be too
+    large.
+    """
     if not members:
         return const("")
     if len(members) > _MAX_ORDERED_MEMBERS:

@@ -1,4 +1,4 @@
-"""Converts the declarations of tool calls to structural-tag nodes."""
+"""Converts the declarations of tool calls to grammar nodes."""
 
 from __future__ import annotations
 
@@ -56,9 +56,10 @@ _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^"{}\[\],:\s]+')
 
 
 def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_single: bool) -> Node:
-    """Return the structural-tag node for a tool section: its markers and the tool calls inside it.
+    """Return the grammar node for a tool section: its markers and the tool calls inside it.
 
-    Example of matching text: `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`.
+    A tool section is the part of a message that contains all tool calls. Example of matching text:
+    `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`.
 
     Args:
         section: The declaration of the tool calls.
@@ -82,23 +83,31 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
 def _list_or_object(
     section: ToolSection, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
 ) -> Node:
-    """Return the node for a JSON array of tool calls, or for a list of Python calls.
+    """Return the grammar node for a JSON array of tool calls, or for a list of Python calls.
 
     If the second variant of `section` is a JSON object, the node also matches a single JSON object
     instead of the list.
+
+    Args:
+        section: The declaration of the tool calls. Its first variant is a list.
+        body: The body of the first variant.
+        tools: The tools that the model may call.
+        is_single: Whether exactly one tool call is allowed. Otherwise one or more are allowed.
     """
     list_variant, *other_variants = section.calls
     calls = list_node(list_variant, body, tools, is_single=is_single)
-    if not other_variants or not isinstance(other_variants[0].body, JsonObject):
+    second_variant = other_variants[0] if other_variants else None
+    if second_variant is None or not isinstance(second_variant.body, JsonObject):
         return calls
-    objects = [call_node(other_variants[0], tool) for tool in tools]
+    objects = [call_node(second_variant, tool) for tool in tools]
     return one_of(calls, *objects)
 
 
 def trigger_of(section: ToolSection) -> str:
     """Return the text at which a tool call, or the section of all tool calls, starts.
 
-    In free text, everything before this text is content.
+    xgrammar lets the model write any text before this "trigger". After the trigger, xgrammar
+    enforces a valid tool call.
 
     Examples:
         `"<tool_calls>"` if this marker opens the section of all tool calls.
@@ -163,9 +172,10 @@ def _list_body_node(body: ListBody, tools: tuple[ToolSchema, ...], *, is_single:
 
 
 def _body_node(body: Body, tool: ToolSchema) -> Node:
-    """Return the node for the body of one tool call.
+    """Return the grammar node for the body of one tool call, which contains the arguments.
 
-    If the body is a list of tool calls, use `_list_body_node` instead.
+    The body is the text between the markers of the tool call. If the body is a list of tool calls,
+    use `_list_body_node` instead.
 
     Example of matching text: `{"name": "f", "arguments": {}}`.
     """
@@ -183,9 +193,14 @@ def _body_node(body: Body, tool: ToolSchema) -> Node:
 
 
 def _head_node(head: str, name: str) -> Node:
-    """Return the node for a tool call's header, which is the text before the arguments.
+    """Return the grammar node for a tool call's header, which is the text before the arguments.
 
-    Example: `_head_node("<function={name}>", "f")` gives `const("<function=f>")`.
+    Example: `_head_node("<function={name}>", "f")` gives `const("<function=f>")`. A field such as
+    `{id}`, whose text the model chooses, becomes a regex.
+
+    Args:
+        head: The pattern of the header, which may contain fields in braces.
+        name: The name of the function.
 
     Raises:
         ConstraintError: The header has a field whose text is not known.
@@ -210,22 +225,47 @@ def _head_node(head: str, name: str) -> Node:
 
 
 def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
-    """Return the node for a tool call that is a JSON object with the name and the arguments.
+    """Return the grammar node for a tool call that is a JSON object with name and arguments.
 
     Example of matching text: `{"name": "f", "arguments": {"a": 1}}`. If `keys` declares an id, the
     object may also contain an id. If `keys` is `NameIsKey`, the text is `{"f": {"a": 1}}`.
+
+    Args:
+        keys: The declaration of the object's keys.
+        tool: The tool that the model calls.
     """
     arguments = json_schema(tool.parameters)
     if isinstance(keys, NameIsKey):
         name = json.dumps(tool.name, ensure_ascii=False)
         return sequence(const("{" + name + ": "), arguments, const("}"))
     before, after = _object_around_arguments(keys, tool.name)
-    has_required_id = "id" in keys.order  # If true, `before` or `after` contains the id.
-    is_id_in_inner_object = keys.id is not None and "." in keys.id
-    if keys.id is None or has_required_id or is_id_in_inner_object:
-        return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
-    # Templates write the id at the start or at the end of the object, but models often omit the id.
-    id_member = sequence(const(f"{json.dumps(keys.id)}: "), _QUOTED_ID)
+    if keys.id is not None and _is_id_optional(keys, keys.id):
+        return _object_with_optional_id(keys.id, before, arguments, after)
+    # If the id is required, `before` or `after` contains a placeholder for the id.
+    return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
+
+
+def _is_id_optional(keys: Keys, id_path: str) -> bool:
+    """Return whether the id of a tool call is a member of the outer object that may be omitted."""
+    is_required = "id" in keys.order
+    is_in_inner_object = "." in id_path
+    return not is_required and not is_in_inner_object
+
+
+def _object_with_optional_id(id_key: str, before: str, arguments: Node, after: str) -> Node:
+    """Return the grammar node for a JSON object that may contain the id as first or last member.
+
+    Templates write the id at the start or at the end of the object, but models often omit the id.
+    Examples of matching texts: `{"id": "1", "name": "f", "arguments": {}}`, and the same object
+    without the id.
+
+    Args:
+        id_key: The key of the id.
+        before: The JSON text before the arguments, for example `{"name": "f", "arguments": `.
+        arguments: The node for the arguments.
+        after: The JSON text after the arguments, for example `}`.
+    """
+    id_member = sequence(const(f"{json.dumps(id_key)}: "), _QUOTED_ID)
     return sequence(
         const("{"),
         optional(sequence(id_member, const(", "))),
@@ -246,11 +286,11 @@ def _fill_in_id(text: str) -> list[Node]:
 
 
 def _with_whitespace(node: Node, whitespace: Node) -> Node:
-    """Insert `whitespace` into the constants of `node`: inside braces, after commas and colons.
+    """Return a copy of `node` that allows white space inside braces, after commas and after colons.
 
-    Example: `const('{"name":')` gives the sequence `{`, whitespace, `"name"`, `:`, whitespace. The
-    white space that a constant already contains is removed. Nodes other than constants, such as the
-    schema of the arguments, define their own white space and are not changed.
+    Only constants are changed. Example: `const('{"name":')` gives the sequence `{`, whitespace,
+    `"name"`, `:`, whitespace. The white space that a constant already contains is removed. Other
+    nodes, such as the schema of the arguments, define their own white space.
 
     Args:
         node: The node for a JSON object, or for a part of a JSON object.
@@ -278,6 +318,10 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
     Example: the default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
     `keys.order` defines the order of the members. If `keys.order` contains the id, the result
     contains the placeholder `"{id}"` instead of the id.
+
+    Args:
+        keys: The declaration of the object's keys.
+        name: The name of the function.
     """
     paths = {"name": keys.name, "arguments": keys.arguments, "id": keys.id or ""}
     values = {
@@ -285,16 +329,25 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
         "arguments": _ARGUMENTS_PLACEHOLDER,
         "id": _ID_PLACEHOLDER,
     }
-    # For the path "function.name", the tree is {"function": {"name": ..}}.
     tree: dict[str, Any] = {}
     for role in keys.order:
-        *outer_keys, last_key = paths[role].split(".")
-        inner = tree
-        for key in outer_keys:
-            inner = inner.setdefault(key, {})
-        inner[last_key] = values[role]
+        _insert(tree, paths[role], values[role])
     before, _, after = _object_text(tree).partition(_ARGUMENTS_PLACEHOLDER)
     return before, after
+
+
+def _insert(tree: dict[str, Any], path: str, value: str) -> None:
+    """Insert `value` into nested dicts. The keys of the path are separated by dots.
+
+    Example: the path "function.name" and the value "f" give `{"function": {"name": "f"}}`.
+
+    Mutates: tree.
+    """
+    *outer_keys, last_key = path.split(".")
+    inner = tree
+    for key in outer_keys:
+        inner = inner.setdefault(key, {})
+    inner[last_key] = value
 
 
 def _object_text(tree: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Builds the structural-tag nodes for the layout `Messages`."""
+"""Builds the grammar nodes for the layout `Messages`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
 def first_route(layout: Messages, stage: Stage) -> Route | None:
     """Return the route that constrained output uses for messages of the given stage.
 
-    This is the first route of the stage with a header that contains no fields. If all headers of
-    the stage contain fields, return the first route of the stage. If no route has the stage, return
-    None.
+    A route maps a message header, such as `<|channel|>final`, to the stage of the message:
+    reasoning, content or tool calls. A header without fields (`{name}`) is preferred, because such
+    a header is one exact text. If no route has the stage, return None.
     """
     routes = [route for route in layout.routes if route.stage is stage]
     for route in routes:
-        if all(isinstance(part, str) for part in split_pattern(route.written_header)):
+        header_parts = split_pattern(route.written_header)
+        has_fields = any(isinstance(part, PatternField) for part in header_parts)
+        if not has_fields:
             return route
     return routes[0] if routes else None
 
@@ -38,30 +40,34 @@ def first_route(layout: Messages, stage: Stage) -> Route | None:
 def header_text(layout: Messages, route: Route, name: str = "") -> str:
     """Return the text before a message body: the header, followed by `layout.header_end`.
 
-    Example: `"<|channel|>final<|message|>"`.
+    Examples: `"<|channel|>final<|message|>"` for content. If the header of a tool call is
+    ` to=functions.{name}`, and the function is `f`, the result is `" to=functions.f<|message|>"`.
 
     Args:
         layout: The layout of the format.
-        route: The route of the message.
+        route: The declaration of the message's header.
         name: The name of the function, if the message is a tool call.
 
     Raises:
-        ConstraintError: The header has a field whose text is not known.
+        ConstraintError: The header has a field other than `{name}`, so its text is not known.
     """
-    text = ""
+    header = ""
     for part in split_pattern(route.written_header):
-        if isinstance(part, PatternField) and part.field != "name":
+        if isinstance(part, str):
+            header += part
+        elif part.field == "name":
+            header += name
+        else:
             raise ConstraintError(
                 f"The message header {route.header!r} contains the field {{{part.field}}}, which "
                 "can match different texts. Constrained output needs one exact header. Set "
                 "Route.written to the header that the model writes."
             )
-        text += name if isinstance(part, PatternField) else part
-    return text + layout.header_end
+    return header + layout.header_end
 
 
 def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState) -> list[Node]:
-    """Return the structural-tag nodes for the reasoning message and the start of the next message.
+    """Return the grammar nodes for the reasoning message and the start of the next message.
 
     Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If the
     reasoning is already open, the nodes do not match the header. If the structural tag excludes the
@@ -71,27 +77,36 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
+    next_start = const(layout.start)
     if state is ReasoningState.EXCLUDED:
-        return [const(layout.start)]
+        return [next_start]
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         if state is ReasoningState.OPEN:
             raise unclosed_reasoning_error(fmt)
-        return []  # Without such a message, the structural tag starts with the answer.
-    end = layout.ends[0]
-    # The marker `layout.ends[0]` ends the reasoning. Any other end marker would end the whole
-    # output before the answer, so the reasoning must not contain such a marker.
-    text = any_text((layout.start, *layout.ends[1:], *fmt.ends))
-    body = {"type": "tag", "begin": "", "content": text, "end": end}
-    body_and_next_start = sequence(body, const(layout.start))
+        return []  # Without a reasoning message that can end, the output starts with the answer.
+    body = _reasoning_body(fmt, layout)
     if state is ReasoningState.OPEN:
-        return [body_and_next_start]
+        return [sequence(body, next_start)]
     header = const(header_text(layout, route))
-    return [optional(sequence(header, body_and_next_start))]
+    return [optional(sequence(header, body, next_start))]
+
+
+def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
+    """Return the grammar node for the text of a reasoning message and its end marker.
+
+    The first end marker ends the reasoning. Any other end marker would end the whole output before
+    the answer, so the text must not contain such a marker.
+    """
+    first_end, *other_ends = layout.ends
+    text = any_text((layout.start, *other_ends, *fmt.ends))
+    return {"type": "tag", "begin": "", "content": text, "end": first_end}
 
 
 def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the structural-tag node for the messages after the reasoning: tool calls or an answer.
+    """Return the grammar node for the messages after the reasoning: tool calls or an answer.
+
+    Example of an answer: `<|channel|>final<|message|>Hello`.
 
     Raises:
         ConstraintError: The request allows an answer, but the format has no message for content.
@@ -100,19 +115,30 @@ def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     if request.tools:
         options.append(_call_messages(fmt, layout, request))
     if not request.must_call:
-        content_route = first_route(layout, Stage.CONTENT)
-        if content_route is None:
-            raise ConstraintError(
-                f"The format {fmt.name!r} has no message type for an answer in text, so the model "
-                "can only call tools. Set tool_choice to required, or choose another format."
-            )
-        text = any_text() if request.answer is None else request.answer
-        options.append(sequence(const(header_text(layout, content_route)), text))
+        options.append(_content_message(fmt, layout, request.answer))
     return one_of(*options)
 
 
+def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> Node:
+    """Return the grammar node for a message with content, from its header on.
+
+    `answer` is the node that the content must match, or None for free text.
+
+    Raises:
+        ConstraintError: The format has no message for content.
+    """
+    route = first_route(layout, Stage.CONTENT)
+    if route is None:
+        raise ConstraintError(
+            f"The format {fmt.name!r} has no message type for an answer in text, so the model "
+            "can only call tools. Set tool_choice to required, or choose another format."
+        )
+    header = const(header_text(layout, route))
+    return sequence(header, any_text() if answer is None else answer)
+
+
 def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
-    """Return the structural-tag node for one or more messages that are tool calls.
+    """Return the grammar node for one or more messages that are tool calls.
 
     Each message consists of a header and the arguments. The header contains the function's name.
     Example of matching text: ` to=functions.f<|message|>{"city": "Paris"}`. The node does not match
@@ -133,12 +159,10 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
         )
-    calls = [
-        sequence(
-            _call_header(layout, call_routes, tool.name), _message_arguments(layout.body, tool)
-        )
-        for tool in request.tools
-    ]
+    calls: list[Node] = []
+    for tool in request.tools:
+        header = _call_header(layout, call_routes, tool.name)
+        calls.append(sequence(header, _message_arguments(layout.body, tool)))
     # If the format has a separate end marker for tool calls, this marker also ends the model's
     # turn, so no second tool call can follow.
     allows_second_call = not request.is_single and not layout.call_end
@@ -150,7 +174,7 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 
 
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
-    """Return the structural-tag node for the header of a message that calls the function `name`.
+    """Return the grammar node for the header of a message that calls the function `name`.
 
     The node matches the header of the first route. The node also matches the header of any other
     route that declares `Route.written`. Example: ` to=functions.f<|message|>`.
@@ -160,7 +184,7 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
 
 
 def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:
-    """Return the structural-tag node for the body of a message that is a tool call.
+    """Return the grammar node for the body of a message that is a tool call.
 
     Example of matching text: `{"city": "Paris"}`.
     """

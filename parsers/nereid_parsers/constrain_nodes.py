@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
+# A part of a structural tag: a dict that describes the texts which match. Example:
+# `{"type": "const_string", "value": "<a>"}` matches only `<a>`.
 Node = dict[str, Any]
 
 # Matches at most two white-space characters. Without this limit, the model could generate white
@@ -23,12 +24,12 @@ _MAX_DUPLICATED_ITEMS = 8
 
 
 def const(text: str) -> Node:
-    """Return the structural-tag node that matches exactly `text`."""
+    """Return the grammar node that matches exactly `text`."""
     return {"type": "const_string", "value": text}
 
 
 def any_text(excludes: tuple[str, ...] = ()) -> Node:
-    """Return the structural-tag node that matches any text without the strings in `excludes`.
+    """Return the grammar node that matches any text without the strings in `excludes`.
 
     In a sequence, the text ends where the next node starts. White space at both ends of a string in
     `excludes` is removed, and strings that contain only white space are ignored. Example:
@@ -39,45 +40,56 @@ def any_text(excludes: tuple[str, ...] = ()) -> Node:
 
 
 def json_schema(schema: object, excludes: str = "") -> Node:
-    """Return the structural-tag node that matches the JSON text of any value that a schema allows.
+    """Return the grammar node that matches the JSON text of any value that a schema allows.
 
     The JSON text may contain at most one white-space character between two tokens. Without this
     limit, the model could generate white space forever.
+
+    Example: `json_schema({"type": "boolean"})` matches `true` and `false`.
 
     Args:
         schema: The JSON schema.
         excludes: A string that the text may not contain, or "".
     """
-    schema = _without_descriptions(schema)
-    node: Node = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
-    return {**node, "excludes": [excludes]} if excludes else node
+    node: Node = {
+        "type": "json_schema",
+        "json_schema": _without_descriptions(schema),
+        "max_whitespace_cnt": 1,
+    }
+    if excludes:
+        node["excludes"] = [excludes]
+    return node
 
 
 def _without_descriptions(schema: object) -> object:
     """Return a schema without its descriptive texts, because a grammar does not need these texts.
 
     Example: `{"type": "string", "description": "A city"}` gives `{"type": "string"}`. A property
-    that is called `description` is kept.
+    that is called `description` is kept, because its value is a schema and not a text.
     """
     if isinstance(schema, list):
         return [_without_descriptions(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value if key in _DATA_KEYWORDS else _without_descriptions(value)
-        for key, value in schema.items()
-        if not (key in _DESCRIPTIONS and isinstance(value, str))
-    }
+    kept: dict[str, object] = {}
+    for key, value in schema.items():
+        is_description = key in _DESCRIPTIONS and isinstance(value, str)
+        if key in _DATA_KEYWORDS:  # The value of `enum`, for example, is data and not a schema.
+            kept[key] = value
+        elif not is_description:
+            kept[key] = _without_descriptions(value)
+    return kept
 
 
 def sequence(*parts: Node) -> Node:
-    """Return the structural-tag node that matches all `parts`, one after another.
+    """Return the grammar node that matches all `parts`, one after another.
 
     Nested sequences are flattened, adjacent constants are joined, and empty constants are removed.
     Example: `sequence(const("<a>"), const(""), const("x"))` gives `const("<a>x")`.
     """
+    elements = [element for part in parts for element in _elements(part)]
     joined: list[Node] = []
-    for element in chain.from_iterable(map(_elements, parts)):
+    for element in elements:
         if joined and _is_const(joined[-1]) and _is_const(element):
             joined[-1] = const(joined[-1]["value"] + element["value"])
         elif element != const(""):
@@ -96,17 +108,17 @@ def _is_const(node: Node) -> bool:
 
 
 def one_of(*options: Node) -> Node:
-    """Return the structural-tag node that matches any one of the options."""
+    """Return the grammar node that matches any one of the options."""
     return options[0] if len(options) == 1 else {"type": "or", "elements": list(options)}
 
 
 def optional(part: Node) -> Node:
-    """Return the structural-tag node that matches either `part` or the empty text."""
+    """Return the grammar node that matches either `part` or the empty text."""
     return {"type": "optional", "content": part}
 
 
 def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
-    """Return the structural-tag node that matches one or more items, separated by `separator`.
+    """Return the grammar node that matches one or more items, separated by `separator`.
 
     Each item in the text must match one of the nodes `items`. If `is_single` is true, the node
     matches exactly one item. Example: the items a and b with the separator `,` match `a`, `b,a` and
@@ -119,20 +131,21 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
     item = one_of(*items)
     if is_single:
         return item
-    if len(items) > _MAX_DUPLICATED_ITEMS:
-        if separator == WHITESPACE:
-            # `WHITESPACE` also matches the empty text, so the last item needs no separator.
-            return {"type": "plus", "content": sequence(item, separator)}
-        if separator["type"] == "const_string":
-            return separated_tags(items, separator["value"])
+    has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
+    if has_many_items and separator == WHITESPACE:
+        # `WHITESPACE` also matches the empty text, so the last item needs no separator.
+        return {"type": "plus", "content": sequence(item, separator)}
+    if has_many_items and _is_const(separator):
+        return separated_tags(items, separator["value"])
     further_items = {"type": "star", "content": sequence(separator, item)}
     return sequence(item, further_items)
 
 
 def separated_tags(items: list[Node], separator: str) -> Node:
-    """Return the node that matches one or more items, with the text `separator` between two items.
+    """Return the grammar node that matches one or more items, with `separator` between two items.
 
-    This node contains each item once, so it is smaller than the usual node that `repeated` returns.
+    The node contains each item once, so the node is smaller than the usual node for a list,
+    `item (separator item)*`. The order of the items in the text is free.
     """
     return {
         "type": "tags_with_separator",
@@ -144,19 +157,15 @@ def separated_tags(items: list[Node], separator: str) -> Node:
 
 
 def tag(node: Node) -> Node:
-    """Convert a node to a node of type `tag`.
+    """Convert a grammar node to a node of type `tag`, which matches the same texts.
 
     A constant at the start of `node` becomes the tag's `begin`, and a constant at the end becomes
     the tag's `end`. Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives `{"type":
     "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}`.
     """
-    inner = _elements(node)
-    begin = ""
-    end = ""
-    if _is_const(inner[0]):
-        begin = inner.pop(0)["value"]
-    if inner and _is_const(inner[-1]):
-        end = inner.pop()["value"]
+    inner = _elements(node)  # This list is a copy, so `node` is not changed.
+    begin = inner.pop(0)["value"] if _is_const(inner[0]) else ""
+    end = inner.pop()["value"] if inner and _is_const(inner[-1]) else ""
     content = sequence(*inner) if inner else const("")
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 

@@ -27,6 +27,8 @@ class ReasoningState(Enum):
 def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
     """Return the state of the reasoning at the start of the constrained output.
 
+    Example: if the prompt ends with `<think>`, the reasoning is OPEN.
+
     Args:
         start: The state of the reasoning at the end of the prompt.
         skip_reasoning: Whether the structural tag describes only the text after the reasoning.
@@ -35,7 +37,9 @@ def reasoning_state(start: OutputStart, skip_reasoning: bool) -> ReasoningState:
         return ReasoningState.EXCLUDED
     if start.stage is Stage.REASONING:
         return ReasoningState.OPEN
-    return ReasoningState.ENDED if start.has_reasoned else ReasoningState.POSSIBLE
+    if start.has_reasoned:
+        return ReasoningState.ENDED
+    return ReasoningState.POSSIBLE
 
 
 def unclosed_reasoning_error(fmt: FormatData) -> ConstraintError:

@@ -22,9 +22,14 @@ class ToolSchema:
 
     @classmethod
     def of(cls, tool: Mapping[str, Any]) -> ToolSchema:
-        """Create a ToolSchema from one tool of the request.
+        """Create a ToolSchema from one member of the OpenAI tools list.
 
-        Raise ConstraintError if the tool has no name.
+        A member is `{"type": "function", "function": {"name": "f", "parameters": {..}}}`, or only
+        the inner object. The schema of the parameters is rewritten, so that xgrammar enforces more
+        of its keywords.
+
+        Raises:
+            ConstraintError: The tool has no name.
         """
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -40,15 +45,18 @@ class ToolSchema:
         """Return the JSON schema of the argument `key`.
 
         The result also contains the definitions (`$defs`) of the tool's schema, because the schema
-        of the argument may refer to these definitions.
+        of the argument may refer to these definitions. A schema that is not an object, such as
+        `true`, gives `{}`, which accepts any value.
         """
         schema = self.parameters["properties"][key]
+        if not isinstance(schema, Mapping):
+            return {}
         definitions = {
             keyword: self.parameters[keyword]
             for keyword in ("$defs", "definitions")
             if keyword in self.parameters
         }
-        return {**definitions, **schema} if isinstance(schema, Mapping) else {}
+        return {**definitions, **schema}
 
     @property
     def required_keys(self) -> list[str]:
@@ -78,7 +86,7 @@ class Request:
         tools: The tools that the model may call, in the order of the request.
         must_call: Whether the model must make at least one tool call.
         is_single: Whether the model may make at most one tool call.
-        answer: The structural-tag node that the content must match, or None for free text.
+        answer: The grammar node that the content must match, or None for free text.
     """
 
     tools: tuple[ToolSchema, ...] = ()
@@ -96,6 +104,15 @@ class Request:
         parallel_tool_calls: bool,
     ) -> Request:
         """Create the constraints from the fields of an OpenAI request.
+
+        Example: for two tools and a `tool_choice` that names one of them, the constraints contain
+        only this tool, and the model must call the tool exactly once.
+
+        Args:
+            tools: The field `tools`.
+            tool_choice: The field `tool_choice`.
+            response_format: The field `response_format`.
+            parallel_tool_calls: Whether the model may make more than one tool call.
 
         Raises:
             ConstraintError: A field is invalid, or `tool_choice` contradicts `tools`.
@@ -139,14 +156,18 @@ class _ToolChoice:
     is_one_function: bool = False
 
     def select(self, tools: tuple[ToolSchema, ...]) -> tuple[ToolSchema, ...]:
-        """Return the tools that the model may call. The mode "none" allows no tools.
+        """Return the tools that the model may call.
+
+        If this choice names functions, only their tools are returned. If not, all `tools` are
+        returned, or no tools in the mode "none".
 
         Raises:
-            ConstraintError: The request names a function that `tools` does not contain.
+            ConstraintError: This choice names a function that `tools` does not contain.
         """
         if self.names is None:
             return () if self.mode == "none" else tools
-        missing = self.names - {tool.name for tool in tools}
+        offered_names = {tool.name for tool in tools}
+        missing = self.names - offered_names
         if missing:
             raise ConstraintError(
                 f"tool_choice: the request has no tool with the name {sorted(missing)[0]!r}"
@@ -155,11 +176,15 @@ class _ToolChoice:
 
 
 def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) -> _ToolChoice:
-    """Parse the OpenAI field `tool_choice`.
+    """Parse the OpenAI field `tool_choice`, which says whether the model must or may call tools.
 
     Examples: `{"type": "function", "function": {"name": "f"}}` gives the mode "required" and the
     names {"f"}. If the value is missing, the mode is "auto" for a request with tools, and "none"
     for a request without tools.
+
+    Args:
+        choice: The value of the field, or None if the field is missing.
+        has_tools: Whether the request has tools.
 
     Raises:
         ConstraintError: The value is not a `tool_choice` of the OpenAI API.
@@ -187,8 +212,9 @@ def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) 
 def _parse_allowed_tools(value: object) -> _ToolChoice:
     """Parse the object `allowed_tools` in the OpenAI field `tool_choice`.
 
-    Example: `{"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}` gives
-    the mode "auto" and the names {"f"}.
+    With this object, a client allows only some of the request's tools. Example:
+    `{"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}` gives the mode
+    "auto" and the names {"f"}.
 
     Raises:
         ConstraintError: `value` is not a valid `allowed_tools` object.
@@ -205,8 +231,11 @@ def _parse_allowed_tools(value: object) -> _ToolChoice:
         raise ConstraintError(
             f"tool_choice: allowed_tools.tools must be a list, but it is {shorten(tools)}"
         )
-    items = [_object(tool, "each item of tool_choice.allowed_tools.tools") for tool in tools]
-    return _ToolChoice(mode, frozenset(map(_function_name, items)))
+    allowed_tools = [
+        _object(tool, "each item of tool_choice.allowed_tools.tools") for tool in tools
+    ]
+    names = frozenset(_function_name(tool) for tool in allowed_tools)
+    return _ToolChoice(mode, names)
 
 
 def _object(value: object, place: str) -> Mapping[str, Any]:

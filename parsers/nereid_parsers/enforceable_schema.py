@@ -9,31 +9,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from nereid_parsers.enforceable_multiple import (
+    ANNOTATIONS,
+    Schema,
+    is_integer,
+    is_number,
+    with_enforced_multiple,
+)
 from nereid_parsers.stream.values.argument_types import json_type_of
 
-Schema = Mapping[str, Any]
-
-_ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$comment", "$schema", "$id", "$defs", "definitions"),
-    }
-)
-"""Keywords that do not restrict the values. `_merge` keeps the value of the first schema."""
 _STRICTER = {
     **dict.fromkeys(("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"), max),
     **dict.fromkeys(("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"), min),
 }
 """Maps the keyword of a bound to the function that returns the stricter one of two bounds."""
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_PROPERTY_KEYWORDS = ("properties", "additionalProperties")
 # If a schema has one of these keywords, xgrammar ignores all other keywords of the schema.
 _ALTERNATIVES = frozenset({"anyOf", "oneOf", "not", "if", "const", "enum"})
 # The values of these keywords are JSON values, not schemas.
 _VALUE_KEYWORDS = ("enum", "const", "default", "examples")
-_LARGEST_MULTIPLE_OF = 1024
-_MAX_MULTIPLES = 256
 _MAX_DEPTH = 64
 
 
@@ -55,9 +51,10 @@ class _Resolved(NamedTuple):
 
 
 def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema, so that xgrammar enforces more keywords.
+    """Return a copy of a JSON schema in which xgrammar enforces more keywords.
 
-    The new schema accepts the same values.
+    The copy accepts the same values. xgrammar, which constrains the output of the model, ignores
+    some keywords of the original.
 
     The parts of an `allOf` are merged into one schema. A number that must be a multiple of an
     integer becomes an integer. An integer with bounds and `multipleOf` becomes a list of values.
@@ -72,24 +69,14 @@ def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
     return _rewrite(schema, root=schema, inlined=frozenset(), depth=0)
 
 
-def is_enforced_multiple(schema: Schema) -> bool:
-    """Return whether xgrammar enforces the keyword `multipleOf` of a schema."""
-    multiple = schema["multipleOf"]
-    return (
-        schema.get("type") == "integer"
-        and _is_integer(multiple)
-        and 1 <= multiple <= _LARGEST_MULTIPLE_OF
-        and not any(bound in schema for bound in _BOUNDS)
-    )
-
-
 def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema and all schemas inside it. See `enforceable` for the changes.
+    """Rewrite a schema and all schemas inside the schema. See `enforceable` for the changes.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
-        root: The outermost schema, to which references refer.
-        inlined: The references that were replaced by a definition which contains `schema`.
+        root: The outermost schema, to which references (`$ref`) refer.
+        inlined: The references whose definitions contain `schema`. If `schema` contains one of
+            these references again, the schema is recursive, so the reference is not replaced.
         depth: The number of values that enclose `schema`.
     """
     if depth > _MAX_DEPTH:
@@ -98,10 +85,11 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
         return [_rewrite(item, root, inlined, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    has_parts = isinstance(schema.get("allOf"), list)
-    merged = _without_all_of(schema, root, inlined) if has_parts else _Resolved(schema, inlined)
+    merged = _Resolved(schema, inlined)
+    if isinstance(schema.get("allOf"), list):
+        merged = _without_all_of(schema, root, inlined)
     rewritten: dict[str, Any] = {}
-    for keyword, value in _with_enforced_multiple(merged.schema).items():
+    for keyword, value in with_enforced_multiple(merged.schema).items():
         if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
             rewritten[keyword] = value
         else:
@@ -110,33 +98,44 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
 
 
 def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _Resolved:
-    """Merge the keyword `allOf` of a schema with the other keywords of the schema.
+    """Merge the parts in the keyword `allOf` of a schema with the schema's other keywords.
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. If the parts cannot be merged, `schema` and
-    `inlined` are returned unchanged.
+    `inlined` are returned unchanged. For the arguments see `_rewrite`.
+
+    Returns:
+        The merged schema, and the references that were replaced by their definitions.
     """
     others = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     parts = schema["allOf"]
-    is_one_reference = len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
-    if is_one_reference and _ANNOTATIONS.issuperset(others):
+    if ANNOTATIONS.issuperset(others) and _is_one_reference(parts):
         # The other keywords are only annotations, such as `title`. They do not restrict the values,
         # so one schema can contain both `$ref` and the annotations.
         return _Resolved({**parts[0], **others}, inlined)
     try:
-        resolved = [_resolve(part, root, inlined) for part in (others, *parts)]
-        merged = functools.reduce(_merge, [part.schema for part in resolved])
+        resolved_parts = [_resolve(part, root, inlined) for part in (others, *parts)]
+        merged = functools.reduce(_merge, [part.schema for part in resolved_parts])
     except (_CannotMergeError, TypeError, AttributeError):
         # TypeError and AttributeError show that the value of a keyword has a wrong type.
         return _Resolved(schema, inlined)
-    return _Resolved(merged, frozenset().union(*(part.inlined for part in resolved)))
+    all_inlined = frozenset().union(*(part.inlined for part in resolved_parts))
+    return _Resolved(merged, all_inlined)
+
+
+def _is_one_reference(parts: list[Any]) -> bool:
+    """Return whether `parts`, the value of an `allOf`, is one reference: `[{"$ref": ..}]`."""
+    return len(parts) == 1 and isinstance(parts[0], Mapping) and "$ref" in parts[0]
 
 
 def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
     """Rewrite one member of an `allOf`, so that the member contains neither `$ref` nor `allOf`.
 
     A `$ref` is replaced by the definition that the `$ref` names. An `allOf` inside the part is
-    merged.
+    merged. Two schemas without these keywords can be merged keyword by keyword.
+
+    Returns:
+        The rewritten part, and all references that were replaced so far.
 
     Raises:
         _CannotMergeError: The part is recursive, or refers to another document.
@@ -149,7 +148,7 @@ def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
     if "allOf" not in target.schema:
         return target
     merged = _without_all_of(target.schema, root, target.inlined)
-    if "allOf" in merged.schema:
+    if "allOf" in merged.schema:  # The parts of the inner `allOf` could not be merged.
         raise _CannotMergeError
     return merged
 
@@ -157,7 +156,9 @@ def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
 def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _Resolved:
     """Merge a schema with the definition that its keyword `$ref` names.
 
-    Without this keyword, return the schema unchanged.
+    Without this keyword, return the schema unchanged. Example: if the definition `T` is
+    `{"type": "integer"}`, `{"$ref": "#/$defs/T", "minimum": 1}` gives
+    `{"minimum": 1, "type": "integer"}`.
 
     Raises:
         _CannotMergeError: The definition contains the reference again, or does not exist.
@@ -165,7 +166,9 @@ def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _R
     reference = part.get("$ref")
     if reference is None:
         return _Resolved(part, inlined)
-    if not isinstance(reference, str) or reference in inlined:
+    if not isinstance(reference, str):
+        raise _CannotMergeError
+    if reference in inlined:  # The definition contains a reference to itself.
         raise _CannotMergeError
     others = {keyword: value for keyword, value in part.items() if keyword != "$ref"}
     definition = _resolve(_target(reference, root), root, inlined | {reference})
@@ -173,7 +176,9 @@ def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _R
 
 
 def _target(reference: str, root: object) -> object:
-    """Return the definition to which a reference points, for example "#/$defs/Address".
+    """Return the definition to which a reference points.
+
+    Example: "#/$defs/Address" gives `root["$defs"]["Address"]`.
 
     Escape sequences in names (`~0`, `~1`) are not decoded, so a definition whose name contains such
     a sequence is not found.
@@ -183,7 +188,8 @@ def _target(reference: str, root: object) -> object:
             document.
     """
     document, *names = reference.split("/")
-    if document != "#":
+    is_in_root = document == "#"
+    if not is_in_root:
         raise _CannotMergeError
     target = root
     for name in names:
@@ -215,15 +221,23 @@ def _merge(first: object, second: object) -> dict[str, Any]:
 
 
 def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
-    """Merge the keywords of two schemas. See `_merge`."""
+    """Return a schema with the keywords of two schemas. A value must match both schemas.
+
+    Example: `{"type": "integer", "minimum": 1}` and `{"minimum": 3}` give
+    `{"type": "integer", "minimum": 3}`.
+
+    Raises:
+        _CannotMergeError: See `_merge`.
+    """
     merged = dict(first)
     for keyword, value in second.items():
+        is_conflict = keyword in merged and merged[keyword] != value
         if keyword not in merged:
             merged[keyword] = value
-        elif merged[keyword] != value and keyword not in ("properties", "additionalProperties"):
+        elif is_conflict and keyword not in _PROPERTY_KEYWORDS:
             merged[keyword] = _merge_values(keyword, merged[keyword], value)
-    # These two keywords depend on each other, so they are merged together.
-    if "properties" in merged or "additionalProperties" in merged:
+    # `properties` and `additionalProperties` depend on each other, so they are merged together.
+    if any(keyword in merged for keyword in _PROPERTY_KEYWORDS):
         merged |= _merge_properties(first, second, merged.get("required") or [])
     merged = _drop_impossible_choices(merged)
     _check_is_enforced(merged)
@@ -233,12 +247,13 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
     """Return the value of `keyword` that has the effect of both values, `first` and `second`.
 
-    Example: for the keyword `maxLength` and the values 5 and 9, the result is 5.
+    Examples: the values 5 and 9 of `maxLength` give 5. The values `["a", "b"]` and `["b", "c"]` of
+    `enum` give `["b"]`. If the keyword is only an annotation, such as `title`, `first` is returned.
 
     Raises:
         _CannotMergeError: No single value of the keyword has the effect of both values.
     """
-    if keyword in _ANNOTATIONS:
+    if keyword in ANNOTATIONS:
         return first
     if keyword == "type":
         return _common_types(first, second)
@@ -248,9 +263,9 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
         return [value for value in first if value in second]
     if keyword == "items":
         return _merge(first, second)
-    if keyword in _STRICTER and _is_number(first) and _is_number(second):
+    if keyword in _STRICTER and is_number(first) and is_number(second):
         return _STRICTER[keyword](first, second)
-    if keyword == "multipleOf" and _is_integer(first) and _is_integer(second):
+    if keyword == "multipleOf" and is_integer(first) and is_integer(second):
         return math.lcm(int(first), int(second))
     raise _CannotMergeError
 
@@ -285,32 +300,38 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     """Merge the keywords `properties` and `additionalProperties` of two schemas.
 
     Example: the properties `{"a": {"type": "string"}}` and `{"a": {"maxLength": 9}}` give
-    `{"a": {"type": "string", "maxLength": 9}}`.
+    `{"a": {"type": "string", "maxLength": 9}}`. `required` contains the names of the properties
+    that every object must have.
 
     Raises:
         _CannotMergeError: No object matches both schemas, or xgrammar could not enforce the result.
     """
-    if any("patternProperties" in schema for schema in (first, second)):
+    if "patternProperties" in first or "patternProperties" in second:
         raise _CannotMergeError
     first_properties = first.get("properties") or {}
     second_properties = second.get("properties") or {}
     # `additionalProperties` is the schema of all properties that `properties` does not declare.
     first_rest = first.get("additionalProperties", True)
     second_rest = second.get("additionalProperties", True)
-    merged = {}
+    properties = {}
     for name in dict.fromkeys([*first_properties, *second_properties]):
-        first_schema = first_properties.get(name, first_rest)
-        second_schema = second_properties.get(name, second_rest)
-        is_forbidden = first_schema is False or second_schema is False
-        if not is_forbidden:
-            merged[name] = _merge(first_schema, second_schema)
+        merged = _merge_or_forbid(
+            first_properties.get(name, first_rest), second_properties.get(name, second_rest)
+        )
+        if merged is not False:
+            properties[name] = merged
         elif name in required:
             raise _CannotMergeError
     if first_rest is True and second_rest is True:
-        return {"properties": merged}  # `additionalProperties` is true by default.
-    forbids_others = first_rest is False or second_rest is False
-    rest = False if forbids_others else _merge(first_rest, second_rest)
-    return {"properties": merged, "additionalProperties": rest}
+        return {"properties": properties}  # `additionalProperties` is true by default.
+    rest = _merge_or_forbid(first_rest, second_rest)
+    return {"properties": properties, "additionalProperties": rest}
+
+
+def _merge_or_forbid(first: object, second: object) -> dict[str, Any] | Literal[False]:
+    """Merge two schemas of a property. Return False if one of them is False: no property."""
+    is_forbidden = first is False or second is False
+    return False if is_forbidden else _merge(first, second)
 
 
 def _drop_impossible_choices(schema: dict[str, Any]) -> dict[str, Any]:
@@ -329,7 +350,7 @@ def _check_is_enforced(merged: dict[str, Any]) -> None:
 
     Example: xgrammar ignores `minLength` if the schema also has the keyword `pattern`.
     """
-    restrictions = merged.keys() - _ANNOTATIONS
+    restrictions = merged.keys() - ANNOTATIONS
     if "enum" in restrictions and isinstance(merged.get("type"), str):
         restrictions -= {"type"}  # All values of `enum` already have this type.
     has_length = bool({"minLength", "maxLength"} & restrictions)
@@ -341,61 +362,7 @@ def _check_is_enforced(merged: dict[str, Any]) -> None:
         raise _CannotMergeError
 
 
-def _with_enforced_multiple(schema: Schema) -> Schema:
-    """Rewrite `schema` so that xgrammar enforces `multipleOf`.
-
-    Examples:
-        {"type": "number", "multipleOf": 2.0} gives {"type": "integer", "multipleOf": 2}.
-        {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 12} gives {"enum": [10]}.
-        {"type": "number", "multipleOf": 0.5} is returned unchanged.
-    """
-    multiple = schema.get("multipleOf", 0)
-    is_number = schema.get("type") in ("integer", "number")
-    if not is_number or not _is_integer(multiple) or multiple < 1:
-        return schema
-    as_integer = {**schema, "type": "integer", "multipleOf": int(multiple)}
-    has_bounds = any(bound in schema for bound in _BOUNDS)
-    if "enum" in schema or not has_bounds:
-        return as_integer
-    multiples = _multiples(as_integer, int(multiple))
-    if not multiples:
-        return as_integer
-    annotations = {key: value for key, value in schema.items() if key in _ANNOTATIONS}
-    return {**annotations, "enum": multiples}
-
-
-def _multiples(schema: Schema, multiple: int) -> list[int]:
-    """Return all multiples of `multiple` within the bounds of a schema.
-
-    Example: the multiples of 5 in `{"minimum": 1, "exclusiveMaximum": 15}` are [5, 10]. The result
-    is [] if a bound is missing, or if there are more than `_MAX_MULTIPLES` multiples.
-    """
-    if not all(_is_number(schema[bound]) for bound in _BOUNDS if bound in schema):
-        return []
-    lowest = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
-    highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
-    if not math.isfinite(lowest) or not math.isfinite(highest):
-        return []
-    first_factor = math.ceil(lowest / multiple)
-    last_factor = math.floor(highest / multiple)
-    if last_factor - first_factor >= _MAX_MULTIPLES:
-        return []
-    excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
-    values = (factor * multiple for factor in range(first_factor, last_factor + 1))
-    return [value for value in values if value not in excluded]
-
-
 def _has_type(value: object, name: str) -> bool:
     """Return whether a JSON value has the type `name`. An integer also has the type "number"."""
     json_type = json_type_of(value)
     return json_type == name or (name == "number" and json_type == "integer")
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a JSON value is a number. A boolean is not a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_integer(value: object) -> bool:
-    """Return whether a JSON value is an integer, such as 5 or 5.0."""
-    return _is_number(value) and float(value).is_integer()  # type: ignore[arg-type]

@@ -83,12 +83,13 @@ class Message:
 
 
 def fold(events: Iterable[Event]) -> Message:
-    """Combine the events of a message into one `Message`.
+    """Combine the events that a parser has returned for a message into one `Message`.
 
     Example: `fold([ContentDelta("Hel"), ContentDelta("lo")])` returns `Message(content="Hello")`.
     """
     reasoning: list[str] = []
     content: list[str] = []
+    # The tool call with the index 0 has `starts[0]` and the pieces of arguments `arguments[0]`.
     starts: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     for event in events:
@@ -104,11 +105,8 @@ def fold(events: Iterable[Event]) -> Message:
                 arguments[index].append(text)
             case ToolCallEnd():
                 pass
-    return Message(
-        reasoning="".join(reasoning) or None,
-        content="".join(content) or None,
-        tool_calls=[
-            ToolCall(name=start.name, arguments="".join(pieces), id=start.id)
-            for start, pieces in zip(starts, arguments, strict=True)
-        ],
-    )
+    tool_calls = [
+        ToolCall(name=start.name, arguments="".join(pieces), id=start.id)
+        for start, pieces in zip(starts, arguments, strict=True)
+    ]
+    return Message("".join(reasoning) or None, "".join(content) or None, tool_calls)

@@ -132,6 +132,9 @@ class Format(FormatData):
     ) -> dict[str, Any] | None:
         """Return the structural tag for a request, or None if the request allows any output.
 
+        A structural tag is the JSON object from which xgrammar builds the grammar of the output.
+        The grammar allows only valid tool calls, and answers of the requested form.
+
         Args:
             tools: The OpenAI tools list.
             tool_choice: The OpenAI field `tool_choice`.

@@ -46,8 +46,10 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
     for match in _FIELD_OR_BRACES.finditer(text):
         _append_literal(parts, text[literal_start : match.start()])
         literal_start = match.end()
-        if match.group() in ("{{", "}}"):
-            _append_literal(parts, match.group()[0])  # "{{" means the character "{".
+        if match.group() == "{{":
+            _append_literal(parts, "{")
+        elif match.group() == "}}":
+            _append_literal(parts, "}")
         else:
             follows_field = bool(parts) and isinstance(parts[-1], PatternField)
             parts.append(_field(text, match, follows_field=follows_field))
@@ -70,8 +72,11 @@ def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternFi
 
     Example: a match of `{name}` gives `PatternField("name")`.
 
-    The field {rest} may directly follow another field. The regex of the other field then determines
-    where the other field ends.
+    Args:
+        text: The whole pattern, for use in error messages.
+        match: The match of `_FIELD_OR_BRACES`. Its first group is the name inside the braces.
+        follows_field: Whether another field directly precedes this field. Only the field {rest} may
+            directly follow another field.
 
     Raises:
         FormatError: The field is unknown, or follows another field without text between them.

@@ -26,7 +26,9 @@ class StartPoint:
 def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
     r"""Return the state in which the output after `prompt` starts.
 
-    An empty prompt is treated like None.
+    A prompt may end with the beginning of the model's message, for example with the marker that
+    opens the reasoning. This beginning is called the "prefill". An empty prompt is treated like
+    None.
 
     Example: for a format with the reasoning marker `<think>` and no `turn`, the prompt
     `"<|im_start|>assistant\n<think>\n"` gives `StartPoint(Stage.CONTENT, prefill="<think>")`. After
@@ -52,10 +54,15 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
     """Return the state in which the output starts, for a format with the layout `Sections`.
 
-    The prompt may already contain the beginning of the answer, the "prefill". Examples: the prompt
-    `"..<think>"` gives the prefill `<think>`. The prompt `"..assistant"` gives the stage CONTENT,
-    or REASONING for the opener FORCED. Without a prompt, the stage is REASONING for the openers
-    PROMPT and FORCED, and CONTENT otherwise.
+    There are three cases:
+
+    - Without a prompt, the output starts in the reasoning, unless the format declares no reasoning
+      or the model writes the opening marker itself.
+    - The prompt contains the beginning of the answer, the "prefill". Example: `"..<think>"` gives
+      the prefill `<think>`. The parser reads the prefill before the output, so the markers in the
+      prefill select the stage of the output.
+    - The prompt contains no prefill, as in `"..<|assistant|>"`. The output starts in the content,
+      or in the reasoning if the model always starts with reasoning (the opener FORCED).
     """
     reasoning = layout.reasoning
     if not prompt:
@@ -65,8 +72,6 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     if prefill is None:  # The start of the model's turn is not known.
         prefill = _marker_at_end(layout, prompt)
     if prefill.strip():
-        # The parser reads the prefill before the output. The markers in the prefill then select the
-        # stage of the output.
         return StartPoint(Stage.CONTENT, prefill)
     is_forced = reasoning is not None and reasoning.opener is Opener.FORCED
     return StartPoint(Stage.REASONING if is_forced else Stage.CONTENT)
@@ -103,13 +108,14 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
-    """Return the unfinished message at the end of the prompt, or "".
+    """Return the unfinished message at the end of the prompt, which the model continues, or "".
 
-    The model continues this message.
+    Examples, for the marker `<|start|>` before each message and the marker `<|end|>` after each
+    message:
 
-    Examples, for the marker `<|start|>` before each message: if `<|end|>` closes a message, the
-    prompt `"..<|end|><|start|>assistant"` gives `<|start|>assistant`, and `"..<|end|>"` gives "".
-    If no marker closes a message, only the marker at the end of the prompt is an open message.
+        end of the prompt               result
+        `..<|end|><|start|>assistant`   `<|start|>assistant`
+        `..<|start|>user..<|end|>`      "", because the last message is complete
     """
     message_start = layout.start.strip()
     last_start = prompt.rfind(message_start)

@@ -41,17 +41,23 @@ class Keys:
     order: tuple[str, ...] = ("name", "arguments")
 
     def __post_init__(self) -> None:
-        """Check the paths and the order of the keys."""
+        """Raise FormatError if a path or the order of the keys is not valid.
+
+        Example: the path `function..name` is not valid, because it has an empty part.
+        """
         paths = [self.name, self.arguments, *self.also]
         if self.id:
             paths.append(self.id)
         for path in paths:
-            if not all(path.split(".")):
+            has_empty_part = "" in path.split(".")
+            if has_empty_part:
                 raise FormatError(
                     f"Keys: the path {path!r} has an empty part. A path is a list of key names "
                     "that are separated by dots, such as 'function.name'."
                 )
-        if not {"name", "arguments"} <= set(self.order) <= {"name", "arguments", "id"}:
+        required_members = {"name", "arguments"}
+        members = set(self.order)
+        if not required_members <= members <= required_members | {"id"}:
             raise FormatError(
                 "Keys.order must contain 'name' and 'arguments', and may contain 'id', but is "
                 f"{self.order!r}"
@@ -209,7 +215,10 @@ class Call:
     id: str = "{id}"
 
     def __post_init__(self) -> None:
-        """Check that the header or the body contains the name, but not both. Check `id`."""
+        """Raise FormatError if not exactly one of header and body contains the function's name.
+
+        Also raise FormatError if `id`, the pattern of the tool call's id, is not valid.
+        """
         head_has_name = PatternField("name") in split_pattern(self.head)
         body_has_name = not isinstance(self.body, NAMED_BY_HEAD)
         if not head_has_name and not body_has_name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nereid_parsers.enforceable_schema import is_enforced_multiple
+from nereid_parsers.enforceable_multiple import is_enforced_multiple
 from nereid_parsers.stream.values.argument_types import json_type_of
 
 _IGNORED_KEYWORDS = (
@@ -35,7 +35,9 @@ def unenforced(schema: object) -> list[str]:
 
 
 def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
-    """Yield the descriptions for `schema` and for all schemas inside `schema`.
+    """Yield a description of each keyword that is not enforced, in `schema` and inside `schema`.
+
+    Example: `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
 
     Args:
         schema: The JSON schema.
@@ -53,7 +55,9 @@ def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
 
 
 def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
-    """Yield each value in `schema` that may be a schema, with the path of the value.
+    """Yield each value inside `schema` that may be a schema, with the path of the value.
+
+    A keyword of `schema` contains a schema, a list of schemas, or an object with schemas.
 
     Example: `{"items": {"type": "string"}}` at the path `$` yields `({"type": "string"},
     "$.items")`.
@@ -73,9 +77,10 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield descriptions of the keywords that xgrammar enforces only in some cases.
+    """Yield a description of each keyword that xgrammar enforces in some schemas, but not in this.
 
-    Example: an `allOf` of two schemas yields "allOf of 2 parts at $".
+    Example: xgrammar enforces an `allOf` of one schema. An `allOf` of two schemas at the path `$`
+    yields "allOf of 2 parts at $".
     """
     if "multipleOf" in schema and not is_enforced_multiple(schema):
         yield f"multipleOf at {path}"
@@ -88,11 +93,11 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def _are_disjoint(options: list[Any]) -> bool:
-    """Return whether the options exclude each other, so that a value can match only one of them.
+    """Return whether no value can match more than one of the schemas in `options`.
 
-    Only the declared types and constants are compared. If the result is True, `oneOf` and `anyOf`
-    accept the same values. Examples: a string and an integer exclude each other. The constants "a"
-    and "b" exclude each other. A string and the constant "a" do not exclude each other.
+    If so, `oneOf` and `anyOf` accept the same values. Only the declared types and constants are
+    compared. Examples: a string and an integer are disjoint. The constants "a" and "b" are
+    disjoint. A string and the constant "a" are not disjoint.
     """
     options_of_type: dict[str, list[Mapping[str, Any]]] = {}
     for option in options:
@@ -101,8 +106,10 @@ def _are_disjoint(options: list[Any]) -> bool:
             return False
         options_of_type.setdefault(json_type, []).append(option)
     # Options of different types are disjoint. Options of one type must be different constants.
-    same_type_groups = [group for group in options_of_type.values() if len(group) > 1]
-    return all(map(_have_different_constants, same_type_groups))
+    return all(
+        len(same_type_options) == 1 or _have_different_constants(same_type_options)
+        for same_type_options in options_of_type.values()
+    )
 
 
 def _single_type(schema: object) -> str | None:
@@ -113,10 +120,10 @@ def _single_type(schema: object) -> str | None:
     """
     if not isinstance(schema, Mapping):
         return None
-    declared = json_type_of(schema["const"]) if "const" in schema else schema.get("type")
-    if not isinstance(declared, str):
+    json_type = json_type_of(schema["const"]) if "const" in schema else schema.get("type")
+    if not isinstance(json_type, str):  # Several types, or no type.
         return None
-    return "number" if declared == "integer" else declared
+    return "number" if json_type == "integer" else json_type
 
 
 def _have_different_constants(schemas: list[Mapping[str, Any]]) -> bool:

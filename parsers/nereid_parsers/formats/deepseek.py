@@ -37,29 +37,27 @@ def _between_tokens(head: str, close: str) -> ToolSection:
 
 
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
-    """Return the declaration of tool calls in DSML. Each DSML tag contains a special token.
+    """Return the declaration of tool calls in DSML, DeepSeek's markup with a token in each tag.
 
-    The tag of a value shows whether the value is a string. Example with the token `T`:
-    `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
+    The tag of a value shows whether the value is a string. Example with the token `T` and a space
+    as `gap`: `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
+    The model may write JSON instead of the parameter tags.
 
     Args:
         token: The special token in each tag.
         section: The name of the tag around all tool calls.
         gap: The text between the token and the name of a tag.
     """
-    invoke = f'<{token}{gap}invoke name="{{name}}">\n'
-    close = f"</{token}{gap}invoke>\n"
+    open_invoke = f'<{token}{gap}invoke name="{{name}}">\n'
+    close_invoke = f"</{token}{gap}invoke>\n"
+    tagged_arguments = TaggedArguments(
+        f'<{token}{gap}parameter name="{{key}}" string="{{string}}">',
+        f"</{token}{gap}parameter>\n",
+    )
     return ToolSection(
         (
-            Call(
-                TaggedArguments(
-                    f'<{token}{gap}parameter name="{{key}}" string="{{string}}">',
-                    f"</{token}{gap}parameter>\n",
-                ),
-                head=invoke,
-                close=close,
-            ),
-            Call(JsonArguments(), head=invoke, close=close),
+            Call(tagged_arguments, head=open_invoke, close=close_invoke),
+            Call(JsonArguments(), head=open_invoke, close=close_invoke),
         ),
         open=f"<{token}{gap}{section}>\n",
         close=f"</{token}{gap}{section}>",

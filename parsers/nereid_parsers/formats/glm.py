@@ -66,23 +66,15 @@ REASONING = {
 def _section(gap: str, tag: str = "tool_call") -> ToolSection:
     """Return the declaration of GLM's tool calls, which have no marker around the whole section.
 
+    Example: `<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
+
     Args:
         gap: The white space after the function's name and after each closing tag.
         tag: The name of the tag around a tool call.
     """
-    return ToolSection(
-        (
-            Call(
-                TaggedArguments(
-                    f"<arg_key>{{key}}</arg_key>{gap}<arg_value>", f"</arg_value>{gap}"
-                ),
-                open=f"<{tag}>",
-                head="{name}" + gap,
-                close=f"</{tag}>",
-            ),
-        ),
-        separator=gap,
-    )
+    arguments = TaggedArguments(f"<arg_key>{{key}}</arg_key>{gap}<arg_value>", f"</arg_value>{gap}")
+    call = Call(arguments, open=f"<{tag}>", head="{name}" + gap, close=f"</{tag}>")
+    return ToolSection((call,), separator=gap)
 
 
 _ON_LINES = _section("\n")
@@ -93,28 +85,35 @@ _ON_ONE_LINE = _section("")
 _SUFFIX = ":opensource"
 
 
+def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
+    """Return the declaration of one tool call of Hunyuan. The name of each tag ends with `suffix`.
+
+    Example with the tag `tool_sep` after the name: `<tool_call>f<tool_sep>`, followed by
+    `<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
+    """
+    after_name = f"<{tag_after_name}{suffix}>\n" if tag_after_name else "\n"
+    arguments = TaggedArguments(
+        f"<arg_key{suffix}>{{key}}</arg_key{suffix}>\n<arg_value{suffix}>",
+        f"</arg_value{suffix}>\n",
+    )
+    return Call(
+        arguments,
+        open=f"<tool_call{suffix}>",
+        head="{name}" + after_name,
+        close=f"</tool_call{suffix}>\n",
+    )
+
+
 def _grouped(tag_after_name: str) -> ToolSection:
     """Return the declaration of Hunyuan's tool calls, with `<tool_calls>` around all tool calls.
+
+    Each tag may end with `_SUFFIX`: `<tool_calls>` or `<tool_calls:opensource>`.
 
     Args:
         tag_after_name: The name of the tag after the function's name, or "" if no tag follows.
     """
-
-    def call(suffix: str) -> Call:
-        """Return the declaration of a tool call whose tags end with `suffix`."""
-        after_name = f"<{tag_after_name}{suffix}>\n" if tag_after_name else "\n"
-        return Call(
-            TaggedArguments(
-                f"<arg_key{suffix}>{{key}}</arg_key{suffix}>\n<arg_value{suffix}>",
-                f"</arg_value{suffix}>\n",
-            ),
-            open=f"<tool_call{suffix}>",
-            head="{name}" + after_name,
-            close=f"</tool_call{suffix}>\n",
-        )
-
     return ToolSection(
-        (call(""), call(_SUFFIX)),
+        (_hunyuan_call(tag_after_name, ""), _hunyuan_call(tag_after_name, _SUFFIX)),
         open="<tool_calls>\n",
         close="</tool_calls>",
         also_open=(f"<tool_calls{_SUFFIX}>\n",),

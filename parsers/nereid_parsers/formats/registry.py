@@ -120,17 +120,17 @@ def get_format(
     """
     _check_names(name, reasoning, tools)
     if name is not None:
-        label = name
+        format_name = name
         reasoning_entry, tool_entry = _find_both(name)
     else:
-        label = "+".join(part for part in (reasoning, tools) if part)
+        format_name = "+".join(part for part in (reasoning, tools) if part)
         reasoning_entry = _find_reasoning(reasoning) if reasoning is not None else None
         tool_entry = _find_tools(tools) if tools is not None else None
     if reasoning_entry is None and tool_entry is not None:
         # No reasoning entry was found, so the format has the reasoning that the tool entry
         # declares.
         reasoning_entry = tool_entry.reasoning
-    return _combine(normalize(label), reasoning_entry, tool_entry, policy)
+    return _combine(normalize(format_name), reasoning_entry, tool_entry, policy)
 
 
 def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> None:
@@ -151,8 +151,9 @@ def _check_names(name: str | None, reasoning: str | None, tools: str | None) -> 
 def _find_both(name: str) -> tuple[ReasoningEntry | None, ToolEntry | None]:
     """Look up a name in both tables, and return its reasoning entry and its tool entry.
 
-    If only one of the tables contains the name, the other entry is None. Example: `hermes` has only
-    a tool entry.
+    The table of reasoning entries declares how model families write reasoning, and the table of
+    tool entries declares how they write tool calls. If only one of the tables contains the name,
+    the other entry is None. Example: `hermes` has only a tool entry.
 
     Raises:
         UnknownFormatError: No entry has this name.
@@ -249,14 +250,24 @@ def _combine(
 ) -> Format:
     """Return the format that consists of a reasoning entry, a tool entry, or both.
 
+    Args:
+        label: The name of the format, for example "qwen3+hermes".
+        reasoning: The declaration of the reasoning, or None.
+        tools: The declaration of the tool calls, or None.
+        policy: The policy of the format.
+
     Raises:
         FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
-    entries = [entry for entry in (reasoning, tools) if entry is not None]
-    sources = tuple(dict.fromkeys(entry.source for entry in entries))
-    ends = tuple(dict.fromkeys(end for entry in entries for end in entry.ends))
     layout = _layout(label, reasoning, tools)
-    return Format(label, layout, policy=policy, ends=ends, sources=sources)
+    # Dicts contain each source and each end-of-turn token once, in order.
+    sources: dict[Source, None] = {}
+    ends: dict[str, None] = {}
+    for entry in (reasoning, tools):
+        if entry is not None:
+            sources[entry.source] = None
+            ends |= dict.fromkeys(entry.ends)
+    return Format(label, layout, policy=policy, ends=tuple(ends), sources=tuple(sources))
 
 
 def _layout(
@@ -264,17 +275,24 @@ def _layout(
 ) -> Sections | Messages:
     """Return the layout of a format that consists of one or two entries.
 
-    If an entry describes whole messages, the result is the `Messages` of this entry. Otherwise the
-    result is a `Sections` with the reasoning and the tool calls.
+    A layout declares the markers of the reasoning, the content and the tool calls. If an entry
+    describes whole messages, the result is the `Messages` of this entry. Otherwise the result is a
+    `Sections` with the reasoning and the tool calls.
+
+    Args:
+        label: The name of the format, for use in error messages.
+        reasoning: The declaration of the reasoning, or None.
+        tools: The declaration of the tool calls, or None.
 
     Raises:
         FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
-    reasoning_name, _, tools_name = label.partition("+")  # Error messages contain these names.
+    reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        if tool_part not in (None, reasoning_part):
+        is_combined = tool_part is not None and tool_part != reasoning_part
+        if is_combined:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part
     if isinstance(tool_part, Messages):
@@ -286,9 +304,9 @@ def _layout(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for two formats that cannot be combined.
+    """Return the error for two formats that cannot be combined, because one has whole messages.
 
-    One of the formats describes whole messages.
+    Such a format declares the reasoning and the tool calls together.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

@@ -64,12 +64,12 @@ def match_closing_marker(
     after_whitespace = skip_whitespace(text, pos)
     after_brackets = skip_superfluous(text, after_whitespace)
     for start in (after_whitespace, after_brackets):
-        for index, marker in enumerate(markers):
+        for number, marker in enumerate(markers, start=1):
             end = match_marker(marker, text, start)
             if end == NEED_MORE:
                 return IncompleteMarker(start)
             if end != NO_MATCH:
-                return ClosingMarker(end, later_markers=markers[index + 1 :])
+                return ClosingMarker(end, later_markers=markers[number:])
     return None
 
 
@@ -90,6 +90,9 @@ class SectionMarkers:
     def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int:
         """Match a marker that closes the tool section. The unread text must start with the marker.
 
+        A tool section is the part of a message that contains all tool calls. Example: the text
+        `</tool_calls>` gives the position after the marker, and `</tool_c` gives NEED_MORE.
+
         Args:
             buffer: The buffer that contains the text.
             is_empty: Whether no tool call has started in the section. If the message ends with an
@@ -99,12 +102,12 @@ class SectionMarkers:
         Returns:
             The end of the marker, NEED_MORE or NO_MATCH.
         """
-        may_wait = not (buffer.is_final and is_empty)
+        allows_incomplete = not (buffer.is_final and is_empty)
         for close in self.closes:
-            match = match_marker(close, buffer.text, buffer.pos)
-            if match >= 0:
-                return match
-            if match == NEED_MORE and may_wait:
+            end = match_marker(close, buffer.text, buffer.pos)
+            if end >= 0:
+                return end
+            if end == NEED_MORE and allows_incomplete:
                 return NEED_MORE
         return NO_MATCH
 
@@ -124,7 +127,8 @@ class SectionMarkers:
             return buffer.pos + len(separator)
         if not buffer.is_prefix_of(separator):
             return NO_MATCH
+        if not buffer.is_final:
+            return NEED_MORE
         # At the end of the message, a tag such as `<sep` is an incomplete separator. Other text,
         # such as `,`, is more likely content.
-        may_be_separator = not buffer.is_final or looks_like_markup(buffer.unread())
-        return NEED_MORE if may_be_separator else NO_MATCH
+        return NEED_MORE if looks_like_markup(buffer.unread()) else NO_MATCH

@@ -64,7 +64,7 @@ class CallReader:
         self._call_writer = writer
         self._calls_first = context.calls_first
         self._section_markers = SectionMarkers(context.format.tools)
-        self._is_in_section = False
+        self._is_in_section = False  # Whether the text is between the markers of a tool section.
         self._starts = CallStarts(context.format.calls, writer)
         self._expected = self._starts.in_section()  # The tool call that may start next.
         # The tool call whose body is being read in the states CALL_BODY and BROKEN_CALL.
@@ -147,7 +147,9 @@ class CallReader:
     def treat_as_content(self, num_chars: int, fault: str) -> State:
         """Write the pending text, and the next `num_chars` characters, as content.
 
-        This text looked like a tool call. The open tool call and its deviations are discarded.
+        This text looked like a tool call, but is none. Pending text has been read, but has not been
+        written, because it might have been a marker. The open tool call, and the descriptions of
+        its deviations from the format, are discarded.
 
         Args:
             num_chars: The number of unread characters that are content.
@@ -168,8 +170,9 @@ class CallReader:
     def _drop_or_treat_as_content(self, num_chars: int, fault: str) -> State:
         """Remove an incomplete tool call at the end of the message, or treat its text as content.
 
-        If the text of the tool call contains a tag, this text is removed. Otherwise it is content.
-        Example: at the end of the message, `<tool_call>{"na` is removed, and `{"na` is content.
+        If the text of the tool call contains a tag, no client can use the text, so it is removed.
+        Otherwise it is content. Example: at the end of the message, `<tool_call>{"na` is removed,
+        and `{"na` is content.
 
         Args:
             num_chars: The number of unread characters that are content if the text has no tag.
@@ -206,12 +209,14 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:
             return None
+        num_content_chars = len(expected.opening)
         # Inside a tool section, even text without a marker, such as `{`, is an incomplete call.
         is_cut_off = self._buffer.is_final and expected.is_incomplete(
             self._buffer, includes_unmarked=self._is_in_section
         )
-        handle_text = self._drop_or_treat_as_content if is_cut_off else self.treat_as_content
-        return handle_text(len(expected.opening), _NO_CALL_AFTER_MARKER)
+        if is_cut_off:
+            return self._drop_or_treat_as_content(num_content_chars, _NO_CALL_AFTER_MARKER)
+        return self.treat_as_content(num_content_chars, _NO_CALL_AFTER_MARKER)
 
     def _begin_body(self, match: MatchedCall) -> None:
         """Create and start the reader of the body that follows a matched header."""
@@ -234,11 +239,14 @@ class CallReader:
         return self.read_body() or State.CALL_BODY
 
     def read_body(self) -> State | None:
-        """Read a part of the body of a tool call.
+        """Read a part of the body of a tool call, which is the text between its markers.
+
+        Example: from `{"name": "f", "arguments": {}}</tool_call>`, the JSON object is read. The
+        `OpenCall` passes the tool call to the `CallWriter`, which appends its events.
 
         Returns:
-            The next state, or None if the body has not ended. Text that turns out not to be a tool
-            call becomes content.
+            The next state, or None if the body has not ended. If the text is not a tool call, the
+            text is written as content.
         """
         call = self._open_call
         assert call is not None
@@ -260,8 +268,11 @@ class CallReader:
     def _end_call(self, variant: CompiledCall) -> State:
         """Prepare to read the closing markers of a tool call whose body has ended.
 
-        Return the next state. If the tool call is a whole message, this is CONTENT, because the
-        marker that ends a message is read in the state CONTENT.
+        `variant` declares these markers. The state of this reader and of the TextWriter changes.
+
+        Returns:
+            The next state. If the tool call is a whole message, this is CONTENT, because the marker
+            that ends a message is read in the state CONTENT. Otherwise it is CALL_END.
         """
         self._text_writer.end_call()
         self._text_writer.start_after_call()
@@ -313,18 +324,18 @@ class CallReader:
             The next state, or None if no tool call starts here.
         """
         variant = self._last_variant
-        pos = skip_whitespace(self._buffer.text, self._buffer.pos)
-        if variant is None or not self._buffer.text.startswith("{", pos):
+        object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
+        if variant is None or not self._buffer.text.startswith("{", object_start):
             return None
-        # If a closing marker of the last tool call is still expected, the object at `pos` is
-        # between the markers of this call.
+        # If a closing marker of the last tool call is still expected, the object is between the
+        # markers of this call.
         has_opening_marker = bool(variant.call.open.strip())
         is_inside_markers = has_opening_marker and bool(self._closing_markers)
         if not is_inside_markers or not isinstance(variant.call.body, JsonObject):
             return None
-        self._text_writer.store_whitespace(self._buffer.take_until(pos))
+        self._text_writer.store_whitespace(self._buffer.take_until(object_start))
         # No marker precedes this object, so its name must be the name of an offered tool.
-        return self._read_head(MatchedCall(variant, Head(pos), is_confirmed=False))
+        return self._read_head(MatchedCall(variant, Head(object_start), is_confirmed=False))
 
     def read_between(self) -> State | None:
         """Read the text after a tool call, or after the opening marker of a tool section.
@@ -341,26 +352,35 @@ class CallReader:
         self._text_writer.store_whitespace(buffer.take_until(whitespace_end))
         if not buffer.has_unread():
             return None
-        if self._is_in_section:
-            is_empty = bool(self._text_writer.pending)  # The opening marker is still pending.
-            close_end = self._section_markers.match_close(buffer, is_empty=is_empty)
-            if close_end == NEED_MORE:
-                return self._wait_or_drop(buffer.pos)
-            if close_end != NO_MATCH:
-                return self._end_section(buffer.text[buffer.pos : close_end])
-        if self.has_calls():
-            separator_end = self._section_markers.match_separator(buffer)
-            if separator_end == NEED_MORE:
-                return self._wait_or_drop(buffer.pos)
-            if separator_end != NO_MATCH:
-                self._text_writer.write_markup(buffer.take_until(separator_end))
-                return State.BETWEEN_CALLS
+        close_end = self._match_section_close()
+        if close_end == NEED_MORE:
+            return self._wait_or_drop(buffer.pos)
+        if close_end != NO_MATCH:
+            return self._end_section(buffer.text[buffer.pos : close_end])
+        separator_end = self._match_separator()
+        if separator_end == NEED_MORE:
+            return self._wait_or_drop(buffer.pos)
+        if separator_end != NO_MATCH:
+            self._text_writer.write_markup(buffer.take_until(separator_end))
+            return State.BETWEEN_CALLS
         if self._is_in_section:
             return self._expect(self._starts.in_section())
         return self._expect(self._starts.after_call(buffer)) or State.CONTENT
 
+    def _match_section_close(self) -> int:
+        """Return the end of the section's closing marker, NEED_MORE or NO_MATCH."""
+        if not self._is_in_section:
+            return NO_MATCH
+        is_empty = bool(self._text_writer.pending)  # The opening marker is still pending.
+        return self._section_markers.match_close(self._buffer, is_empty=is_empty)
+
+    def _match_separator(self) -> int:
+        """Return the end of a separator after a tool call, NEED_MORE or NO_MATCH."""
+        has_calls = self.has_calls()
+        return self._section_markers.match_separator(self._buffer) if has_calls else NO_MATCH
+
     def _end_section(self, close: str) -> State:
-        """Leave the tool section, and read its closing marker.
+        """Leave the tool section, and read its closing marker `close`. Return the next state.
 
         The markers of a section without tool calls are content, unless the closing marker is a
         special token, because ordinary content never contains such a token. With the policy
@@ -370,9 +390,10 @@ class CallReader:
         """
         self._is_in_section = False
         is_empty = bool(self._text_writer.pending)  # The opening marker is still pending.
+        may_be_content = self._calls_first or not is_special_token(close)
+        if is_empty and may_be_content:
+            return self.treat_as_content(len(close), _EMPTY_SECTION)
         if is_empty:
-            if self._calls_first or not is_special_token(close):
-                return self.treat_as_content(len(close), _EMPTY_SECTION)
             self._text_writer.drop_pending()
         self._text_writer.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
@@ -382,8 +403,9 @@ class CallReader:
     def finish_body(self) -> State:
         """End a tool call whose body is incomplete when the message ends. Return the next state.
 
-        Examples: `{"name": "f", "arguments": {"a": 1` ends with incomplete arguments. The start of
-        a tool call, `<tool_call>{"na`, is removed. Other text is not a tool call, so it is content.
+        Examples: the call `{"name": "f", "arguments": {"a": 1` ends with incomplete arguments. The
+        start of a tool call, `<tool_call>{"na`, is removed. Other text is not a tool call, so it is
+        content.
         """
         call = self._open_call
         assert call is not None

@@ -64,7 +64,14 @@ class CallWriter:
     def __init__(
         self, events: list[Event], tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
-        """Create a writer that appends to `events`. For the other arguments see `StreamParser`."""
+        """Create a writer that appends to `events`.
+
+        Args:
+            events: The list that receives the events.
+            tools: The tools that the request offers.
+            policy: The rules for unknown functions and for arguments that are not valid JSON.
+            new_id: A function that generates an id for a tool call to which the model gave no id.
+        """
         self.tools = tools
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self.is_open = False
@@ -101,8 +108,8 @@ class CallWriter:
     def start(self, name: str, call_id: str, *, is_confirmed: bool = True) -> bool:
         """Start a tool call, if the policy accepts the function's name.
 
-        If the policy discards a call of an unknown function, the tool call starts too, but no
-        events are appended for this tool call.
+        A function is unknown if the request does not offer the function. If the policy discards
+        calls of unknown functions, such a tool call starts too, but no events are appended for it.
 
         Args:
             name: The name of the function.
@@ -119,13 +126,13 @@ class CallWriter:
         unknown_is_content = not is_confirmed or self._unknown_tool is UnknownTool.CONTENT
         if is_unknown and unknown_is_content:
             return False
+        self._open(name, call_id)
         self._is_discarded = is_unknown and self._unknown_tool is UnknownTool.DROP
         if self._is_discarded:
             log.warning(
                 "discarded a call of the function %r, which the request does not offer", name
             )
-        self._open(name, call_id)
-        if not self.stores_arguments and not self._is_discarded:
+        elif not self.stores_arguments:
             self._append_start()
         return True
 
@@ -193,10 +200,10 @@ class CallWriter:
         """
         # The filter delays arguments such as `{"arguments": {"a": 1}}`, and removes the outer
         # object when the arguments end.
-        rest = self._filter.finish()
-        if rest.is_unwrapped:
+        delayed = self._filter.finish()
+        if delayed.is_unwrapped:
             self.add_deviation(_WRAPPED_ARGUMENTS)
-        self._append_arguments(rest.text)
+        self._append_arguments(delayed.text)
         if not self._has_written:
             self._append_arguments(_EMPTY_ARGUMENTS)
         self._append_end()
@@ -213,14 +220,17 @@ class CallWriter:
         If the arguments are not valid JSON and cannot be repaired, the policy decides whether to
         discard the tool call, or to pass on the model's own text.
         """
-        text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
-        arguments = self._repair_and_unwrap(text)
-        if arguments is None and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
-            log.warning("discarded a call of %r with broken arguments: %.200r", self._name, text)
+        model_text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
+        valid_arguments = self._repair_and_unwrap(model_text)
+        is_broken = valid_arguments is None
+        if is_broken and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
+            log.warning(
+                "discarded a call of %r with broken arguments: %.200r", self._name, model_text
+            )
             self._deviations = []
             return
         self._append_start()
-        self._append_arguments(text if arguments is None else arguments)
+        self._append_arguments(model_text if valid_arguments is None else valid_arguments)
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
@@ -230,18 +240,25 @@ class CallWriter:
         `{"a": [1]}`, and `{"arguments": {"a": 1}}` gives `{"a": 1}` if no argument is called
         "arguments".
         """
-        is_valid = _is_json_object(text)
-        valid_text = text if is_valid else _repair(text)
-        if valid_text is None:
-            self.add_deviation(_BROKEN_ARGUMENTS)
-            return None
-        if not is_valid:
-            self.add_deviation(_REPAIRED_ARGUMENTS)
-        inner = unwrap(valid_text) if may_be_wrapped(self._name, self.tools) else None
-        if inner is None:
+        valid_text = self._repair_if_broken(text)
+        if valid_text is None or not may_be_wrapped(self._name, self.tools):
+            return valid_text
+        inner_object = unwrap(valid_text)
+        if inner_object is None:
             return valid_text
         self.add_deviation(_WRAPPED_ARGUMENTS)
-        return inner
+        return inner_object
+
+    def _repair_if_broken(self, text: str) -> str | None:
+        """Return `text` if it is a JSON object, otherwise the repaired text. Store a deviation.
+
+        The result is None if `text` cannot be repaired.
+        """
+        if _is_json_object(text):
+            return text
+        repaired = _repair(text)
+        self.add_deviation(_BROKEN_ARGUMENTS if repaired is None else _REPAIRED_ARGUMENTS)
+        return repaired
 
     def cut_arguments_at(self, marker: str) -> str | None:
         """Remove the first `marker`, and all text after the marker, from the stored arguments.
@@ -255,13 +272,12 @@ class CallWriter:
         has_stored_arguments = self.is_open and self.stores_arguments
         if not has_stored_arguments or self._num_cuts == _MAX_CUTS:
             return None
-        arguments = "".join(self._arguments)
-        marker_start = arguments.find(marker)
-        if marker_start < 0:
+        before, found_marker, after = "".join(self._arguments).partition(marker)
+        if not found_marker:
             return None
         self._num_cuts += 1
-        self._arguments = [arguments[:marker_start]]
-        return arguments[marker_start:]
+        self._arguments = [before]
+        return found_marker + after
 
     def restart_numbering(self, events: list[Event]) -> list[Event]:
         """Restart the indices of tool calls at 0, because the prompt has ended.
@@ -277,17 +293,17 @@ class CallWriter:
             Copies of the open tool call's events with the index 0. The list is empty if no tool
             call is open, or if the events of the open tool call have not been appended yet.
         """
-        open_index = self.last_index
-        self.last_index = -1
+        index_in_prompt = self.last_index
         self.num_started = 1 if self.is_open else 0
-        has_events = self.is_open and not self.stores_arguments and not self._is_discarded
-        if not has_events:
+        is_writing_events = not self.stores_arguments and not self._is_discarded
+        if not self.is_open or not is_writing_events:
+            self.last_index = -1
             return []
         self.last_index = 0
         call_events = [
             event for event in events if isinstance(event, ToolCallStart | ArgumentsDelta)
         ]
-        return [replace(event, index=0) for event in call_events if event.index == open_index]
+        return [replace(event, index=0) for event in call_events if event.index == index_in_prompt]
 
 
 def _is_json_object(text: str) -> bool:
@@ -325,6 +341,7 @@ def _complete_json(text: str) -> str | None:
 
     Example: `{"a": [1` gives `{"a": [1]}`.
     """
+    # Most messages need no repair, so the library is imported only here.
     from partial_json_parser import loads as loads_partial
 
     try:

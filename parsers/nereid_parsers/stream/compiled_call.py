@@ -65,13 +65,14 @@ class CompiledCall:
     def match(self, text: str, pos: int, is_final: bool) -> Head | int:
         """Match the marker, the header and the start of the body of a tool call at `pos`.
 
+        The header is the text between the marker and the body, and may contain the function's name.
         The start of the body is examined because ordinary text may contain the marker. Example:
         `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the header ends at
         the position 11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives
         NO_MATCH.
 
         Returns:
-            The header, NEED_MORE or NO_MATCH.
+            The matched header, NEED_MORE or NO_MATCH.
         """
         head = self._head_pattern.match(text, pos, is_final)
         if not isinstance(head, PatternMatch):
@@ -85,8 +86,9 @@ class CompiledCall:
     def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
         """Return the position at which the body starts, or NEED_MORE or NO_MATCH.
 
-        Example: for a JSON array of tool calls, `[{` starts the body, `[` gives NEED_MORE and `[1`
-        gives NO_MATCH.
+        The body contains the arguments, or a list of tool calls. Its first visible characters show
+        whether the text is a body. Example: for a JSON array of tool calls, `[{` starts the body,
+        `[` gives NEED_MORE and `[1` gives NO_MATCH.
 
         Args:
             text: The text.
@@ -100,8 +102,8 @@ class CompiledCall:
             return self._tags.match_start(text, pos, is_final)
         if self._body_start.match(text, pos) is not None:
             return pos
-        is_possible = not is_final and self._possible_body_start.match(text, pos) is not None
-        return NEED_MORE if is_possible else NO_MATCH
+        may_become_start = self._possible_body_start.match(text, pos) is not None
+        return NEED_MORE if may_become_start and not is_final else NO_MATCH
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Return a reader that parses the arguments of the tool call after the matched `head`.
@@ -111,7 +113,7 @@ class CompiledCall:
 
         Args:
             writer: The writer that converts the tool call into events.
-            head: The text before the arguments, which usually contains the function's name.
+            head: The matched text before the arguments. It usually contains the function's name.
             is_confirmed: Whether a marker or an earlier tool call shows that the text is a tool
                 call. If not, the reader must find out whether the text is a tool call.
         """
@@ -157,34 +159,37 @@ class CompiledCall:
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     """Return the markers that can follow the body of a tool call.
 
-    Arguments that are not valid JSON end at one of these markers. If a closing marker consists of
-    several parts, only the last part is returned, because arguments may contain the other parts.
-    Example: for the markers `<tool_call>` and `</function></tool_call>`, the result is
-    `("</tool_call>", "<tool_call>")`.
+    These are the closing markers of the tool call and of its section, and the opening marker of the
+    next tool call. Arguments that are not valid JSON end at one of these markers. If a closing
+    marker consists of several parts, only the last part is returned, because arguments may contain
+    the other parts. Example: for the opening marker `<tool_call>` and the closing marker
+    `</function></tool_call>`, the result is `("</tool_call>", "<tool_call>")`.
     """
     close_parts = marker_parts(call.close)
-    last_part = close_parts[-1] if close_parts else ""
-    markers = (last_part, *section.closes, call.open.strip())
+    last_close_part = close_parts[-1] if close_parts else ""
+    markers = (last_close_part, *section.closes, call.open.strip())
     return tuple(marker for marker in markers if marker)
 
 
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
-    """Compile the tagged arguments of a tool call. Return None if the arguments have no tags."""
+    """Compile tagged arguments, such as `<parameter=city>Paris</parameter>`, of a tool call.
+
+    Return None if the declared arguments have no tags. `head` is the pattern of the opening marker
+    and the header.
+    """
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
-    stop_markers = dict.fromkeys(_markers_after_call(call, section))
-    if close_parts:
-        # The first part of the closing marker directly follows the last argument, so this part is
-        # tried first.
-        stop_markers = {close_parts[0]: None} | stop_markers
+    # The first part of the closing marker directly follows the last argument, so this part is tried
+    # first.
+    stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
     section_opens = (marker.strip() for marker in section.opens)
-    markers_between_calls = dict.fromkeys((*close_parts, *section.closes, *section_opens))
+    markers_between_calls = (*close_parts, *section.closes, *section_opens)
     return CompiledTags(
         call.body,
         head,
-        stop_markers=tuple(stop_markers),
-        markers_between_calls=tuple(markers_between_calls),
+        stop_markers=tuple(dict.fromkeys(stop_markers)),
+        markers_between_calls=tuple(dict.fromkeys(markers_between_calls)),
     )
 
 
@@ -209,11 +214,11 @@ def _first_characters(call: Call) -> tuple[str, str]:
     """
     body = call.body
     if isinstance(body, PythonCalls):
-        return re.escape(body.open), r"[^\W\d]"
+        return re.escape(body.open), r"[^\W\d]"  # A function's name starts with a letter or `_`.
     if isinstance(body, JsonArray):
         return r"\[", r"[{\]]"
     if isinstance(body, JsonObject):
-        return r"\{", """["'}]"""
+        return r"\{", """["'}]"""  # A quote starts a key. Some models write single quotes.
     if isinstance(body, JsonArguments) and _ends_with_marker(call):
         return "", ""  # The markers prove that any text is the body of a tool call.
     return r"\{", ""
@@ -253,9 +258,9 @@ class CompiledHeader:
     """
 
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
-        r"""Compile `route`, which is a part of `layout`.
+        r"""Compile `route`, which declares one message header of `layout`.
 
-        The text `layout.header_end` is matched in one of two ways:
+        The text after the header, `layout.header_end`, is matched in one of two ways:
 
         - A marker such as `<|message|>` is a part of the pattern that matches the header.
         - White space, such as the line break in `>>>all\nHello`, is not a part of this pattern. The
@@ -292,18 +297,28 @@ class CompiledHeader:
         """
         # Some headers must end with certain white space, for example a line break. White space at
         # `pos` may be this required white space, so it is skipped only for other headers.
-        required_whitespace = self._whitespace_header_end
-        if not required_whitespace:
+        if not self._whitespace_header_end:
             pos = skip_whitespace(text, pos)
         header = self._header_pattern.match(text, pos, is_final)
         if not isinstance(header, PatternMatch):
             return header  # The result is NEED_MORE or NO_MATCH.
-        if not text.startswith(required_whitespace, header.end):
-            may_follow = not is_final and required_whitespace.startswith(text[header.end :])
-            return NEED_MORE if may_follow else NO_MATCH
-        end = header.end + len(required_whitespace)
+        end = self._match_whitespace_end(text, header.end, is_final)
+        if end < 0:
+            return end  # The result is NEED_MORE or NO_MATCH.
         if self.stage is Stage.CALLS:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:
                 return body_start  # The result is NEED_MORE or NO_MATCH.
         return Head(end, name=header.fields.get("name", ""), call_id=header.fields.get("id", ""))
+
+    def _match_whitespace_end(self, text: str, pos: int, is_final: bool) -> int:
+        """Return the position after the white space that must end the header.
+
+        The result is NEED_MORE or NO_MATCH if this white space does not follow. It is `pos` if the
+        header does not end with certain white space.
+        """
+        whitespace = self._whitespace_header_end
+        if text.startswith(whitespace, pos):
+            return pos + len(whitespace)
+        may_follow = not is_final and whitespace.startswith(text[pos:])
+        return NEED_MORE if may_follow else NO_MATCH

@@ -125,23 +125,16 @@ def compile_format(fmt: FormatData) -> CompiledFormat:
 
 
 def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
-    """Compile a format with the layout `Messages`.
+    """Compile a format with the layout `Messages`, so that the parser can search for its markers.
 
     Reasoning is a message of its own, so the only markers inside the reasoning are the markers that
-    start or end a message.
+    start or end a message. In the dicts, the keys are markers and the values are their meanings.
     """
     ends = _kinds((*layout.ends, *fmt.ends), MarkerKind.END)
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
     calls = _compile_calls(layout.tools, allows_unmarked=False)
     content_kinds = calls.kinds | message_kinds
-    # A whole message can be a tool call. The header of the message then contains the function's
-    # name. Such a message is not in a tool section, but `CompiledCall` requires a section, because
-    # broken arguments end at the closing markers of a section. For messages, these closing markers
-    # are the end markers of messages.
-    section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
-    message_call = CompiledCall(
-        Call(layout.body, head="{name}", open=layout.start, close=layout.call_end), section
-    )
+    message_call = _compile_message_call(layout)
     return CompiledFormat(
         layout=layout,
         reasoning_markers=Lexer(message_kinds),
@@ -156,24 +149,40 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     )
 
 
-def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
-    """Compile a format with the layout `Sections`.
+def _compile_message_call(layout: Messages) -> CompiledCall:
+    """Compile a tool call that is a whole message. Its header contains the function's name.
 
-    If a format declares one text as several markers, the last dict in each union below decides the
-    meaning of the text. For example, an end-of-turn token in the content always ends the turn. If
-    one text is both the opening and the closing marker of the reasoning, this text opens the
-    reasoning when the parser reads content, and closes the reasoning when the parser reads
-    reasoning.
+    Such a message is not in a tool section, but `CompiledCall` requires a section, because broken
+    arguments end at the closing markers of a section. For messages, these closing markers are the
+    end markers of messages.
     """
-    reasoning = layout.reasoning
-    wrapper = layout.content
+    section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
+    call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
+    return CompiledCall(call, section)
+
+
+def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
+    """Compile a format with the layout `Sections`, so that the parser can search for its markers.
+
+    In the dicts, the keys are markers and the values are their meanings. If a format declares one
+    text as several markers, the last dict in each union below decides the meaning of the text. For
+    example, an end-of-turn token in the content always ends the turn. If one text is both the
+    opening and the closing marker of the reasoning, this text opens the reasoning when the parser
+    reads content, and closes the reasoning when the parser reads reasoning.
+    """
     calls = _compile_calls(layout.tools, allows_unmarked=True)
-    opens = _kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
-    closes = _kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
-    interrupting_markers = _interrupting_markers(reasoning, calls) if reasoning else []
-    interrupts = _kinds(interrupting_markers, MarkerKind.INTERRUPT)
-    wrapper_opens = _kinds([wrapper.open] if wrapper else (), MarkerKind.WRAP_CONTENT)
-    wrapper_closes = _kinds([wrapper.close] if wrapper else (), MarkerKind.WRAP_CONTENT)
+    opens: dict[str, MarkerKind] = {}
+    closes: dict[str, MarkerKind] = {}
+    interrupts: dict[str, MarkerKind] = {}
+    if layout.reasoning is not None:
+        opens = _kinds(layout.reasoning.opens, MarkerKind.OPEN_REASONING)
+        closes = _kinds(layout.reasoning.closes, MarkerKind.CLOSE_REASONING)
+        interrupts = _kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT)
+    wrapper_opens: dict[str, MarkerKind] = {}
+    wrapper_closes: dict[str, MarkerKind] = {}
+    if layout.content is not None:
+        wrapper_opens = _kinds((layout.content.open,), MarkerKind.WRAP_CONTENT)
+        wrapper_closes = _kinds((layout.content.close,), MarkerKind.WRAP_CONTENT)
     ends = _kinds(fmt.ends, MarkerKind.END)
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
@@ -214,7 +223,8 @@ def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[st
     declared_markers = list(reasoning.interrupted_by)
     reasoning_closes = set(_visible(reasoning.closes))
     call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
-    if reasoning_closes & call_closes:
+    shares_closing_marker = bool(reasoning_closes & call_closes)
+    if shares_closing_marker:
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
@@ -230,7 +240,9 @@ def _visible(markers: Iterable[str]) -> Iterator[str]:
 
 
 def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
-    """Compile all variants of a tool call.
+    """Compile all variants of a tool call, and group the variants by the text that starts them.
+
+    A variant is one of several ways in which the model may write a tool call.
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
@@ -240,22 +252,19 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     if tools is None:
         return CompiledCalls()
     variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
+    content_variants = variants
+    unmarked: tuple[CompiledCall, ...] = ()
     has_section_marker = bool(tools.opens)
     if has_section_marker:
         # A model may omit the opening marker of the tool section. A tool call can then start in the
         # content if the tool call itself has an opening marker.
         content_variants = tuple(variant for variant in variants if variant.call.open.strip())
-    else:
-        content_variants = variants
-    by_trigger = _group_by_trigger(content_variants)
-    unmarked: tuple[CompiledCall, ...] = ()
-    if allows_unmarked and not has_section_marker:
+    elif allows_unmarked:
         unmarked = tuple(variant for variant in variants if variant.is_unmarked)
-    by_head = {
-        head: head_variants
-        for head, head_variants in _group_by_trigger(_variants_without_marker(tools)).items()
-        if head not in by_trigger  # The variant with the marker has precedence.
-    }
+    by_trigger = _group_by_trigger(content_variants)
+    by_head = _group_by_trigger(_variants_without_marker(tools))
+    for trigger in by_trigger:
+        by_head.pop(trigger, None)  # The variant with the marker has precedence.
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, variants, by_trigger, unmarked)
     return CompiledCalls(
@@ -282,13 +291,14 @@ def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
     Models sometimes write an array, `[{"name": "f", ..}]`, if the format declares an object,
     `{"name": "f", ..}`. Models also write an object if the format declares an array.
     """
-    variants: list[Call] = []
+    json_variants: list[Call] = []
     for call in calls:
         if isinstance(call.body, JsonObject):
-            variants.append(replace(call, body=JsonArray(call.body.keys)))
+            json_variants.append(replace(call, body=JsonArray(call.body.keys)))
         elif isinstance(call.body, JsonArray):
-            variants.append(replace(call, body=JsonObject(call.body.keys)))
-    return list(dict.fromkeys((*calls, *variants)))
+            json_variants.append(replace(call, body=JsonObject(call.body.keys)))
+    without_duplicates = dict.fromkeys((*calls, *json_variants))
+    return list(without_duplicates)
 
 
 def _has_tag_in_head(call: Call) -> bool:
@@ -309,9 +319,9 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
     """
     by_trigger: dict[str, tuple[CompiledCall, ...]] = {}
     for variant in variants:
-        if variant.call.trigger:
-            for trigger in marker_spellings(variant.call.trigger):
-                by_trigger[trigger] = (*by_trigger.get(trigger, ()), variant)
+        spellings = marker_spellings(variant.call.trigger) if variant.call.trigger else ()
+        for trigger in spellings:
+            by_trigger[trigger] = (*by_trigger.get(trigger, ()), variant)
     return by_trigger
 
 
@@ -332,11 +342,12 @@ def _call_kinds(
         by_trigger: The variants that start with a marker in the content. The keys are the markers.
         unmarked: The variants that start without a marker in the content.
     """
-    kinds: dict[str, MarkerKind] = {}
-    for variant in variants:
-        for marker in variant.closing_markers:
-            if len(marker) >= _MIN_CLOSING_MARKER_CHARS:
-                kinds[marker] = MarkerKind.CLOSE_CALLS
+    closing_markers = [marker for variant in variants for marker in variant.closing_markers]
+    # Content often contains short texts such as `}`, so a short closing marker is ignored.
+    closing_markers = [
+        marker for marker in closing_markers if len(marker) >= _MIN_CLOSING_MARKER_CHARS
+    ]
+    kinds = dict.fromkeys(closing_markers, MarkerKind.CLOSE_CALLS)
     for variant in unmarked:
         kinds |= dict.fromkeys(variant.body_openings(), MarkerKind.UNMARKED_CALL)
     kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)

@@ -33,7 +33,11 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader for the content in `context`. The other arguments read all other text."""
+        """Create a reader for the content in `context`.
+
+        The other arguments are the readers of tool calls, message headers and reasoning. They read
+        the markers that this reader finds, and the text after these markers.
+        """
         self._format = context.format
         self._buffer = context.buffer
         self._text_writer = context.text
@@ -59,9 +63,10 @@ class ContentReader:
     def read(self) -> State | None:
         """Read content up to a marker, and let the handler of this marker select the next state.
 
-        Example: from `Hi<tool_call>`, `Hi` is written as content, and the next state is CALL_START.
-        If the policy allows no tool calls after content (CALLS_FIRST), the next state after content
-        is CONTENT_ONLY.
+        A handler is the method that reads markers of one kind. A marker without a meaning at this
+        place is written as content. Example: from `Hi<tool_call>`, `Hi` is written as content, and
+        the next state is CALL_START. If the policy allows no tool calls after content
+        (CALLS_FIRST), the next state after content is CONTENT_ONLY.
 
         Returns:
             The next state, or None if more text is required.
@@ -141,11 +146,11 @@ class ContentReader:
         Args:
             state: The state in which the message has ended.
         """
-        rest = self._buffer.unread()
-        if not rest:
+        last_text = self._buffer.unread()
+        if not last_text:
             return
         is_reasoning = state is State.REASONING
         markers = self._format.reasoning_kinds if is_reasoning else self._format.content_kinds
-        possible_markers = [marker for marker in markers if marker.startswith(rest)]
-        if any(is_compound_start(marker, rest) for marker in possible_markers):
+        possible_markers = [marker for marker in markers if marker.startswith(last_text)]
+        if any(is_compound_start(marker, last_text) for marker in possible_markers):
             self._text_writer.write_markup(self._buffer.take_unread())

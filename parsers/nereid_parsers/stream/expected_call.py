@@ -51,8 +51,9 @@ class ExpectedCall:
     def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
         """Match the start of a tool call with the unread text. Try the variants in their order.
 
-        If the model has omitted the opening marker of a tool call, the tool call matches only if
-        `tools` contains the function.
+        A variant is one of several ways to write a tool call, for example as an object or as an
+        array. If the model has omitted the opening marker of a tool call, the tool call matches
+        only if `tools` contains the function.
 
         Returns:
             The match of the first variant that matches. NEED_MORE if more text is required to
@@ -62,11 +63,10 @@ class ExpectedCall:
             head = variant.match(buffer.text, buffer.pos, buffer.is_final)
             if head == NEED_MORE:
                 return NEED_MORE
-            if not isinstance(head, Head):
-                continue  # NO_MATCH: try the next variant.
-            is_offered = not tools.is_known or head.name in tools
-            if is_offered or not variant.omits_marker:
-                return MatchedCall(variant, head, self.is_confirmed)
+            if isinstance(head, Head):
+                may_be_offered = not tools.is_known or head.name in tools
+                if may_be_offered or not variant.omits_marker:
+                    return MatchedCall(variant, head, self.is_confirmed)
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
@@ -80,13 +80,14 @@ class ExpectedCall:
             includes_unmarked: Whether tool calls without a marker are considered, too. Example: `{`
                 is the start of the tool call `{"name": "f"}`.
         """
-        variants = [
-            variant for variant in self.variants if includes_unmarked or not variant.is_unmarked
-        ]
-        return any(
-            variant.match(buffer.text, buffer.pos, is_final=False) == NEED_MORE
-            for variant in variants
-        )
+        for variant in self.variants:
+            if variant.is_unmarked and not includes_unmarked:
+                continue
+            # The result is NEED_MORE if more text could complete the start of the tool call.
+            match = variant.match(buffer.text, buffer.pos, is_final=False)
+            if match == NEED_MORE:
+                return True
+        return False
 
 
 class CallStarts:
@@ -128,7 +129,7 @@ class CallStarts:
         return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
-        """Return the tool call that may start without a marker.
+        """Return the tool call that may start with `opening`, which is not a marker.
 
         At the start of the output, any tool call without a marker may start. After content or
         another tool call, a tool call may start only if the request offers tools, because only the

@@ -46,15 +46,13 @@ class HeaderReader:
         None if more text is required.
         """
         buffer = self._buffer
-        has_read_marker = bool(self._text_writer.pending)
-        if not has_read_marker:
-            # This is the start of the output. The marker is optional, because the prompt may
-            # already contain the marker.
-            marker = self._format.message_start
-            if buffer.starts_with(marker):
-                return self.start(marker)
-            if not buffer.is_final and buffer.is_prefix_of(marker):
-                return None
+        marker = self._format.message_start
+        is_output_start = not self._text_writer.pending  # No marker has been read.
+        # At the start of the output, the marker is optional, because the prompt may contain it.
+        if is_output_start and buffer.starts_with(marker):
+            return self.start(marker)
+        if is_output_start and not buffer.is_final and buffer.is_prefix_of(marker):
+            return None
         for route in self._format.routes:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):
@@ -78,6 +76,7 @@ class HeaderReader:
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Read a header that matches `route`, and return the state in which the body is read.
 
+        A route declares which part of the message the body is: reasoning, content or a tool call.
         The marker that starts the message is removed from the output. Example: after `<|start|>`,
         the header `<|channel|>final<|message|>` is removed too, and the state is CONTENT.
 
@@ -86,7 +85,8 @@ class HeaderReader:
         """
         self._text_writer.drop_pending()  # This text is the marker that starts the message.
         is_call = route.stage is Stage.CALLS
-        if is_call and self._calls_first and self._text_writer.has_content:
+        follows_content = self._text_writer.has_content
+        if is_call and follows_content and self._calls_first:
             return State.CONTENT_ONLY
         self._text_writer.write_markup(self._buffer.take_until(head.end))
         if is_call:

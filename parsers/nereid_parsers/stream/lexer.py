@@ -41,12 +41,13 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
         marker: The marker, see `spaced_marker_regex`.
         whitespace: White space before the marker. The match includes this white space.
     """
-    first, *others = tag_parts(marker)
-    regexes = [marker_prefix_regex(whitespace + first)]
-    before = re.escape(whitespace + first)
-    for part in others:
-        regexes.append(rf"{before}\s*(?:\Z|{marker_prefix_regex(part)})")
-        before += rf"\s*{re.escape(part)}"
+    first_part, *other_parts = tag_parts(marker)
+    regexes = [marker_prefix_regex(whitespace + first_part)]
+    complete_parts = re.escape(whitespace + first_part)
+    for part in other_parts:
+        # The text ends after the complete parts, or inside `part`.
+        regexes.append(rf"{complete_parts}\s*(?:\Z|{marker_prefix_regex(part)})")
+        complete_parts += rf"\s*{re.escape(part)}"
     return regexes
 
 
@@ -74,11 +75,16 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
         ]
         regexes += map(marker_prefix_regex, longer_markers)
         regexes.append(re.escape(marker))
-    return regexes + [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
+    # A marker of one character has no incomplete form.
+    regexes += [marker_prefix_regex(marker) for marker in longest_first if len(marker) > 1]
+    return regexes
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that searches a text for the regexes, or None if `markers` is empty.
+    """Return a function that searches a text for any of the regexes, or None without markers.
+
+    The function receives a text and the position at which the search starts, and returns the first
+    match.
 
     Args:
         markers: The markers.
@@ -86,9 +92,10 @@ def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
     """
     if not markers:
         return None
-    first_chars = "".join(re.escape(char) for char in sorted({marker[0] for marker in markers}))
+    first_chars = sorted({marker[0] for marker in markers})
+    char_class = "".join(map(re.escape, first_chars))
     # The look-ahead makes the search faster, because it rejects most characters with one test.
-    return re.compile(f"(?=[{first_chars}])(?:{'|'.join(regexes)})").search
+    return re.compile(f"(?=[{char_class}])(?:{'|'.join(regexes)})").search
 
 
 class Lexer:
@@ -99,17 +106,18 @@ class Lexer:
     """
 
     def __init__(self, markers: Iterable[str]) -> None:
-        """Compile two regexes that find the markers.
+        """Compile two functions that find the markers. Empty markers are ignored.
 
-        The first regex finds complete markers. The second regex also finds a prefix of a marker at
-        the end of the text, because the next piece of text may complete the marker.
+        The first function finds complete markers. The second function also finds a prefix of a
+        marker at the end of the text, because the next piece of text may complete the marker.
         """
         self._markers = frozenset(marker for marker in markers if marker)
-        longest_first = sorted(self._markers, key=lambda marker: (-len(marker), marker))
-        complete = [re.escape(marker) for marker in longest_first]
-        regexes_with_prefixes = _possible_regexes(longest_first)
-        self._find_marker = _search_function(longest_first, complete)
-        self._find_marker_or_prefix = _search_function(longest_first, regexes_with_prefixes)
+        # A regex finds the first alternative that matches, so long markers must come first.
+        longest_first = sorted(sorted(self._markers), key=len, reverse=True)
+        exact_regexes = [re.escape(marker) for marker in longest_first]
+        self._find_marker = _search_function(longest_first, exact_regexes)
+        possible_regexes = _possible_regexes(longest_first)
+        self._find_marker_or_prefix = _search_function(longest_first, possible_regexes)
 
     def find(self, buffer: TextBuffer) -> tuple[int, str]:
         """Find the next marker in the unread text. Return its position and the marker itself.
@@ -128,12 +136,12 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
-        may_continue = not buffer.is_final and self._may_continue(
-            marker_or_prefix, is_at_text_end=match.end() == len(text)
-        )
-        return match.start(), "" if may_continue else marker_or_prefix
+        is_at_text_end = match.end() == len(text)
+        if not buffer.is_final and self._may_continue(marker_or_prefix, is_at_text_end):
+            return match.start(), ""
+        return match.start(), marker_or_prefix
 
-    def _may_continue(self, matched: str, *, is_at_text_end: bool) -> bool:
+    def _may_continue(self, matched: str, is_at_text_end: bool) -> bool:
         """Return whether more text may continue `matched`, a marker or the prefix of a marker.
 
         Example: with the markers `<a>` and `<a><b>`, the result is True for `<a` and for `<a>` at

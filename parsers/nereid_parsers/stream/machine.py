@@ -58,7 +58,11 @@ class Machine:
     def __init__(
         self, format: CompiledFormat, tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
-        """Create the readers and writers. For the parameters see `StreamParser`."""
+        """Create the readers and writers, and enter the state CONTENT.
+
+        `_table` contains, for each state, the method that reads text in this state and returns the
+        next state. For the parameters see `StreamParser`.
+        """
         self._events: list[Event] = []
         self._buffer = TextBuffer()
         self._text_writer = TextWriter(self._events)
@@ -95,6 +99,8 @@ class Machine:
 
     def start(self, start: StartPoint) -> None:
         """Enter the state in which the output starts. The state before this call is CONTENT.
+
+        Example: if the prompt ends with `<think>`, the output starts in the state REASONING.
 
         Args:
             start: The start of the output, which the prompt determines. If the prompt already

@@ -54,7 +54,14 @@ class OpenCall:
         buffer: TextBuffer,
         text: TextWriter,
     ) -> None:
-        """Create an open tool call. `match` is its matched start, and `body` reads its body."""
+        """Create an open tool call.
+
+        Args:
+            match: The matched start of the tool call: its marker and its header.
+            body: The reader of the body, which is the text after the header.
+            buffer: The buffer that contains the text.
+            text: The writer that classifies the text of the tool call for the trace.
+        """
         self.variant = match.variant
         self._is_confirmed = match.is_confirmed
         self._body = body
@@ -64,6 +71,9 @@ class OpenCall:
 
     def read(self) -> Outcome | None:
         """Read a part of the body from the buffer, and classify the text of this part.
+
+        The body reader parses the text. The classification ("call", or "pending" if the text may
+        still be content) is stored by the TextWriter.
 
         Returns:
             The outcome, or None if the body has not ended.
@@ -120,7 +130,11 @@ class OpenCall:
         self._text_writer.end_call()
 
     def _leave_body(self) -> Outcome:
-        """Stop reading a body that is complete or not valid. Return the outcome."""
+        """Stop reading a body that is complete or not valid. Return the outcome.
+
+        If the arguments are not valid, the tool call ends if a valid end can be found. Otherwise
+        the outcome is BROKEN, and `read_broken` reads the rest of the arguments.
+        """
         if self._body.status is DONE:
             if self._text_writer.pending:
                 self._text_writer.drop_pending()
@@ -129,8 +143,9 @@ class OpenCall:
             return Outcome.NO_CALL
         # The arguments are not valid. `abandon` may complete the arguments to valid JSON. If not,
         # the arguments may contain the closing marker, because a quote is missing.
-        has_ended = self._body.abandon() or self.end_at_stored_marker()
-        return Outcome.ENDED if has_ended else Outcome.BROKEN
+        if self._body.abandon() or self.end_at_stored_marker():
+            return Outcome.ENDED
+        return Outcome.BROKEN
 
     def end_at_stored_marker(self) -> bool:
         """End the tool call if its stored arguments contain the closing marker.
@@ -163,19 +178,21 @@ class OpenCall:
     def read_broken(self) -> bool:
         """Read arguments that are not valid JSON up to the next marker, and write them unchanged.
 
-        Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`.
+        Example: for `{"a": x}</tool_call>`, the arguments are `{"a": x}`. The marker ends the tool
+        call, and stays unread.
 
         Returns:
             Whether the tool call has ended, because a marker was found.
         """
-        end, marker = self.variant.end_of_broken.find(self._buffer)
-        if end > self._buffer.pos:
-            piece = self._buffer.take_until(end)
+        arguments_end, marker = self.variant.end_of_broken.find(self._buffer)
+        if arguments_end > self._buffer.pos:
+            piece = self._buffer.take_until(arguments_end)
             self._call_writer.write(piece)
             self._text_writer.write_call(piece, may_be_reread=self._call_writer.stores_arguments)
-        if marker:
-            self._call_writer.end(BROKEN_ARGUMENTS)
-        return bool(marker)
+        if not marker:
+            return False
+        self._call_writer.end(BROKEN_ARGUMENTS)
+        return True
 
     def finish(self) -> bool:
         """End the tool call, because the message has ended inside the body.
@@ -190,8 +207,9 @@ class OpenCall:
         # `BodyReader.finish` ends the open tool call. If none is open, the status becomes BROKEN,
         # unless the text is known to be a tool call even without more text.
         self._body.finish()
-        is_complete_enough = self._call_writer.num_started > 0 and self._body.status is not BROKEN
-        if not was_open and not is_complete_enough:
+        has_started_call = self._call_writer.num_started > 0
+        is_valid_list = has_started_call and self._body.status is not BROKEN
+        if not was_open and not is_valid_list:
             return False
         self._text_writer.end_call()
         self._text_writer.drop_pending()
@@ -207,9 +225,11 @@ class OpenCall:
         """
         # All text of the tool call is pending until the CallWriter has started the tool call.
         has_started = not self._text_writer.pending
+        if has_started or not self._is_confirmed:
+            return False
+        text = self._text_writer.pending_text
         closing_markers = (*self.variant.closing_markers, *section_closes)
-        was_closed = any(marker in self._text_writer.pending_text for marker in closing_markers)
-        return self._is_confirmed and not has_started and not was_closed
+        return not any(marker in text for marker in closing_markers)
 
     def finish_broken(self) -> None:
         """End a tool call with broken arguments, because the message has ended."""

@@ -95,7 +95,8 @@ class OutputStart:
 def output_start(fmt: FormatData, prompt: str | None) -> OutputStart:
     r"""Return the stage in which the output starts, and whether the reasoning has ended.
 
-    Examples, with the reasoning markers `<think>` and `</think>`:
+    The stage is the part of the message to which the next character belongs: reasoning, content or
+    tool calls. Examples, with the reasoning markers `<think>` and `</think>`:
 
         end of the prompt                        result
         `"<|assistant|><think>\n"`               REASONING, the reasoning has not ended
@@ -125,7 +126,9 @@ def parse(
     prompt: str | None = None,
     policy: Policy | None = None,
 ) -> Message:
-    r"""Parse a complete message. For the parameters see `StreamParser`.
+    r"""Parse the complete text of a message into reasoning, content and tool calls.
+
+    For the parameters see `StreamParser`.
 
     Example: `parse("<think>\nHm\n</think>\n\nHi", format=get_format("qwen3"))` returns
     `Message(reasoning="Hm", content="Hi", tool_calls=[])`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 from nereid_parsers.pattern_syntax import split_pattern
@@ -74,14 +75,13 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        if end == pos and self.name != "rest":
-            return NO_MATCH  # Only the field `rest` may be empty.
+        is_empty = end == pos
         if self.name == "name":
-            is_incomplete = is_at_text_end
             is_call_number = text[pos:end].isdigit()  # Some models number the tool calls.
-            if is_incomplete or is_call_number:
-                return NO_MATCH
-        return end
+            is_name = not is_empty and not is_at_text_end and not is_call_number
+            return end if is_name else NO_MATCH
+        may_be_empty = self.name == "rest"
+        return NO_MATCH if is_empty and not may_be_empty else end
 
 
 class WhitespaceStep:
@@ -109,9 +109,9 @@ class Pattern:
     def match(self, text: str, pos: int, is_final: bool) -> PatternMatch | int:
         """Match the pattern at `pos`. Return the match, NEED_MORE or NO_MATCH.
 
-        Example: for the pattern `<f={name}>` and the text `"<f=sum>{"`, the result is
-        `PatternMatch(7, {"name": "sum"})`. For the text `"<f=su"`, the result is NEED_MORE, or
-        NO_MATCH if `is_final` is true.
+        Each step of the pattern matches a literal, white space or a field. Example: for the pattern
+        `<f={name}>` and the text `"<f=sum>{"`, the result is `PatternMatch(7, {"name": "sum"})`.
+        For the text `"<f=su"`, the result is NEED_MORE, or NO_MATCH if `is_final` is true.
         """
         fields: dict[str, str] = {}
         for step in self.steps:
@@ -122,9 +122,9 @@ class Pattern:
                 if end < 0:
                     return end  # The result is NEED_MORE or NO_MATCH.
                 value = text[pos:end]
-                # If a pattern captures the name twice, both captured texts must be equal.
-                if step.name == "name" and fields.get("name", value) != value:
-                    return NO_MATCH
+                first_value = fields.get(step.name, value)
+                if step.name == "name" and value != first_value:
+                    return NO_MATCH  # The pattern has the name twice, but the texts differ.
                 fields[step.name] = value
                 pos = end
             elif text.startswith(step, pos):
@@ -178,17 +178,21 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
 
     If the marker is a single tag without white space, the marker is the only spelling.
     """
-    variants = [marker]
+    spellings = [marker]
     if marker.startswith("<"):
-        variants += [marker.replace(" ", blank) for blank in ("", _RAW_SPACE)]
+        spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
     for gap in _TAG_GAP.finditer(marker):
-        before = marker[: gap.start()]
-        after = marker[gap.end() :]
-        variants += [before + blank + after for blank in ("", " ", "\n")]
+        spellings += _with_replacements(marker, gap, ("", " ", "\n"))
     for declared in _WHITESPACE_IN_MARKER.finditer(marker):
-        for whitespace in (" \n", "\n ", declared.group() + " "):
-            variants.append(marker[: declared.start()] + whitespace + marker[declared.end() :])
-    return tuple(dict.fromkeys(variants))
+        spellings += _with_replacements(marker, declared, (" \n", "\n ", declared.group() + " "))
+    return tuple(dict.fromkeys(spellings))
+
+
+def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
+    """Return `text` once for each replacement, with the matched part replaced."""
+    before = text[: match.start()]
+    after = text[match.end() :]
+    return [before + replacement + after for replacement in replacements]
 
 
 def match_marker(marker: str, text: str, pos: int) -> int:
@@ -206,10 +210,10 @@ def match_marker(marker: str, text: str, pos: int) -> int:
 
 @lru_cache(maxsize=4096)
 def compile_pattern(source: str) -> Pattern:
-    r"""Compile a pattern.
+    r"""Compile a pattern, which is a text with fields in braces, so that it can be matched.
 
     The compiled pattern allows optional white space at three kinds of places: where the pattern has
-    white space, where `_WHITESPACE_OR_GAP` matches, and between a literal and a field.
+    white space, before and after a tag or a sign such as `=`, and between a literal and a field.
 
     Example: `"<call>\n<f={name}>"` becomes the literals `<call>`, `<f`, `=`, the field `name` and
     the literal `>`, with optional white space between them. The pattern matches `<call><f=sum>` and
@@ -217,22 +221,22 @@ def compile_pattern(source: str) -> Pattern:
     """
     parts = split_pattern(source)
     steps: list[str | WhitespaceStep | FieldStep] = []
-    for index, part in enumerate(parts):
+    for part, next_part in zip_longest(parts, parts[1:], fillvalue=""):
         if steps:
             steps.append(WhitespaceStep())
         if isinstance(part, str):
             steps += _literal_steps(part)
-            continue
-        next_part = parts[index + 1] if index + 1 < len(parts) else ""
-        next_literal = next_part if isinstance(next_part, str) else ""
-        steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
+        else:
+            next_literal = next_part if isinstance(next_part, str) else ""
+            steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
 
 
 def _literal_steps(literal: str) -> list[str | WhitespaceStep]:
     r"""Return the steps that match a literal, even if the white space in the text differs.
 
-    Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`.
+    Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal
+    has no white space before `=`, but a model may insert white space there.
     """
     first_word, *words = _WHITESPACE_OR_GAP.split(literal)
     steps: list[str | WhitespaceStep] = [first_word] if first_word else []
@@ -246,25 +250,33 @@ def _literal_steps(literal: str) -> list[str | WhitespaceStep]:
 def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
     """Return the regex of a field. The match ends before the next literal of the pattern.
 
-    Examples: in the pattern `{name}<sep>`, the regex of the name excludes `<`. In the pattern
-    `{rest}<sep>`, the regex matches any text before `<sep>` on the same line.
+    Example: in the pattern `{name}<sep>`, the regex of the name excludes `<`.
 
     Args:
         name: The name of the field.
         next_literal: The literal after the field, or "" if there is none.
     """
     if name == "rest":
-        stop = re.escape(next_literal.strip())
-        if not stop:
-            return re.compile(".*")
-        rest_of_line = f"(?:(?!{stop}).)*"
-        # A model may insert one line break into a header. At most two words of the header follow
-        # this line break. If more words follow, these words are content.
-        last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
-        return re.compile(rest_of_line + last_words)
+        return _rest_regex(next_literal)
     next_char = next_literal[:1]
     stop_char = "" if next_char.isspace() else re.escape(next_char)
     return re.compile(f"[^{_EXCLUDED_CHARS[name]}{stop_char}]+")
+
+
+def _rest_regex(next_literal: str) -> re.Pattern[str]:
+    """Return the regex of the field `{rest}`, which matches any text before the next literal.
+
+    Example: in the pattern `{rest}<sep>`, the regex matches any text before `<sep>` on the same
+    line.
+    """
+    stop = re.escape(next_literal.strip())
+    if not stop:
+        return re.compile(".*")
+    rest_of_line = f"(?:(?!{stop}).)*"
+    # A model may insert one line break into a header. At most two words of the header follow this
+    # line break. If more words follow, these words are content.
+    last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
+    return re.compile(rest_of_line + last_words)
 
 
 def tag_parts(marker: str) -> list[str]:

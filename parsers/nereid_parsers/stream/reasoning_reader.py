@@ -48,7 +48,10 @@ class ReasoningReader:
     )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader, headers: HeaderReader) -> None:
-        """Create a reader for the text in `context`. The text starts outside the reasoning."""
+        """Create a reader for the text in `context`. The text starts outside the reasoning.
+
+        `calls` and `headers` read the tool calls and the message headers that may follow.
+        """
         self.has_reasoned = False
         self.is_reasoning_by_default = False
         self._format = context.format
@@ -87,13 +90,13 @@ class ReasoningReader:
         """Store text until a marker classifies the stored text as reasoning or as content.
 
         Example: `Let me see.</think>` shows that the text is reasoning. Any other marker shows that
-        the text is content.
+        the text is content. The stored text is then put back into the buffer and read again.
 
         Returns:
             The next state, or None as long as no marker has arrived.
         """
-        start, marker = self._format.content_markers.find(self._buffer)
-        self._stored_text.append(self._buffer.take_until(start))
+        text_end, marker = self._format.content_markers.find(self._buffer)
+        self._stored_text.append(self._buffer.take_until(text_end))
         if not marker:
             return None
         is_closing = self._format.content_kinds[marker] is MarkerKind.CLOSE_REASONING
@@ -128,10 +131,10 @@ class ReasoningReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Start reasoning whose opening marker is not a part of the output. Return the next state.
+        """Start reasoning whose opening marker is in the prompt. Return the state of the reasoning.
 
-        If the client receives the reasoning as content, the missing opening marker is written as
-        content, too.
+        If the client receives the reasoning as content ("inline"), the missing opening marker is
+        written as content, too.
         """
         if self._is_inline:
             self.repeat_opening_marker()
@@ -153,9 +156,9 @@ class ReasoningReader:
         is removed. The rest, `Hi`, is content. Markers that do not close the reasoning, for example
         the marker of a tool call, are handled by other methods.
         """
-        start, marker = self._format.reasoning_markers.find(self._buffer)
-        if start > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(start), ReasoningDelta)
+        text_end, marker = self._format.reasoning_markers.find(self._buffer)
+        if text_end > self._buffer.pos:
+            self._text_writer.write(self._buffer.take_until(text_end), ReasoningDelta)
         if not marker:
             return None
         kind = self._format.reasoning_kinds[marker]
@@ -221,9 +224,9 @@ class ReasoningReader:
         Returns:
             The next state, or None if more text is required.
         """
-        start, marker = self._format.reasoning_markers.find(self._buffer)
-        if start > self._buffer.pos:
-            self._text_writer.write_content_exactly(self._buffer.take_until(start))
+        text_end, marker = self._format.reasoning_markers.find(self._buffer)
+        if text_end > self._buffer.pos:
+            self._text_writer.write_content_exactly(self._buffer.take_until(text_end))
         if not marker:
             return None
         kind = self._format.reasoning_kinds[marker]
@@ -253,9 +256,7 @@ class ReasoningReader:
         Returns:
             The next state, or None if more text is required.
         """
-        if self._calls_first:
-            return self._continue(marker)
-        match = self._match_call_at(marker)
+        match = NO_MATCH if self._calls_first else self._match_call_at(marker)
         if match == NEED_MORE:
             return None
         if match == NO_MATCH:
@@ -268,7 +269,8 @@ class ReasoningReader:
     def _match_call_at(self, marker: str) -> Head | int:
         """Match a tool call at its opening marker, or at the opening marker of its section.
 
-        Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
+        The unread text starts with `marker`. Nothing is read. Example: with the marker
+        `<tool_call>`, the text `<tool_call>{"` matches.
 
         Returns:
             The header of the tool call, NEED_MORE or NO_MATCH.
@@ -294,12 +296,12 @@ class ReasoningReader:
         Example: in `<think>I could write <tool_call>{"name": "f"}</tool_call>.</think>Hi`, the tool
         call is a part of the reasoning, because the reasoning is closed after the tool call.
         """
-        start, marker = self._format.reasoning_closes.find(self._buffer)
-        self._stored_text.append(self._buffer.take_until(start))
+        text_end, marker = self._format.reasoning_closes.find(self._buffer)
+        self._stored_text.append(self._buffer.take_until(text_end))
         if not marker:
             return None
         self._write(self._take_stored_text())
-        return self._state
+        return self._state  # The method for this state reads the closing marker.
 
     def finish_interrupted(self) -> State:
         """Put the stored text back into the buffer, so that this text is read as a tool call.
@@ -325,13 +327,17 @@ class ReasoningReader:
     def open_in_content(self, marker: str) -> State | None:
         """Start reasoning at an opening marker that occurs in the content.
 
+        Example: the marker `<think>` at the start of the message is removed, and the next state is
+        REASONING.
+
         Returns:
             The next state, or None if the marker is a part of the content.
         """
         if not self._may_open(marker):
             return None
         if self._is_inline:
-            # The marker stays in the buffer, because `read_inline` writes it as content.
+            # The client receives the reasoning and its markers as content. The marker stays in the
+            # buffer, because `read_inline` writes it.
             self._text_writer.drop_whitespace()
         else:
             self._text_writer.write_markup(self._buffer.take(len(marker)))
@@ -351,7 +357,10 @@ class ReasoningReader:
         return self._text_writer.is_after_marker or is_special_token(marker)
 
     def close_in_content(self, marker: str) -> State | None:
-        """Remove a closing marker that occurs in the content.
+        """Remove a closing marker of the reasoning that occurs in the content.
+
+        A model that writes no opening marker may still write the closing marker. `_may_close`
+        decides whether the marker is removed.
 
         Returns:
             The next state, or None if the marker is a part of the content.

@@ -102,15 +102,17 @@ class TextWriter:
         visible = text.rstrip()
         if visible:
             self._append(self._take_whitespace() + visible, event_type)
-        if len(visible) < len(text):
+        has_trailing_whitespace = len(visible) < len(text)
+        if has_trailing_whitespace:
             self._whitespace.append(text[len(visible) :])
 
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
         """Append an event for text that ends with a visible character.
 
-        If there was a marker after earlier content, white space may have been removed before this
-        marker. The event then starts with the removed white space. The trace has already received
-        this white space as "markup", so the trace receives only `text`.
+        White space between earlier content and a marker has been removed. If `text` is content that
+        follows the marker, the event starts with this white space. The trace, which receives each
+        piece of the model's text once, has already received the white space as "markup", so the
+        trace receives only `text`.
         """
         is_content = event_type is ContentDelta
         if self.is_after_marker:
@@ -189,14 +191,15 @@ class TextWriter:
             self._whitespace.append(whitespace)
 
     def drop_whitespace(self) -> None:
-        """Remove the stored white space from the output, because a marker follows.
+        r"""Remove the stored white space from the output, because a marker follows.
 
-        White space after content is stored in `_removed_whitespace`. If more content follows the
-        marker, this white space is written before that content, so that the two pieces stay
-        separated.
+        Example: in `"Hi\n<call>"`, the line break is removed. White space after content is stored
+        in `_removed_whitespace`. If more content follows the marker, this white space is written
+        before that content, so that the two pieces stay separated.
         """
         whitespace = self._take_whitespace()
-        if self.has_text and self._is_last_text_content:
+        follows_content = self.has_text and self._is_last_text_content
+        if follows_content:
             self._removed_whitespace = whitespace
         self._classify(MARKUP, whitespace)
         self.has_text = False
@@ -207,7 +210,8 @@ class TextWriter:
         There are three cases:
 
         - Reasoning or content precedes the white space. The white space belongs to this text.
-        - A marker or a tool call precedes the white space, so the white space is removed.
+        - A marker or a tool call precedes the white space, so the white space is removed. The trace
+          receives the white space as "markup".
         - The message contains only white space, so the white space is content.
 
         Args:
@@ -250,9 +254,10 @@ class TextWriter:
     def write_pending(self, text: str, fault: str) -> None:
         """Write the pending text, followed by `text`, as content.
 
-        If both texts contain only white space, store the white space, because a marker may follow.
-        Example: with the pending text `<tool_call>` and the text ` is`, an event for the content
-        `<tool_call> is` is appended.
+        The pending text looked like a marker, so no event contains it yet. If both texts contain
+        only white space, store the white space, because a marker may follow. Example: with the
+        pending text `<tool_call>` and the text ` is`, an event for the content `<tool_call> is` is
+        appended.
 
         Args:
             text: The text after the pending text.
@@ -260,10 +265,9 @@ class TextWriter:
         """
         new_text = self._without_prompt(self.pending_text + text)
         self.pending = []
-        if not new_text:
-            return
-        if not new_text.strip():
-            self._whitespace.append(new_text)
+        is_visible = bool(new_text.strip())
+        if not is_visible:
+            self.store_whitespace(new_text)
             return
         content = self._take_whitespace() + new_text
         self._classify(CONTENT, content)
@@ -278,6 +282,8 @@ class TextWriter:
 
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
         """Classify the text of a tool call as "call", and remove the pending text before it.
+
+        The trace receives the classified text. The events of the tool call are not written here.
 
         Args:
             text: The text.

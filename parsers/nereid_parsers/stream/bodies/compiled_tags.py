@@ -62,7 +62,7 @@ class CompiledTag:
         `a`. If `</p>` is missing and `</call>` is an early end, `a</call>` has the value `a`, too.
 
         Args:
-            part: The declaration.
+            part: The declaration of the opening tag and the closing marker.
             early_ends: The markers that follow the value if its closing marker is missing.
         """
         opening = part.open.rstrip()
@@ -70,13 +70,14 @@ class CompiledTag:
         self.padding = part.open[len(opening) :]
         self.close = part.close.strip()
         whitespace_before_close = part.close.removesuffix(part.close.lstrip())
+        end_markers = (self.close, *early_ends)
         # The look-ahead makes the search faster, because it rejects most characters with one test.
-        lookahead = _first_char_lookahead((self.close, *early_ends, whitespace_before_close))
+        lookahead = _first_char_lookahead((*end_markers, whitespace_before_close))
         end = _value_end_regex(self.close, early_ends, whitespace_before_close)
-        prefixes = _value_end_prefixes((self.close, *early_ends), whitespace_before_close)
-        end_or_prefix = "|".join([end, *prefixes])
+        incomplete_ends = _value_end_prefixes(end_markers, whitespace_before_close)
+        possible_end = "|".join([end, *incomplete_ends])
         self.find_end = re.compile(lookahead + end).search
-        self.find_possible_end = re.compile(f"{lookahead}(?:{end_or_prefix})").search
+        self.find_possible_end = re.compile(f"{lookahead}(?:{possible_end})").search
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
@@ -151,12 +152,12 @@ class CompiledTags:
         stop_markers: tuple[str, ...],
         markers_between_calls: tuple[str, ...],
     ) -> None:
-        """Compile tagged arguments.
+        """Compile the declaration of arguments such as `<parameter=city>Paris</parameter>`.
 
         Args:
-            part: The declaration.
+            part: The declaration. `part.also` contains other ways to write a value.
             head: The pattern of a tool call's opening marker and header.
-            stop_markers: The markers that end the body.
+            stop_markers: The markers that end the arguments, for example `</function>`.
             markers_between_calls: The markers that may occur between the last value of a tool call
                 and the header of the next tool call.
         """
@@ -177,8 +178,9 @@ class CompiledTags:
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
         """Match the opening tag of a value at `pos`, or return NEED_MORE or NO_MATCH.
 
-        Example: `<parameter=city>` matches the variant `<parameter={key}>` with the fields
-        `{"key": "city"}`. The text `<param` gives NEED_MORE.
+        The result is the match of the first variant that matches. A variant is one of several ways
+        to write a tag. Example: `<parameter=city>` matches the variant `<parameter={key}>` with the
+        fields `{"key": "city"}`. The text `<param` gives NEED_MORE.
         """
         for variant in self.variants:
             match = variant.key.match(text, pos, is_final)
@@ -189,11 +191,11 @@ class CompiledTags:
         return NO_MATCH
 
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
-        """Return `pos` if the body can start at `pos`, otherwise NEED_MORE or NO_MATCH.
+        """Return `pos` if the arguments can start at `pos`, otherwise NEED_MORE or NO_MATCH.
 
         Examples for values that start with `<parameter={key}>`: `<parameter=city>` and the stop
-        marker `</function>` give `pos`, because a tool call may have no arguments. The texts
-        `<param` and `</func` give NEED_MORE, and `Paris` gives NO_MATCH.
+        marker `</function>`, which ends the arguments, give `pos`, because a tool call may have no
+        arguments. The texts `<param` and `</func` give NEED_MORE, and `Paris` gives NO_MATCH.
 
         The caller calls this method at the end of the text only if the message has ended.
         """
@@ -229,14 +231,15 @@ class CompiledTags:
             tools: The tools that the request offers. Calls of functions that are not offered are
                 ignored.
         """
-        end = pos + _MAX_UNDECIDED_CHARS
-        for match in self._find_close_or_opening(text, pos, end):
-            if match.group("close") is not None:
+        search_end = pos + _MAX_UNDECIDED_CHARS
+        for match in self._find_close_or_opening(text, pos, search_end):
+            is_close = match.group("close") is not None
+            if is_close:
                 return MarkerRole.PART_OF_VALUE
             if self._is_next_call(text, pos, match.start(), tools):
                 return MarkerRole.AFTER_VALUE
-        is_decided = is_final or len(text) >= end
-        return MarkerRole.AFTER_VALUE if is_decided else MarkerRole.UNDECIDED
+        may_be_decided_later = not is_final and len(text) < search_end
+        return MarkerRole.UNDECIDED if may_be_decided_later else MarkerRole.AFTER_VALUE
 
     def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
         """Return whether `text[start:end]` consists of markers and the header of another tool call.
@@ -247,9 +250,11 @@ class CompiledTags:
         markers = self._match_markers(text, start, end)
         head_start = markers.end() if markers else start
         head = self._head.match(text, head_start, is_final=False)
-        if not isinstance(head, PatternMatch) or skip_whitespace(text, head.end) != end:
+        if not isinstance(head, PatternMatch):
             return False
-        return not tools.is_known or head.fields.get("name") in tools.parameters
+        is_whole_text = skip_whitespace(text, head.end) == end
+        is_offered = not tools.is_known or head.fields.get("name") in tools.parameters
+        return is_whole_text and is_offered
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
         """Return whether the text at `pos` starts with a marker that ends the body."""

@@ -30,10 +30,12 @@ class JsonArgumentsReader(BodyReader):
         self._scanner = JsonScanner()
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the arguments. The first piece also starts the tool call.
+        """Pass the next piece of the arguments to the writer. The first piece starts the tool call.
 
-        The status becomes DONE after the closing brace, and BROKEN if the text is not a JSON
-        object. If the status is BROKEN, the text is content unless the tool call has started.
+        `status` becomes DONE after the closing brace, and BROKEN if the text is not a JSON object.
+        If the status is BROKEN, the text is content unless the tool call has started.
+
+        Example: for the pieces `{"a": ` and `1}</call>`, the writer receives `{"a": ` and `1}`.
 
         Returns:
             The position up to which the text was read.
@@ -73,6 +75,9 @@ class ArrayReader(BodyReader):
     def read(self, text: str, pos: int) -> int:
         """Read the next piece of the array. Set `status`, and `last_call_end` if a tool call ends.
 
+        Each member of the array is a tool call. An `ObjectReader` reads the member, and passes the
+        tool call to the writer.
+
         Returns:
             The position up to which the text was read. The caller passes the rest again, together
             with the text that follows.
@@ -96,12 +101,11 @@ class ArrayReader(BodyReader):
         return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:
-        """Read one character between two members, or create the reader of the next member.
+        """Read the character at `pos`, which is between two members of the array.
 
-        The character is a bracket, a comma or white space.
-
-        Any other character is not valid, so the status becomes BROKEN. The text `[]` is valid only
-        if a marker or an earlier tool call shows that the array contains tool calls.
+        A bracket, a comma and white space are skipped. At `{`, the reader of the next member is
+        created. Any other character is not valid, so `status` becomes BROKEN. The array `[]` is
+        valid only if a marker or an earlier tool call shows that it contains tool calls.
 
         Returns:
             The position after the character that was read. The result is `pos` if a member starts
@@ -127,10 +131,10 @@ class ArrayReader(BodyReader):
         return self._reject(pos)
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended.
+        """End the open tool call and set `status`, because the message has ended.
 
         If at least one tool call has started, and the message ends between two members of the
-        array, the missing `]` is ignored.
+        array, the missing `]` is ignored, so the status becomes DONE.
         """
         if self._member is not None:
             self._member.finish()

@@ -34,17 +34,22 @@ class KeyRole(Enum):
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     """Return a dict that maps the path of each declared key to the role of this key.
 
-    Example: `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for
-    `function`, NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a
-    path has several roles, the last one in the order PARENT, ID, ARGUMENTS, NAME applies.
+    The role selects how the parser reads the value of the key. Example:
+    `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for `function`,
+    NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a path has
+    several roles, the last one in the order PARENT, ID, ARGUMENTS, NAME applies.
     """
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):
-        *outer_keys, _ = path.split(".")
-        for depth in range(1, len(outer_keys) + 1):
-            roles[".".join(outer_keys[:depth])] = KeyRole.PARENT
+        roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
     if keys.id:
         roles[keys.id] = KeyRole.ID
     roles |= dict.fromkeys((keys.arguments, *keys.also), KeyRole.ARGUMENTS)
     roles[keys.name] = KeyRole.NAME
     return roles
+
+
+def _parent_paths(path: str) -> list[str]:
+    """Return the paths of the objects that enclose a key: `a.b.c` gives `["a", "a.b"]`."""
+    *outer_keys, _ = path.split(".")
+    return [".".join(outer_keys[:depth]) for depth in range(1, len(outer_keys) + 1)]

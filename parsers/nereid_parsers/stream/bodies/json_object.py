@@ -39,7 +39,7 @@ class ObjectReader(StepReader):
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, keys: Keys | NameIsKey, *, is_confirmed: bool) -> None:
-        """Create a reader for one object.
+        """Create a reader for one JSON object with the name and the arguments of a tool call.
 
         Args:
             writer: The writer of the tool call.
@@ -55,13 +55,13 @@ class ObjectReader(StepReader):
         # key of an object with the role WRAPPER is stored as "", because declared paths do not
         # contain this key.
         self._outer_keys: list[str] = []
-        self._key = ""
+        self._key = ""  # The key of the member that is being read.
         self._name: str | None = None
         self._call_id = ""
-        self._has_arguments = False
-        self._early_arguments: list[str] = []
-        self._scanner = JsonScanner()
-        self._value_pieces: list[str] = []
+        self._has_arguments = False  # Whether the arguments have started.
+        self._early_arguments: list[str] = []  # Arguments that precede the name.
+        self._scanner = JsonScanner()  # Finds the end of the value that is being read.
+        self._value_pieces: list[str] = []  # The pieces of this value, if they are stored.
         # The method that receives the next complete string. The method returns False if this string
         # shows that the object is not a tool call.
         self._on_string: Callable[[str], bool] = self._set_key
@@ -91,9 +91,10 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. If a quote follows, select the step that reads the key.
+        """Read white space, a comma or `}`. At a quote, select the step that reads the key.
 
-        Return the position after the text that was read. If a quote is at `pos`, return `pos`.
+        Return the position after the text that was read. If a quote is at `pos`, return `pos`. Any
+        other character is not valid, so `status` becomes BROKEN.
         """
         char = text[pos]
         if char.isspace() or char == ",":
@@ -106,19 +107,23 @@ class ObjectReader(StepReader):
         return pos
 
     def _close_object(self, pos: int) -> int:
-        """Read the brace that closes an inner object, or the brace that closes the tool call.
+        """Read the brace at `pos`, which closes an inner object or ends the tool call.
 
         Example: in `{"function": {"name": "f"}}`, the first `}` closes the inner object, and the
-        second `}` ends the tool call.
+        second `}` ends the tool call. The tool call gets the arguments `{}`, because its own
+        arguments are missing.
+
+        Returns:
+            The position after the brace. `pos`, with the status BROKEN, if the object is not a tool
+            call.
         """
         if self._outer_keys:
             self._outer_keys.pop()
             return pos + 1
         if not self.writer.is_open:
-            # The name or the arguments are missing. Only a confirmed tool call may omit the
-            # arguments.
-            can_start = self._is_confirmed and self._start_call()
-            if not can_start:
+            # Only an object that is confirmed to be a tool call may omit the arguments.
+            has_started = self._start_call() if self._is_confirmed else False
+            if not has_started:
                 return self._reject(pos)
         if not self._has_arguments:
             self.writer.write("{}")
@@ -157,24 +162,33 @@ class ObjectReader(StepReader):
         first_char = text[pos]
         if first_char.isspace():
             return skip_whitespace(text, pos)
-        role = self._role_of_key(first_char)
-        if role is KeyRole.ARGUMENTS:
-            return self._start_arguments(text, pos)
-        if role in (KeyRole.PARENT, KeyRole.WRAPPER) and first_char == "{":
-            self._outer_keys.append(self._key if role is KeyRole.PARENT else "")
-            self._step = self._read_key_or_closing_brace
-            return pos + 1
-        if role in (KeyRole.NAME, KeyRole.ID) and first_char in _QUOTES:
-            self._expect_string(self._set_name if role is KeyRole.NAME else self._set_call_id)
-            return pos
-        if role in (KeyRole.IGNORED, KeyRole.ID):  # An id that is not a string is ignored.
-            self._scanner = JsonScanner()
-            self._step = self._skip_value
-            return pos
-        return self._reject(pos)
+        is_string = first_char in _QUOTES
+        match self._role_of_key(first_char):
+            case KeyRole.ARGUMENTS:
+                return self._start_arguments(text, pos)
+            case KeyRole.PARENT if first_char == "{":
+                return self._enter_object(self._key, pos)
+            case KeyRole.WRAPPER if first_char == "{":
+                return self._enter_object("", pos)  # Declared paths do not contain this key.
+            case KeyRole.NAME if is_string:
+                self._expect_string(self._set_name)
+            case KeyRole.ID if is_string:
+                self._expect_string(self._set_call_id)
+            case KeyRole.IGNORED | KeyRole.ID:  # An id that is not a string is ignored.
+                self._scanner = JsonScanner()
+                self._step = self._skip_value
+            case _:
+                return self._reject(pos)
+        return pos
+
+    def _enter_object(self, outer_key: str, pos: int) -> int:
+        """Read the brace at `pos`, which opens an inner object. Return the position after it."""
+        self._outer_keys.append(outer_key)
+        self._step = self._read_key_or_closing_brace
+        return pos + 1
 
     def _role_of_key(self, first_char: str) -> KeyRole:
-        """Return the role of the current key.
+        """Return the role of the current key, which decides how the value of the key is read.
 
         Examples:
             With the declared keys `function.name` and `function.arguments`, the role of `function`
@@ -191,8 +205,8 @@ class ObjectReader(StepReader):
         if isinstance(keys, NameIsKey):
             is_first_member = not self._has_arguments
             return KeyRole.ARGUMENTS if is_first_member else KeyRole.INVALID
-        # The outer key "" represents an undeclared object. Declared paths do not contain this key.
-        path = ".".join(key for key in (*self._outer_keys, self._key) if key)
+        all_keys = (*self._outer_keys, self._key)
+        path = ".".join(key for key in all_keys if key)  # The key "" is an undeclared object.
         role = declared_roles(keys).get(path)
         if role is None:
             return self._accept_undeclared_key(path, keys, first_char)
@@ -204,8 +218,8 @@ class ObjectReader(StepReader):
         """Return the role of a key that the format does not declare. Report accepted deviations.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Such a deviation is accepted and reported to the writer. Examples: in
-        `{"name": "f", "input": {}}`, the role of `input` is ARGUMENTS. In
+        object. Such a deviation is accepted, and its description is added to the writer. Examples:
+        in `{"name": "f", "input": {}}`, the role of `input` is ARGUMENTS. In
         `{"function": {"name": "f", "arguments": {}}}`, the role of `function` is WRAPPER. Any other
         key is ignored if the object is known to be a tool call. Otherwise the key is INVALID.
 
@@ -219,15 +233,18 @@ class ObjectReader(StepReader):
         # If the tools are known, the name of the function will show whether this object is a tool
         # call.
         can_be_checked = self._is_confirmed or self.writer.tools.is_known
-        if first_char == "{" and can_be_checked and not self._has_arguments:
-            if key in _ARGUMENTS_KEYS and parent == declared_parent:
-                self.writer.add_deviation(f"the arguments are under the key {key!r}")
-                return KeyRole.ARGUMENTS
-            if path in _WRAPPER_KEYS and self._name is None:
-                self.writer.add_deviation(f"the tool call is under the key {key!r}")
-                return KeyRole.WRAPPER
+        may_deviate = first_char == "{" and can_be_checked and not self._has_arguments
+        is_arguments_key = key in _ARGUMENTS_KEYS and parent == declared_parent
+        if may_deviate and is_arguments_key:
+            self.writer.add_deviation(f"the arguments are under the key {key!r}")
+            return KeyRole.ARGUMENTS
+        is_wrapper_key = path in _WRAPPER_KEYS and self._name is None
+        if may_deviate and is_wrapper_key:
+            self.writer.add_deviation(f"the tool call is under the key {key!r}")
+            return KeyRole.WRAPPER
         is_known_call = self._is_confirmed or self.writer.is_open
-        return KeyRole.IGNORED if is_known_call or key in keys.extra else KeyRole.INVALID
+        may_be_ignored = is_known_call or key in keys.extra
+        return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 
@@ -241,27 +258,32 @@ class ObjectReader(StepReader):
     def _read_string(self, text: str, pos: int) -> int:
         """Read a piece of a string. Pass the value of the complete string to `_on_string`.
 
-        Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`.
+        Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`. If the
+        handler `_on_string` does not accept the string, `status` becomes BROKEN. Return the
+        position after the piece.
         """
         end = self._scanner.scan(text, pos)
         self._value_pieces.append(text[pos:end])
-        if self._scanner.status is not DONE:
+        is_complete = self._scanner.status is DONE
+        if not is_complete:
             return end
-        json_text = "".join(self._value_pieces)
+        quoted_text = "".join(self._value_pieces)
         try:
-            value = loads(json_text)
-        except ValueError:
-            value = json_text[1:-1]  # Invalid escape sequences are not decoded.
-        return end if self._on_string(value) else self._reject(end)
+            value = loads(quoted_text)
+        except ValueError:  # The text between the quotes has invalid escape sequences.
+            value = quoted_text[1:-1]
+        is_accepted = self._on_string(value)
+        return end if is_accepted else self._reject(end)
 
     def _skip_value(self, text: str, pos: int) -> int:
         """Skip the value of an ignored member."""
         return self._after_scan(self._scanner.scan(text, pos))
 
     def _after_scan(self, end: int) -> int:
-        """Select the step that reads the next key, if the value is complete. Return `end`.
+        """Select the next step after a piece of a value has been scanned. Return `end`.
 
-        If the value is not valid JSON, set the status BROKEN.
+        If the value is complete, the next step reads the next key. If the value is not valid JSON,
+        the status becomes BROKEN. Otherwise the step does not change.
 
         Args:
             end: The position at which the scan of the value has stopped.
@@ -275,18 +297,18 @@ class ObjectReader(StepReader):
     # ---- name, id and arguments ------------------------------------------------------------------
 
     def _set_name(self, name: str) -> bool:
-        """Store the function's name, without surrounding white space.
+        """Store the function's name, without surrounding white space, and expect the next key.
 
-        Start the tool call if a marker or the arguments precede the name.
+        Start the tool call if the arguments precede the name, or if the object is confirmed to be a
+        tool call. Otherwise the arguments will start the tool call.
 
         Returns:
-            False if the object is not a tool call.
+            False if the tool call cannot start, because the object is not a tool call.
         """
         self._name = name.strip()
         self._step = self._read_key_or_closing_brace
-        if self._has_arguments or self._is_confirmed:
-            return self._start_call()
-        return True
+        can_start = self._has_arguments or self._is_confirmed
+        return self._start_call() if can_start else True
 
     def _set_call_id(self, call_id: str) -> bool:
         """Store the id of the tool call, and return True."""
@@ -298,11 +320,13 @@ class ObjectReader(StepReader):
         """Start the tool call, and write the arguments that preceded the name.
 
         Returns:
-            False if the object is not a tool call.
+            False if the object is not a tool call, because it has no name or names a function that
+            the request does not offer. The text of the object is then content.
         """
         if self._name is None:
             return False
-        if not self.writer.start(self._name, self._call_id, is_confirmed=self._is_confirmed):
+        has_started = self.writer.start(self._name, self._call_id, is_confirmed=self._is_confirmed)
+        if not has_started:
             return False
         for piece in self._early_arguments:
             self.writer.write(piece)
@@ -313,7 +337,8 @@ class ObjectReader(StepReader):
         r"""Start the tool call if its name is known, and select the step that reads the arguments.
 
         The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
-        If the text is not confirmed to be a tool call, only an object is accepted.
+        If the text is not confirmed to be a tool call, only an object is accepted. Any other value
+        sets the status BROKEN.
 
         Returns:
             `pos`, because the selected step reads the arguments. NEED_MORE if more text is required

@@ -28,6 +28,7 @@ _TAG = re.compile(r"<(/?)([^<>/\s][^<>]*)>").match
 _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
+_CONTAINER_TYPES = frozenset({"array", "object"})
 # An element without a declared type is an array if its first child has this name.
 _ARRAY_ITEM = "item"
 
@@ -104,8 +105,8 @@ class NestedReader(StepReader):
         """Create a reader for arguments such as `~<city>Paris~</city>`, with the tag prefix `~`.
 
         Args:
-            writer: The writer of the tool call.
-            head: The text before the arguments, which contains the function's name.
+            writer: The writer that converts the tool call into events.
+            head: The matched text before the arguments, which contains the function's name.
             tag_prefix: The text that precedes each tag.
             stop_marker: The marker that ends the arguments. The reader does not read this marker.
         """
@@ -134,16 +135,26 @@ class NestedReader(StepReader):
         """Read the next piece of the arguments, which is text, one tag or the end of the arguments.
 
         Example: `~<city>Paris~</city>` is read in three pieces, and `"city": "Paris"` is written.
+        The innermost open element decides which text is valid.
 
         Returns:
             The position after the piece, or NEED_MORE.
         """
-        element = self._elements[-1]
-        if element.kind is _Kind.UNKNOWN:
-            return self._decide_kind(element, text, pos)
-        if element.kind not in _CONTAINERS:
-            return self._read_text_or_tag(element, text, pos)
-        # Inside an object or array, only tags, white space and the end of the body are valid.
+        innermost = self._elements[-1]
+        if innermost.kind is _Kind.UNKNOWN:
+            return self._decide_kind(innermost, text, pos)
+        if innermost.kind in _CONTAINERS:
+            return self._read_between_children(text, pos)
+        return self._read_text_or_tag(innermost, text, pos)
+
+    def _read_between_children(self, text: str, pos: int) -> int:
+        """Read a tag, white space or the end of the arguments inside an object or array.
+
+        Any other text is not valid, so the status becomes BROKEN.
+
+        Returns:
+            The position after the text that was read. NEED_MORE if a tag may start at `pos`.
+        """
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
@@ -159,31 +170,36 @@ class NestedReader(StepReader):
     def _read_tag(self, text: str, pos: int) -> int:
         """Read the tag at `pos`, including its prefix, and open or close the element of the tag.
 
-        Examples with the prefix `~`: `~<city>`, `~</city>` and `~ <city>`. Return the position
-        after the tag. The result is NEED_MORE if the tag is incomplete. If the tag is not valid,
-        set the status BROKEN and return `pos`.
+        Examples with the prefix `~`: `~<city>`, `~</city>` and `~ <city>`. A closing tag must close
+        the innermost open element.
+
+        Returns:
+            The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
+            BROKEN, if the tag is not valid.
         """
         tag_start = skip_whitespace(text, pos + len(self._tag_prefix))
-        match = _TAG(text, tag_start)
-        if match is None:
+        tag = _TAG(text, tag_start)
+        if tag is None:
             is_malformed = ">" in text[tag_start:] or len(text) - pos > _MAX_TAG_CHARS
-            return self._reject(pos) if self.is_final or is_malformed else NEED_MORE
-        is_closing, name = match.groups()
-        has_open_element = len(self._elements) > 1  # The outermost element has no tags.
-        if not is_closing:
+            may_be_completed = not self.is_final and not is_malformed
+            return NEED_MORE if may_be_completed else self._reject(pos)
+        slash, name = tag.groups()
+        if not slash:
             self._open_element(name)
-        elif has_open_element and name == self._elements[-1].name:
-            self._close_element()
-        else:
+            return tag.end()
+        has_open_element = len(self._elements) > 1  # The outermost element has no tags.
+        if not has_open_element or name != self._elements[-1].name:
             return self._reject(pos)
-        return match.end()
+        self._close_element()
+        return tag.end()
 
     def _open_element(self, name: str) -> None:
-        """Open the element `name` inside the innermost open element, and write its key.
+        """Add the element `name` to the open elements, and write its key.
 
-        Example: for the second child `days` of an object, `, "days": ` is written. If the previous
-        child has the same name, and its value has not been written yet, both values become items of
-        one array, so no second key is written.
+        The new element is a child of the element that was innermost before. Example: for the second
+        child `days` of an object, `, "days": ` is written. If the previous child has the same name,
+        and its value has not been written yet ("delayed"), both values become items of one array,
+        so no second key is written.
         """
         parent = self._elements[-1]
         becomes_array_item = parent.delayed_values and name == parent.last_child
@@ -216,16 +232,16 @@ class NestedReader(StepReader):
             parent.delayed_values = []
 
     def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
-        """Decide whether an element contains text or children, and set its kind.
+        """Decide whether an element contains text or child elements, and set `element.kind`.
 
         The text after the element's opening tag shows the kind. The method writes the opening quote
-        or bracket of the value. Examples, with the prefix `~`: in `~<city>~<name>`, the element
-        `city` has a child. In `~<city>Paris` and in `~<city>~</city>`, the element contains only
-        text.
+        or bracket of the value. Examples, with the prefix `~` before each tag: in `~<city>~<name>`,
+        the element `city` has a child. In `~<city>Paris` and in `~<city>~</city>`, the element
+        contains only text.
 
         Returns:
-            `pos` if the element contains text, the position of the child's tag if the element has a
-            child, or NEED_MORE.
+            `pos` if the element contains text. The position of the child's tag if the element has a
+            child. NEED_MORE if more text is required to decide.
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
@@ -259,7 +275,8 @@ class NestedReader(StepReader):
     def _open_container(self, element: _Element, child_name: str) -> None:
         """Decide whether an element with children is an array or an object. Write its bracket.
 
-        Example: without a schema, an element whose first child is called `item` becomes an array.
+        If the schema declares the type, the schema decides. Otherwise the element is an array if
+        its first child, `child_name`, is called `item`. `element.kind` is set.
         """
         types = json_types_of(element.schema, self._root_schema)
         if types is None:
@@ -291,8 +308,8 @@ class NestedReader(StepReader):
     def _read_text_or_tag(self, element: _Element, text: str, pos: int) -> int:
         """Read the text up to the next tag. If a tag starts at `pos`, read this tag instead.
 
-        Example with the prefix `~`: from `Paris~</city>`, the first call reads `Paris`, and the
-        second call reads `~</city>`.
+        A prefix precedes each tag. Example with the prefix `~`: from `Paris~</city>`, the first
+        call reads `Paris` as the text of `element`, and the second call reads `~</city>`.
 
         Returns:
             The position after the text or the tag. The result is NEED_MORE if the text at `pos` may
@@ -328,26 +345,29 @@ class NestedReader(StepReader):
     def _close_value(self, element: _Element) -> None:
         """Write the value of a closed element, or delay the value if it may become an array item.
 
-        Several siblings with the same name become an array if the schema allows an array.
+        Several siblings with the same name become an array if the schema allows an array. The
+        delayed values are written when an element with another name opens.
         """
         parent = self._elements[-1]
-        value = self._value_as_json(element)
+        value = self._take_value_as_json(element)
         types = json_types_of(element.schema, self._root_schema)
-        if parent.kind is _Kind.OBJECT and (types is None or "array" in types):
+        allows_array = types is None or "array" in types
+        if parent.kind is _Kind.OBJECT and allows_array:
             parent.delayed_values.append(value)
         else:
             self.writer.write(value)
 
-    def _value_as_json(self, element: _Element) -> str:
-        """Return the JSON text of an element without children.
+    def _take_value_as_json(self, element: _Element) -> str:
+        """Return the stored text of an element as JSON, and forget the stored text.
 
         Example: for `~<days>3~</days>`, the result is `3`. An empty element is an empty array or
         object if its schema allows no other type.
         """
-        types = json_types_of(element.schema, self._root_schema)
         text = "".join(self._value_pieces)
         self._value_pieces = []
-        if not text.strip() and types is not None and types <= {"array", "object"}:
+        types = json_types_of(element.schema, self._root_schema)
+        is_empty = not text.strip()
+        if is_empty and types is not None and types <= _CONTAINER_TYPES:
             return "[]" if "array" in types else "{}"
         return to_json(text, types)
 
@@ -361,13 +381,16 @@ class NestedReader(StepReader):
     def abandon(self) -> bool:
         """Close all open elements, so that the arguments are valid JSON. End the tool call.
 
-        For the result see `BodyReader.abandon`.
+        The parser calls this method if the text is not valid. Return True, because the tool call
+        was ended, see `BodyReader.abandon`.
         """
-        while len(self._elements) > 1:
-            if self._elements[-1].kind is _Kind.UNKNOWN:
-                self._elements[-1].kind = _Kind.VALUE
+        outermost = self._elements[0]
+        while self._elements[-1] is not outermost:
+            innermost = self._elements[-1]
+            if innermost.kind is _Kind.UNKNOWN:
+                innermost.kind = _Kind.VALUE  # Its text is empty, so the value is empty, too.
             self._close_element()
-        self._write_delayed_values(self._elements[0])
+        self._write_delayed_values(outermost)
         self.writer.write("}")
         self.writer.end("the elements of the arguments are not valid")
         return True

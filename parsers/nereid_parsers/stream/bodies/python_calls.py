@@ -43,18 +43,22 @@ class PythonCallsReader(StepReader):
         super().__init__(writer, first_step)
         self._part = part
         self._is_confirmed = is_confirmed
-        self._num_arguments = 0
-        self._literal = LiteralReader(PYTHON)
+        self._num_arguments = 0  # The number of arguments of the open tool call.
+        self._literal = LiteralReader(PYTHON)  # Converts the current value to JSON.
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the tool calls.
+        """Read the next piece of the tool calls. Set `status`, and `last_call_end` if one ends.
 
-        See `BodyReader.read`.
+        The steps, such as `_read_value`, read the text, and each step selects the next step.
+
+        Returns:
+            The position up to which the text was read. The caller passes the rest again, together
+            with the text that follows.
         """
         self.last_call_end = None
         size = len(text)
         while pos < size and self.status is MORE:
-            # Skip white space, except inside a value, because a string may contain white space.
+            # White space inside a value is not skipped, because the value may be a string.
             if text[pos].isspace() and self._step != self._read_value:
                 pos = skip_whitespace(text, pos)
                 continue
@@ -96,17 +100,14 @@ class PythonCallsReader(StepReader):
         if name_match is None:
             return self._reject(pos)
         bracket = name_match.end()
-        if bracket == len(text):
+        body_start = _match_call_body(text, bracket)
+        if body_start == NEED_MORE:
             return self._wait_or_reject(text, pos)
-        if text[bracket] != "(":
-            return self._reject(pos)
-        arguments_start = _match_arguments_start(text, skip_whitespace(text, bracket + 1))
-        if arguments_start == NEED_MORE:
-            return self._wait_or_reject(text, pos)
-        if arguments_start == NO_MATCH:
+        if body_start == NO_MATCH:
             return self._reject(pos)
         name = name_match.group().removesuffix(self._part.suffix)
-        if not self.writer.start(name, "", is_confirmed=self._is_confirmed):
+        has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
+        if not has_started:
             return self._reject(pos)
         self._num_arguments = 0
         self._step = self._read_keyword_or_end
@@ -115,10 +116,12 @@ class PythonCallsReader(StepReader):
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
         """Read the keyword and the `=` of an argument, or the `)` that ends the tool call.
 
-        Example: in `f(city="Paris")`, the text `city=` is read, and `{"city": ` is written.
+        Example: in `f(city="Paris")`, the text `city=` is read, and `{"city": ` is written. The
+        next step reads the value.
 
         Returns:
-            The position after the text that was read, or NEED_MORE.
+            The position after the text that was read, or NEED_MORE. `pos`, with the status BROKEN,
+            if the text is not valid here.
         """
         if text[pos] == ")":
             return self._end_call(pos + 1)
@@ -140,7 +143,11 @@ class PythonCallsReader(StepReader):
     def _read_value(self, text: str, pos: int) -> int:
         """Read a piece of an argument's value, and write the piece as JSON.
 
-        Example: for `'Paris'`, `"Paris"` is written.
+        Example: for `'Paris'`, `"Paris"` is written. At the end of the value, the next step reads
+        the comma or the bracket after the value.
+
+        Returns:
+            The position after the piece, or NEED_MORE if no text could be read.
         """
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
@@ -165,8 +172,9 @@ class PythonCallsReader(StepReader):
     def _end_call(self, pos: int) -> int:
         """End the tool call whose text ends at `pos`, and return `pos`.
 
-        The status becomes DONE if no other tool call can follow, because the format declares
-        neither a bracket around the tool calls nor a separator between them.
+        `last_call_end` becomes `pos`. The status becomes DONE if no other tool call can follow,
+        because the format declares neither a bracket around the tool calls nor a separator between
+        them.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
@@ -181,7 +189,8 @@ class PythonCallsReader(StepReader):
     def _read_between_calls(self, text: str, pos: int) -> int:
         """Read the separator between two tool calls, or the bracket after all tool calls.
 
-        Example: in `[f(), g()]`, the text `, ` separates the tool calls, and `]` ends the list.
+        Example: in `[f(), g()]`, the text `, ` separates the tool calls, and `]` ends the list. The
+        bracket sets the status DONE, and any other text sets the status BROKEN.
         """
         part = self._part
         if part.close and text.startswith(part.close, pos):
@@ -229,15 +238,21 @@ class UnquotedKeyReader(BodyReader):
         return self.writer.tools.argument_types(self._head.name, key)
 
     def read(self, text: str, pos: int) -> int:
-        """Start the tool call at the opening brace, and write the next piece of the object as JSON.
+        """Write the next piece of the object as JSON. The opening brace starts the tool call.
 
-        End the tool call after the closing brace. For the result see `BodyReader.read`.
+        Example: `{city:<q>Paris<q>}` is written as `{"city": "Paris"}`. The closing brace ends the
+        tool call, and sets the status DONE. Text that is not valid sets the status BROKEN.
+
+        Returns:
+            The position up to which the text was read.
         """
         if not self.writer.is_open:
             pos = skip_whitespace(text, pos)
             if pos == len(text):
                 return pos
-            if text[pos] != "{" or not self._start_named_call(self._head):
+            if text[pos] != "{":
+                return self._reject(pos)
+            if not self._start_named_call(self._head):
                 return self._reject(pos)
         end = self._literal.read(text, pos, self.is_final)
         json_text = self._literal.take_json()
@@ -255,10 +270,27 @@ class UnquotedKeyReader(BodyReader):
         return True
 
 
+def _match_call_body(text: str, pos: int) -> int:
+    """Match the opening bracket of a tool call at `pos`, and the start of the arguments.
+
+    Examples: `(a=` and `()` match, `(` gives NEED_MORE, and `[` and `(x)` give NO_MATCH.
+
+    Returns:
+        The position of the arguments, NEED_MORE or NO_MATCH.
+    """
+    if pos == len(text):
+        return NEED_MORE
+    if text[pos] != "(":
+        return NO_MATCH
+    return _match_arguments_start(text, skip_whitespace(text, pos + 1))
+
+
 def _match_arguments_start(text: str, pos: int) -> int:
     """Return `pos` if the arguments of a tool call start at `pos`, otherwise NEED_MORE or NO_MATCH.
 
-    Examples: `)` and `a=1` give `pos`, `x)` and `a == 1` give NO_MATCH, and `a` gives NEED_MORE.
+    `pos` is the position after the opening bracket, as in `f(`. Arguments start with a keyword and
+    `=`, or are empty. Examples: `)` and `a=1` give `pos`, `x)` and `a == 1` give NO_MATCH, and `a`
+    gives NEED_MORE.
     """
     if pos >= len(text):
         return NEED_MORE
@@ -268,7 +300,7 @@ def _match_arguments_start(text: str, pos: int) -> int:
     if keyword is None:
         return NO_MATCH
     equals = skip_whitespace(text, keyword.end())
-    if equals + 1 >= len(text):
+    if equals + 1 >= len(text):  # The character after `=` has not arrived.
         return NEED_MORE
     is_argument = text[equals] == "=" and text[equals + 1] != "="
     return pos if is_argument else NO_MATCH

@@ -75,10 +75,10 @@ class TaggedReader(StepReader):
             self.status = BROKEN
 
     def _read_tag_or_end(self, text: str, pos: int) -> int:
-        """Read the opening tag of the next value, or end the body at a stop marker.
+        """Read the opening tag of the next value, or end the tool call at a stop marker.
 
-        Examples: `<parameter=city>` starts a value. `</function>` ends the body. Any other text is
-        not valid here.
+        Examples: `<parameter=city>` starts a value. The stop marker `</function>` ends the tool
+        call, and stays unread. Any other text is not valid here, so the status becomes BROKEN.
 
         Returns:
             The position after the text that was read, or NEED_MORE.
@@ -86,27 +86,38 @@ class TaggedReader(StepReader):
         pos = skip_whitespace(text, pos)
         if pos == len(text):
             return pos
-        tags = self._tags
-        if tags.is_at_stop_marker(text, pos):
+        if self._tags.is_at_stop_marker(text, pos):
             self._end_call()
             return pos
-        opening = tags.match(text, pos, self.is_final)
+        opening = self._tags.match(text, pos, self.is_final)
         if isinstance(opening, TagOpening):
             self._variant = opening.variant
             self._start_value(opening.fields)
             return opening.end
         if opening == NEED_MORE:
             return NEED_MORE
-        if tags.may_become_stop_marker(text, pos):
-            return len(text) if self.is_final else NEED_MORE
-        if self.is_final and tags.match(text, pos, is_final=False) == NEED_MORE:
-            return len(text)  # The message ends inside the opening tag of a value.
-        return self._reject(pos)  # There is text between the arguments.
+        if not self._may_become_tag(text, pos):
+            return self._reject(pos)  # There is text between the arguments.
+        return len(text) if self.is_final else NEED_MORE
+
+    def _may_become_tag(self, text: str, pos: int) -> bool:
+        """Return whether more text could complete a stop marker or an opening tag at `pos`.
+
+        At the end of the message, such a text is an incomplete tag, and not a text between the
+        arguments. Example: `</func`.
+        """
+        if self._tags.may_become_stop_marker(text, pos):
+            return True
+        return self._tags.match(text, pos, is_final=False) == NEED_MORE
 
     def _start_value(self, fields: dict[str, str]) -> None:
-        """Write the key of a value, and store the JSON types that the value may have.
+        """Write the key of a value, and prepare to read the value.
 
-        Example: for the second argument `<parameter=days>`, `, "days": ` is written.
+        The JSON types that the value may have are stored, because the value is converted to one of
+        these types. Example: for the second argument `<parameter=days>`, `, "days": ` is written.
+
+        Args:
+            fields: The fields of the opening tag. `fields["key"]` is the name of the argument.
         """
         key = fields["key"].strip()
         self._types = self._types_of(key, fields)
@@ -153,23 +164,25 @@ class TaggedReader(StepReader):
             The position where the value starts, or NEED_MORE.
         """
         padding = self._variant.padding
-        if text.startswith(padding, pos):
-            pos += len(padding)
-        elif not self.is_final and padding.startswith(text[pos:]):
+        has_padding = text.startswith(padding, pos)
+        is_cut_off = not self.is_final and padding.startswith(text[pos:])
+        if is_cut_off and not has_padding:
             return NEED_MORE
         if self._types == _STRING_ONLY:
             self.writer.write('"')
             self._step = self._pass_on_string
         else:
             self._step = self._keep_value
-        return pos
+        return pos + len(padding) if has_padding else pos
 
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
         """Find the end of the value whose text continues at `pos`.
 
-        Examples, for the closing marker `</p>`: the text `a</p>` gives `_ValueEnd(1, 5)`, `a</`
-        gives `_ValueEnd(1, None)`, and `ab` gives `_ValueEnd(2, None)`. If the closing marker is
-        missing, the value ends before the next marker, so `a</call>` gives `_ValueEnd(1, 1)`.
+        The result contains the position up to which the text belongs to the value, and the position
+        at which the body continues, or None if the value may continue. Examples, for the closing
+        marker `</p>`: the text `a</p>` gives `_ValueEnd(1, 5)`, `a</` gives `_ValueEnd(1, None)`,
+        and `ab` gives `_ValueEnd(2, None)`. If the closing marker is missing, the value ends before
+        the next marker, so `a</call>` gives `_ValueEnd(1, 1)`.
         """
         variant = self._variant
         find = variant.find_end if self.is_final else variant.find_possible_end
@@ -193,10 +206,11 @@ class TaggedReader(StepReader):
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of a value or follows the value.
 
-        The marker is a stop marker (`</function>`) or the opening tag of an argument
-        (`<parameter=days>`). The opening tag of an argument ends the value if the tool declares
-        this argument and the argument has not been read yet. Example: in
-        `A<parameter=days>3</parameter>`, the value ends after `A` if the tool declares `days`.
+        The closing marker of the value has not been found before `pos`. The marker at `pos` is a
+        stop marker (`</function>`) or the opening tag of an argument (`<parameter=days>`). The
+        opening tag of an argument ends the value if the tool declares this argument and the
+        argument has not been read yet. Example: in `A<parameter=days>3</parameter>`, the value ends
+        after `A` if the tool declares `days`.
         """
         if self._tags.is_at_stop_marker(text, pos):
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
@@ -213,7 +227,8 @@ class TaggedReader(StepReader):
     def _pass_on_string(self, text: str, pos: int) -> int:
         """Write the text of a string as it arrives. Write the closing quote at the closing marker.
 
-        Example: for the pieces `Pa` and `ris</parameter>`, `Pa` and `ris"` are written.
+        Example: for the pieces `Pa` and `ris</parameter>`, `Pa` and `ris"` are written. After the
+        closing marker, the next step reads the next tag.
 
         Returns:
             The position after the text that was read, or NEED_MORE if no text could be read.
@@ -231,8 +246,9 @@ class TaggedReader(StepReader):
     def _keep_value(self, text: str, pos: int) -> int:
         """Store the text of a value. At the closing marker, write the whole value as JSON.
 
-        Example: for the pieces `1` and `2</parameter>`, `12` is written. As soon as the stored text
-        can only be a string, this text is written, and `_pass_on_string` reads the rest.
+        The text is stored because `12` may be a number, but `12 Main Street` is a string. Example:
+        for the pieces `1` and `2</parameter>`, `12` is written. As soon as the stored text can only
+        be a string, this text is written, and `_pass_on_string` reads the rest.
 
         Returns:
             The position after the text that was read, or NEED_MORE if no text could be read.
@@ -261,11 +277,11 @@ class TaggedReader(StepReader):
         types = self._types
         if types is not None and "string" not in types:
             return False
-        value = "".join(self._value_pieces)
+        value_start = "".join(self._value_pieces)
         if types == _STRING_OR_NULL:
-            may_become_null = any(word.startswith(value) for word in _NULL_WORDS)
+            may_become_null = any(word.startswith(value_start) for word in _NULL_WORDS)
             return not may_become_null
-        return value != "" and value[0] not in _FIRST_CHARS_OF_JSON
+        return value_start != "" and value_start[0] not in _FIRST_CHARS_OF_JSON
 
     def _end_call(self) -> None:
         """Write the closing brace of the arguments, and end the tool call."""

@@ -40,20 +40,23 @@ class Tools:
         """Read the OpenAI tools list. Members that are not valid are ignored.
 
         Args:
-            tools: The tools list. A member is `{"type": "function", "function": {...}}`, or only
-                the inner object.
+            tools: The tools list, or None. A member is `{"type": "function", "function": {...}}`,
+                or only the inner object.
         """
         self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
         for tool in tools or ():
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-            if not isinstance(function, Mapping):
-                continue
-            name = function.get("name")
-            schema = function.get("parameters", function.get("input_schema"))
-            if isinstance(name, str):
-                self.parameters[name] = schema if isinstance(schema, Mapping) else {}
+            if isinstance(function, Mapping):
+                self._add(function)
+
+    def _add(self, function: Mapping[str, Any]) -> None:
+        """Store the JSON schema of a function's parameters. Ignore a function without a name."""
+        name = function.get("name")
+        schema = function.get("parameters", function.get("input_schema"))
+        if isinstance(name, str):
+            self.parameters[name] = schema if isinstance(schema, Mapping) else {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether the tools contain a function with this name."""
@@ -68,9 +71,10 @@ class Tools:
         return key in properties if isinstance(properties, Mapping) else True
 
     def argument_types(self, function: str, key: str) -> frozenset[str] | None:
-        """Return the JSON types that the argument `key` may have.
+        """Return the JSON types, such as "string", that the argument `key` may have.
 
-        Return None if the schema of the function declares no type for this argument.
+        Return None if the schema of the function declares no type for this argument. The results
+        are cached, because a model may repeat the same argument in many tool calls.
         """
         if not self.is_known:
             return frozenset({"string"})  # Without a schema, every value is read as a string.
@@ -86,7 +90,8 @@ class Tools:
 def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
     """Return the JSON types that `schema` allows, or None if `schema` does not define the type.
 
-    Example: `{"anyOf": [{"type": "integer"}, {"type": "null"}]}` gives `{"integer", "null"}`.
+    The types are needed to convert the text of an argument to JSON. Example:
+    `{"anyOf": [{"type": "integer"}, {"type": "null"}]}` gives `{"integer", "null"}`.
 
     Args:
         schema: The JSON schema.
@@ -122,8 +127,8 @@ def _declared_types(
         return frozenset({json_type_of(schema["const"])})
     for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(keyword), list):
-            parts = [json_types_of(part, root, depth + 1) for part in schema[keyword]]
-            return _first_known(parts) if keyword == "allOf" else _union(parts)
+            types_of_parts = [json_types_of(part, root, depth + 1) for part in schema[keyword]]
+            return _first_known(types_of_parts) if keyword == "allOf" else _union(types_of_parts)
     for keyword, json_type in _TYPE_OF_KEYWORD:
         if keyword in schema:
             return frozenset({json_type})
@@ -207,9 +212,11 @@ def to_json(text: str, types: frozenset[str] | None) -> str:
         text: The text, as the model wrote it.
         types: The JSON types that the schema allows, or None if they are not known.
     """
-    stripped = text.strip()
+    literal_text = text.strip()
     may_be_string = types is None or "string" in types
-    literal = _parse_literal(stripped if may_be_string else without_leading_zeros(stripped))
+    if not may_be_string:  # A string such as "007" keeps its zeros.
+        literal_text = without_leading_zeros(literal_text)
+    literal = _parse_literal(literal_text)
     if literal is None or _becomes_string(literal.json_type, types):
         return json.dumps(text, ensure_ascii=False)
     return literal.json_text
@@ -251,8 +258,9 @@ def _becomes_string(json_type: str, types: frozenset[str] | None) -> bool:
     """
     if json_type == "string":
         return types is None or "string" in types
-    is_allowed_number = types is not None and json_type == "integer" and "number" in types
-    if types is None or json_type in types or is_allowed_number:
+    if types is None or json_type in types:
+        return False
+    if json_type == "integer" and "number" in types:
         return False
     if "string" in types:
         return True
@@ -271,7 +279,11 @@ def _parse_literal(text: str) -> _Literal | None:
     try:
         return _Literal(json_type_of(loads(json_text)), json_text)
     except ValueError:
-        pass
+        return _parse_python_literal(text)
+
+
+def _parse_python_literal(text: str) -> _Literal | None:
+    """Parse a Python literal that is not JSON, for example `{'a': 1}`. Return None otherwise."""
     if not text or text[0] not in _FIRST_CHARS_OF_LITERALS:
         return None
     try:

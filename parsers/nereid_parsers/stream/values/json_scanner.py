@@ -40,9 +40,10 @@ class JsonScanner:
         self.status = MORE
 
     def scan(self, text: str, pos: int) -> int:
-        """Scan `text` from `pos` on, and set `status`.
+        """Find the end of the JSON value in `text`, which continues at `pos`. Set `status`.
 
-        Example: for `'{"a": "}"} </call>'`, the result is 10 and the status is DONE.
+        The value may arrive in several pieces, and each piece is scanned once. Example: for
+        `'{"a": "}"} </call>'`, the result is 10 and the status is DONE.
 
         Returns:
             The position after the value, if the status is DONE. If the status is MORE, the end of
@@ -64,7 +65,8 @@ class JsonScanner:
         """Scan the open string up to its closing quote, and return the position after this quote.
 
         If the closing quote has not arrived, the result is the end of the text. Example: for the
-        text `a", 1` inside a string, the result is the position after the quote.
+        text `a", 1` inside a string, the result is the position after the quote. If the string is
+        the whole value, `status` becomes DONE.
         """
         match = _STRING_CHARS[self._quote](text, pos)
         assert match is not None  # The regex also matches the empty text.
@@ -84,10 +86,12 @@ class JsonScanner:
     def _scan_outside_string(self, text: str, pos: int) -> int:
         """Scan up to the next bracket or quote, and return the position after this character.
 
-        Example: for the text `1, [2]` inside an array, the result is the position after `[`.
+        Example: for the text `1, [2]` inside an array, the result is the position after `[`. The
+        last closing bracket sets the status DONE. A bracket that does not match the open bracket
+        sets the status BROKEN.
         """
-        match_skipped = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
-        match = match_skipped(text, pos)
+        skip_chars = _CHARS_IN_CONTAINER if self._closing_brackets else _SCALAR_CHARS
+        match = skip_chars(text, pos)
         assert match is not None  # The regex also matches the empty text.
         pos = match.end()
         if pos == len(text):

@@ -106,7 +106,7 @@ class LiteralReader:
         """Create a reader for one value.
 
         Args:
-            dialect: The rules for strings.
+            dialect: The rules for strings, for example the quotes that enclose a string.
             types_of: A function that returns the JSON types which the schema allows for a member of
                 the outermost object. None if there is no schema.
         """
@@ -114,8 +114,8 @@ class LiteralReader:
         self._dialect = dialect
         self._types_of = types_of
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
-        self._expected = _Expected.VALUE
-        self._containers: list[_Container] = []  # From the outermost to the innermost.
+        self._expected = _Expected.VALUE  # The kind of token that may come next.
+        self._containers: list[_Container] = []  # The open brackets. The last is the innermost.
         self._key: _Key | None = None  # The last key, if its colon has not been read.
         self._string: StringReader | None = None  # The open string.
         # The text of an unfinished string. A key or a converted value is written only when it is
@@ -132,11 +132,19 @@ class LiteralReader:
         return text
 
     def read(self, text: str, pos: int, is_final: bool) -> int:
-        """Read `text` from `pos` on, and set `status`. `take_json` returns the JSON text.
+        """Convert the next piece of the value, which starts at `text[pos]`, to JSON.
 
-        Return the position up to which the text was read. If this position is not the end of the
-        text, the caller passes the rest again, together with more text. `is_final` means that no
-        more text follows.
+        `take_json` returns the JSON text. `status` becomes DONE at the end of the value, and BROKEN
+        if the text is not valid.
+
+        Args:
+            text: The text that has arrived.
+            pos: The position at which the piece starts.
+            is_final: Whether no more text follows.
+
+        Returns:
+            The position up to which the text was read. If this position is not the end of the text,
+            the caller passes the rest again, together with more text.
         """
         size = len(text)
         while pos < size and self.status is MORE:
@@ -152,7 +160,7 @@ class LiteralReader:
         return pos
 
     def closing_text(self) -> str:
-        """Return the text that completes the JSON text of the value.
+        """Return the text that completes the JSON text of a value whose own end is missing.
 
         Examples: after `{"a": ["x`, the result is `"]}`. A key without a colon is omitted, so after
         `{"a": 1, "b`, the result is `}`. A missing value becomes null, so after `{"a": `, the
@@ -172,9 +180,10 @@ class LiteralReader:
         return closing_quote + brackets
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
-        """Read white space, a value, or the punctuation after a value.
+        """Read one token: white space, a value, or the punctuation after a value.
 
-        Example: in `[1, 2]`, the tokens are `[`, `1`, `,`, ` `, `2` and `]`.
+        Example: in `[1, 2]`, the tokens are `[`, `1`, `,`, ` `, `2` and `]`. Return the position
+        after the token, or `pos` if more text is required or the text is not valid.
         """
         if text[pos].isspace():
             return skip_whitespace(text, pos)
@@ -196,7 +205,7 @@ class LiteralReader:
 
         If a comma or `}` follows the first key instead, the braces enclose a set, as in `{'a', 1}`,
         and the key is the first item of this set. The item is written, and the comma or `}` is
-        read. Other text is not valid.
+        read. Other text is not valid and sets the status BROKEN.
         """
         key = self._key
         assert key is not None
@@ -230,8 +239,9 @@ class LiteralReader:
     def _read_comma_or_bracket(self, text: str, pos: int) -> int:
         """Read the comma or the closing bracket after a value. Return the next position.
 
-        If no bracket is open, the literal is complete, and nothing is read. A comma is written only
-        when the next value starts, because no value follows a trailing comma, as in `[1,]`.
+        If no bracket is open, the literal is complete, so the status becomes DONE and nothing is
+        read. A comma is written only when the next value starts, because no value follows a
+        trailing comma, as in `[1,]`.
         """
         if not self._containers:
             self.status = DONE
@@ -301,14 +311,16 @@ class LiteralReader:
         For `[` and `(`, `[` is written. For `{`, nothing is written until the first key or item
         shows whether `{` opens an object or a set. Return the position after the bracket.
         """
-        if self._expected in _KEYS or len(self._containers) >= _MAX_DEPTH:
+        is_key = self._expected in _KEYS
+        if is_key or len(self._containers) >= _MAX_DEPTH:
             return self._reject(pos)
         self._begin_value()
-        is_object = bracket == "{"
-        self._containers.append(_Container(_BRACKET_PAIRS[bracket], "}" if is_object else "]"))
-        if is_object:
+        closing_bracket = _BRACKET_PAIRS[bracket]
+        if bracket == "{":
+            self._containers.append(_Container(closing_bracket, json_close="}"))
             self._expected = _Expected.FIRST_KEY
         else:
+            self._containers.append(_Container(closing_bracket, json_close="]"))
             self._json_parts.append("[")
             self._expected = _Expected.FIRST_ITEM
         return pos + 1
@@ -364,11 +376,13 @@ class LiteralReader:
         if is_member_value and forbids_strings:
             self._converted_types = self._types
         self._begin_value()
-        self._stored_string = []
-        is_stored = is_key or self._converted_types is not None
-        output = self._stored_string if is_stored else self._json_parts
-        if not is_stored:
+        if is_key or self._converted_types is not None:
+            self._stored_string = []
+            output = self._stored_string
+        else:
             self._json_parts.append('"')
+            output = self._json_parts
+        # The StringReader appends the text of the string to `output`.
         self._string = StringReader(quote, self._dialect, self._matcher_after_string(), output)
 
     def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:
@@ -378,11 +392,15 @@ class LiteralReader:
         return _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
 
     def _close_string(self) -> None:
-        """End the open string, and write what has not been written yet."""
+        """End the open string. Write its closing quote, or its converted value.
+
+        A key is only stored, because it is written together with the colon that must follow.
+        """
         self._string = None
-        if self._expected is _Expected.COLON:  # The string is a key. A colon must follow.
-            key = f'"{"".join(self._stored_string)}"'
-            self._key = _Key(key, item_json=key)
+        is_key = self._expected is _Expected.COLON
+        if is_key:
+            key_json = f'"{"".join(self._stored_string)}"'
+            self._key = _Key(key_json, item_json=key_json)
         elif self._converted_types is not None:
             # The schema does not allow a string. Example: the string `3` becomes the number `3`.
             self._json_parts.append(self._converted_value(self._converted_types))

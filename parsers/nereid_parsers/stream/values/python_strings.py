@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring as quote_json
 
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH
+
 _Matcher = Callable[[str, int, int], re.Match[str] | None]
 
 # A quote may be a part of the string. The quote closes the string only if a text such as `,` or `)`
@@ -71,8 +73,8 @@ class StringReader:
         """Create a reader for the string that `quote` has opened.
 
         Args:
-            quote: The quote.
-            dialect: The rules for strings.
+            quote: The quote, which also closes the string.
+            dialect: The rules for escape sequences, and for quotes inside strings.
             can_follow: A function that matches the texts that can follow the string, and the
                 beginnings of such texts.
             output: The list to which the JSON text of the string is appended, without quotes.
@@ -137,7 +139,7 @@ class StringReader:
         return end
 
     def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
-        r"""Read the escape sequence at `pos`.
+        r"""Read the escape sequence at `pos`, and write the character that it represents as JSON.
 
         Examples: `\n` is written as `\n`, `\x41` as `A`, and the unknown sequence `\d` as `\\d`.
 
@@ -149,17 +151,34 @@ class StringReader:
             return len(text) if is_final else pos
         char = text[pos + 1]
         char_end = pos + 2
-        num_digits = _NUM_HEX_DIGITS.get(char, 0)  # 2 after `\x`, 4 after `\u`, 8 after `\U`.
-        digits = text[char_end : char_end + num_digits]
-        is_hex = num_digits > 0 and _HEX_DIGITS.issuperset(digits)
-        is_complete = len(digits) == num_digits
-        if is_hex and not is_complete and not is_final:
-            return pos
-        if is_hex and is_complete and int(digits, 16) <= _MAX_CODE_POINT:
-            self._output.append(_json_char(int(digits, 16)))
-            return char_end + num_digits
+        if char in _NUM_HEX_DIGITS:
+            digits_end = self._read_code_point(text, char_end, _NUM_HEX_DIGITS[char])
+            if digits_end == NEED_MORE and not is_final:
+                return pos
+            if digits_end >= 0:
+                return digits_end
         self._output.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
         return char_end
+
+    def _read_code_point(self, text: str, pos: int, num_digits: int) -> int:
+        """Read hexadecimal digits at `pos`, and write the character with this code point.
+
+        Example: the two digits `41` are the code point of `A`.
+
+        Returns:
+            The position after the digits. NEED_MORE if the text ends before the last digit, or
+            NO_MATCH if the text is not the number of a character.
+        """
+        digits = text[pos : pos + num_digits]
+        if not _HEX_DIGITS.issuperset(digits):
+            return NO_MATCH
+        if len(digits) < num_digits:
+            return NEED_MORE
+        code_point = int(digits, 16)
+        if code_point > _MAX_CODE_POINT:
+            return NO_MATCH
+        self._output.append(_json_char(code_point))
+        return pos + num_digits
 
 
 @lru_cache(maxsize=64)
@@ -173,7 +192,8 @@ def _string_end_regex(quote: str, has_escapes: bool) -> re.Pattern[str]:
     options = [re.escape(quote)]
     if has_escapes:
         options.append(r"\\")
-    options += [f"{re.escape(quote[:size])}\\Z" for size in range(len(quote) - 1, 0, -1)]
+    for num_chars in reversed(range(1, len(quote))):  # Longer beginnings are tried first.
+        options.append(rf"{re.escape(quote[:num_chars])}\Z")
     return re.compile("|".join(options))
 
 

@@ -34,17 +34,22 @@ def unwrap(arguments: str) -> str | None:
     Examples: `{"arguments": {"a": 1}}` and `{"input": "{\"a\": 1}"}` give `{"a": 1}`. The text
     `{"arguments": {"a": 1}, "b": 2}` gives None.
     """
-    try:
-        outer = loads(arguments)
-        if not isinstance(outer, dict) or len(outer) != 1:
-            return None
-        [(key, value)] = outer.items()
-        inner = loads(value) if isinstance(value, str) else value
-    except ValueError:
+    outer = _parse_json(arguments)
+    if not isinstance(outer, dict) or len(outer) != 1:
         return None
+    [(key, value)] = outer.items()
+    inner = _parse_json(value) if isinstance(value, str) else value
     if key not in _WRAPPER_KEYS or not isinstance(inner, dict):
         return None
     return json.dumps(inner, ensure_ascii=False)
+
+
+def _parse_json(text: str) -> object:
+    """Return the value of JSON text, or None if `text` is not JSON."""
+    try:
+        return loads(text)
+    except ValueError:
+        return None
 
 
 class _State(Enum):
@@ -113,8 +118,9 @@ class WrapperFilter:
     def _read_brace(self, text: str) -> str:
         """Look for the opening brace in `text`. Return the text that is no longer delayed.
 
-        Examples: a few spaces give "", because the brace may follow. The text `{` gives `{`. The
-        text `[` is not the start of an object, so `[` is returned, and the filter stops.
+        `text` is all text that has been delayed. Examples: a few spaces give "", because the brace
+        may follow. The text `{` gives `{`. The text `[` is not the start of an object, so `[` is
+        returned, and the filter stops.
         """
         visible = text.lstrip()
         if not visible and len(text) <= _MAX_WHITESPACE_CHARS:
@@ -136,14 +142,15 @@ class WrapperFilter:
         Args:
             text: The text after the opening brace.
         """
-        key = text.lstrip()
-        if len(text) - len(key) > _MAX_WHITESPACE_CHARS:
+        key_start = text.lstrip()
+        num_whitespace_chars = len(text) - len(key_start)
+        if num_whitespace_chars > _MAX_WHITESPACE_CHARS:
             return self._stop_filtering(text)
         self._delayed = [text]
-        if key.startswith(_QUOTED_KEYS):
+        if key_start.startswith(_QUOTED_KEYS):
             self._state = _State.END
             return ""
-        is_incomplete = any(name.startswith(key) for name in _QUOTED_KEYS)
+        is_incomplete = any(quoted_key.startswith(key_start) for quoted_key in _QUOTED_KEYS)
         return "" if is_incomplete else self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:

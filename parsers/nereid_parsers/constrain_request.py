@@ -176,7 +176,7 @@ class _ToolChoice:
 
 
 def _parse_tool_choice(choice: str | Mapping[str, Any] | None, has_tools: bool) -> _ToolChoice:
-    """Parse the OpenAI field `tool_choice`, which says whether the model must or may call tools.
+    """Parse the OpenAI field `tool_choice`, which defines whether the model calls tools.
 
     Examples: `{"type": "function", "function": {"name": "f"}}` gives the mode "required" and the
     names {"f"}. If the value is missing, the mode is "auto" for a request with tools, and "none"

@@ -231,10 +231,9 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     """
     merged = dict(first)
     for keyword, value in second.items():
-        is_conflict = keyword in merged and merged[keyword] != value
         if keyword not in merged:
             merged[keyword] = value
-        elif is_conflict and keyword not in _PROPERTY_KEYWORDS:
+        elif keyword not in _PROPERTY_KEYWORDS and value != merged[keyword]:
             merged[keyword] = _merge_values(keyword, merged[keyword], value)
     # `properties` and `additionalProperties` depend on each other, so they are merged together.
     if any(keyword in merged for keyword in _PROPERTY_KEYWORDS):

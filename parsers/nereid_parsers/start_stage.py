@@ -90,9 +90,10 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
         markers.append(layout.content.open)
     if layout.tools is not None:
         markers += [*layout.tools.opens, *(call.trigger for call in layout.tools.calls)]
+    visible_markers = [marker.strip() for marker in markers]
     visible_prompt = prompt.rstrip()
-    matching = [marker.strip() for marker in markers if visible_prompt.endswith(marker.strip())]
-    return max(matching, key=len, default="")
+    markers_at_end = [marker for marker in visible_markers if visible_prompt.endswith(marker)]
+    return max(markers_at_end, key=len, default="")
 
 
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:

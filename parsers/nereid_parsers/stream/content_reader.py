@@ -71,9 +71,9 @@ class ContentReader:
         Returns:
             The next state, or None if more text is required.
         """
-        start, marker = self._format.content_markers.find(self._buffer)
-        if start > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(start), ContentDelta)
+        text_end, marker = self._format.content_markers.find(self._buffer)
+        if text_end > self._buffer.pos:
+            self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)
             if self._calls_first and self._text_writer.has_content:
                 return State.CONTENT_ONLY
         if not marker:
@@ -103,13 +103,14 @@ class ContentReader:
         """Read content in a message that can contain no more tool calls or reasoning.
 
         Only the markers that enclose messages or content, for example `<|im_end|>`, are removed.
+        Example: `Hi <tool_call><|im_end|>` is written as `Hi <tool_call>`.
 
         Returns:
             The next state, or None if more text is required.
         """
-        start, marker = self._format.outer_markers.find(self._buffer)
-        if start > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(start), ContentDelta)
+        text_end, marker = self._format.outer_markers.find(self._buffer)
+        if text_end > self._buffer.pos:
+            self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)
         if not marker:
             return None
         self._text_writer.write_markup(self._buffer.take(len(marker)))
@@ -126,9 +127,9 @@ class ContentReader:
         """
         # This state exists only if reasoning is a whole message. The markers that end such a
         # reasoning message also end the body of this message.
-        start, marker = self._format.reasoning_markers.find(self._buffer)
-        if start > self._buffer.pos:
-            self._text_writer.write(self._buffer.take_until(start), ContentDelta)
+        text_end, marker = self._format.reasoning_markers.find(self._buffer)
+        if text_end > self._buffer.pos:
+            self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)
         if not marker:
             return None
         if self._format.reasoning_kinds[marker] is MarkerKind.START_MESSAGE:

@@ -113,7 +113,7 @@ class CallStarts:
         return ExpectedCall(self._calls.by_trigger[marker], marker, is_confirmed=True)
 
     def at_head(self, marker: str) -> ExpectedCall | None:
-        """Return the tool call that may start with a header instead of an opening marker.
+        """Return the tool call that may start with a header, because its marker is missing.
 
         The header of a tool call contains the function's name, for example `<invoke name="f">`. The
         result is None if `marker` may be ordinary text: the request offers no tools, and `marker`

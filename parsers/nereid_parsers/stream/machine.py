@@ -123,8 +123,9 @@ class Machine:
     def _forget_prompt(self, events: list[Event]) -> None:
         """Treat all earlier text as a part of the prompt, and discard the events of the prompt.
 
-        If a tool call is open at the end of the prompt, its arguments continue in the output. The
-        next `feed` therefore returns the events of this tool call.
+        The model has not generated this text, so the client receives no events for it. There is one
+        exception: if a tool call is open at the end of the prompt, its arguments continue in the
+        output, so the next `feed` returns the events of this tool call.
 
         Args:
             events: All events of the prompt.
@@ -165,7 +166,8 @@ class Machine:
     def finish(self) -> list[Event]:
         """Parse all remaining text as the end of the message, and return the last events.
 
-        The machine cannot be used after this call.
+        Text that was stored because more text could have changed its meaning is now reasoning,
+        content or a tool call. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
         # The order of the following steps is important, because a step may enter a state that only

@@ -95,10 +95,10 @@ class OpenCall:
         return None if body.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify the text that the body reader has just read and that ends outside a tool call.
+        """Classify the text that the body reader has just read, if no tool call is open after it.
 
-        The text belongs to a tool call that has ended, or the text is "pending". Pending text may
-        be the start of a tool call, or content. Examples for a list of tool calls:
+        The text belongs to a tool call that has ended in this text, or the text is "pending".
+        Pending text may be the start of a tool call, or content. Examples for a list of tool calls:
 
             text read        tool call         pending
             ` 1}}, {"na`     ` 1}}`            `, {"na`, which may start a second tool call

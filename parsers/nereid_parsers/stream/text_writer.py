@@ -49,18 +49,19 @@ class TextWriter:
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
-        """Create a writer that appends to `events`."""
+        """Create a writer that appends to `events`. For the attributes see the class."""
         self.has_content = False
         self.is_after_marker = False
         self.has_text = False
         self.pending: list[str] = []
         self._events = events
         self._trace: Trace | None = None
+        # White space that follows the last text. More text or a marker will classify it.
         self._whitespace: list[str] = []
         # The white space between the last content and the marker that followed this content.
         self._removed_whitespace = ""
-        self._is_last_text_content = False
-        self._call_text: list[str] = []
+        self._is_last_text_content = False  # If false, the last text was reasoning.
+        self._call_text: list[str] = []  # The text of a tool call that may be read again.
         # The next text starts with this number of characters of the prompt.
         self._num_prompt_chars = 0
 

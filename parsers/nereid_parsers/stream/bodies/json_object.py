@@ -162,7 +162,7 @@ class ObjectReader(StepReader):
         first_char = text[pos]
         if first_char.isspace():
             return skip_whitespace(text, pos)
-        is_string = first_char in _QUOTES
+        starts_string = first_char in _QUOTES
         match self._role_of_key(first_char):
             case KeyRole.ARGUMENTS:
                 return self._start_arguments(text, pos)
@@ -170,9 +170,9 @@ class ObjectReader(StepReader):
                 return self._enter_object(self._key, pos)
             case KeyRole.WRAPPER if first_char == "{":
                 return self._enter_object("", pos)  # Declared paths do not contain this key.
-            case KeyRole.NAME if is_string:
+            case KeyRole.NAME if starts_string:
                 self._expect_string(self._set_name)
-            case KeyRole.ID if is_string:
+            case KeyRole.ID if starts_string:
                 self._expect_string(self._set_call_id)
             case KeyRole.IGNORED | KeyRole.ID:  # An id that is not a string is ignored.
                 self._scanner = JsonScanner()

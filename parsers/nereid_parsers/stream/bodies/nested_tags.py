@@ -202,7 +202,8 @@ class NestedReader(StepReader):
         so no second key is written.
         """
         parent = self._elements[-1]
-        becomes_array_item = parent.delayed_values and name == parent.last_child
+        has_delayed_values = bool(parent.delayed_values)
+        becomes_array_item = has_delayed_values and name == parent.last_child
         if not becomes_array_item:
             self._write_delayed_values(parent)
             self._write_key(parent, name)

@@ -44,6 +44,19 @@ class _ValueEnd(NamedTuple):
     next_pos: int | None
 
 
+def _declares_string(fields: dict[str, str]) -> bool | None:
+    """Return whether an opening tag declares that its value is a string.
+
+    Examples: the result is True for `string="true"`, False for `type="integer"`, and None for a tag
+    that declares nothing. `fields` contains the fields of the opening tag.
+    """
+    if "string" in fields:
+        return fields["string"] == _IS_STRING
+    if "type" in fields:
+        return fields["type"] in _STRING_TYPE_NAMES
+    return None
+
+
 class TaggedReader(StepReader):
     """Reads tagged values as the arguments of one tool call.
 
@@ -140,11 +153,8 @@ class TaggedReader(StepReader):
             fields: The fields of the opening tag.
         """
         schema_types = self.writer.tools.argument_types(self._head.name, key)
-        if "string" in fields:
-            is_declared_string = fields["string"] == _IS_STRING
-        elif "type" in fields:
-            is_declared_string = fields["type"] in _STRING_TYPE_NAMES
-        else:
+        is_declared_string = _declares_string(fields)
+        if is_declared_string is None:
             return schema_types
         if is_declared_string:
             schema_allows_string = schema_types is None or "string" in schema_types

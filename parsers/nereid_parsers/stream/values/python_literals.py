@@ -342,17 +342,23 @@ class LiteralReader:
 
         Examples: `3` is written as `3`, `07` as `7`, `True` as `true`, and the key `days` as
         `"days"`. A word at the end of the text is not read, because the word may continue.
+
+        Returns:
+            The position after the word. `pos` if more text is required, or if there is no valid
+            word. In the latter case, the status becomes BROKEN.
         """
         is_key = self._expected in _KEYS
         may_be_unquoted_string = self._dialect.allows_unquoted_strings and not is_key
         match_word = _UNQUOTED_STRING if may_be_unquoted_string else _WORD
         match = match_word(text, pos)
         end = match.end() if match else pos
-        if end == len(text) and not is_final:
-            # An unfinished word is read again with each new piece of text. The limit keeps the
-            # parsing time linear.
-            return self._reject(pos) if end - pos > _MAX_WORD_CHARS else pos
-        if end == pos:
+        num_chars = end - pos
+        may_continue = end == len(text) and not is_final
+        # An unfinished word is read again with each new piece of text. The limit keeps the parsing
+        # time linear.
+        if may_continue and num_chars <= _MAX_WORD_CHARS:
+            return pos
+        if may_continue or num_chars == 0:
             return self._reject(pos)
         self._begin_value()
         word = text[pos:end].rstrip()

@@ -102,8 +102,9 @@ class WrapperFilter:
     def add(self, text: str) -> str:
         """Add a piece of the arguments. Return the text that is no longer delayed.
 
-        Example: for the pieces `{`, `"a`, `ge": ` and `3}`, the results are `{`, "", `"age": ` and
-        `3}`.
+        The text is delayed until its first key shows whether an extra object may enclose the
+        arguments, as in `{"arguments": {"age": 3}}`. Example: for the pieces `{`, `"a`, `ge": ` and
+        `3}`, the results are `{`, "", `"age": ` and `3}`.
         """
         if self.is_passing:
             return text

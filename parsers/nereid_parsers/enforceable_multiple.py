@@ -48,7 +48,7 @@ def with_enforced_multiple(schema: Schema) -> Schema:
         {"type": "integer", "multipleOf": 5, "minimum": 7, "maximum": 12} gives {"enum": [10]}.
         {"type": "number", "multipleOf": 0.5} is returned unchanged.
     """
-    multiple = schema.get("multipleOf")
+    multiple = schema.get("multipleOf", 0)  # 0 is not a valid value of the keyword.
     allows_only_numbers = schema.get("type") in ("integer", "number")
     is_positive_integer = is_integer(multiple) and multiple >= 1
     if not allows_only_numbers or not is_positive_integer:

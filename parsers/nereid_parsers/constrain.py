@@ -126,8 +126,8 @@ def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
     `("<|channel|>analysis<|message|>", "<|end|>")` for the layout `Messages`.
     """
     if isinstance(layout, Sections):
-        part = layout.reasoning
-        return (part.open, part.close) if part is not None else None
+        declaration = layout.reasoning
+        return (declaration.open, declaration.close) if declaration is not None else None
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None

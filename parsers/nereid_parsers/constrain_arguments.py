@@ -72,7 +72,7 @@ def pattern_node(text: str, values: Mapping[str, list[str]]) -> Node:
 # ---- tagged values -------------------------------------------------------------------------------
 
 
-def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
+def tagged_arguments(declaration: TaggedArguments, tool: ToolSchema) -> Node:
     """Return the node for all tagged arguments of a tool call.
 
     Required arguments precede optional arguments. Otherwise, the arguments are in the order of the
@@ -80,27 +80,28 @@ def tagged_arguments(part: TaggedArguments, tool: ToolSchema) -> Node:
 
     Example of matching text: `<parameter=city>Paris</parameter><parameter=days>3</parameter>`.
     """
-    nodes = [_tagged_value(part, key, tool.argument(key)) for key in tool.required_keys]
-    nodes += [optional(_tagged_value(part, key, tool.argument(key))) for key in tool.optional_keys]
+    nodes = [_tagged_value(declaration, key, tool.argument(key)) for key in tool.required_keys]
+    for key in tool.optional_keys:
+        nodes.append(optional(_tagged_value(declaration, key, tool.argument(key))))
     return sequence(*nodes) if nodes else WHITESPACE
 
 
-def _tagged_value(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
+def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
     """Return the node for one tagged value, for example `<parameter=city>Paris</parameter>`."""
     types = json_types_of(schema, schema)
     if types is None or "string" in types:
-        return _tagged_text(part, key, schema)
-    return _tagged_json(part, key, schema, types)
+        return _tagged_text(declaration, key, schema)
+    return _tagged_json(declaration, key, schema, types)
 
 
-def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
+def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for the value of an argument that may be a string, with its tags.
 
     If the schema lists the allowed strings, the node matches only these strings. Otherwise the
     value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
 
     Args:
-        part: The declaration of the tags.
+        declaration: The declaration of the tags.
         key: The name of the argument.
         schema: The JSON schema of the argument.
     """
@@ -108,11 +109,11 @@ def _tagged_text(part: TaggedArguments, key: str, schema: Mapping[str, Any]) -> 
     field_values = {"key": [key], "string": ["true"], "type": ["string"]}
     choices = _string_choices(schema)
     if choices is not None:
-        opening = pattern_node(part.open, field_values)
+        opening = pattern_node(declaration.open, field_values)
         value = one_of(*(const(choice) for choice in choices))
-        return sequence(opening, value, const(part.close))
+        return sequence(opening, value, const(declaration.close))
     options: list[Node] = []
-    for variant in (part, *_unquoted_variants(part)):
+    for variant in (declaration, *_unquoted_variants(declaration)):
         opening = pattern_node(variant.open, field_values)
         options.append(_text_until(opening, variant.close))
     return one_of(*options)
@@ -126,15 +127,17 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
     return None
 
 
-def _unquoted_variants(part: TaggedArguments) -> list[TaggedArguments]:
-    """Return the variants in `part.also` that write a string without quotes.
+def _unquoted_variants(declaration: TaggedArguments) -> list[TaggedArguments]:
+    """Return the variants in `declaration.also` that write a string without quotes.
 
     Some formats quote a string with CDATA only if the string contains special characters. The text
     before an unquoted value (`<p>`) is then a prefix of the text before a quoted value
-    (`<p><![CDATA[`). Example: if `part` declares `<p><![CDATA[..]]></p>`, the variant `<p>..</p>`
-    is returned.
+    (`<p><![CDATA[`). Example: for the declaration of `<p><![CDATA[..]]></p>`, the variant
+    `<p>..</p>` is returned.
     """
-    return [variant for variant in part.also if _is_unquoted_variant_of(variant, part)]
+    return [
+        variant for variant in declaration.also if _is_unquoted_variant_of(variant, declaration)
+    ]
 
 
 def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -> bool:
@@ -146,7 +149,7 @@ def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -
 
 
 def _tagged_json(
-    part: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
+    declaration: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
     """Return the grammar node for the value of an argument that cannot be a string, with its tags.
 
@@ -154,14 +157,14 @@ def _tagged_json(
     text: `<parameter=days>3</parameter>`.
 
     Args:
-        part: The declaration of the tags.
+        declaration: The declaration of the tags.
         key: The name of the argument.
         schema: The JSON schema of the argument.
         types: The JSON types that the schema allows.
     """
     # Some opening tags declare the type, as in `<p name="a" string="false">` or `type="integer"`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
-    all_variants = (part, *part.also)
+    all_variants = (declaration, *declaration.also)
     variants = _scalar_variants(all_variants) if types <= _SCALARS else all_variants
     python_words = [const(word) for word in _python_words(schema, types)]
     options: list[Node] = []
@@ -231,7 +234,7 @@ def _text_until(opening: Node, close: str) -> Node:
 # ---- nested elements, Python calls, objects with unquoted keys -----------------------------------
 
 
-def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
+def nested_arguments(declaration: NestedTags, tool: ToolSchema) -> Node:
     """Return the grammar node for arguments that are written as nested elements.
 
     Example of matching text, with the prefix `~` instead of the real prefix:
@@ -240,15 +243,15 @@ def nested_arguments(part: NestedTags, tool: ToolSchema) -> Node:
     Raises:
         ConstraintError: xgrammar does not support the prefix of the tags.
     """
-    if part.tag_prefix != _NESTED_PREFIX:
+    if declaration.tag_prefix != _NESTED_PREFIX:
         raise ConstraintError(
-            f"The format begins each tag of the arguments with {part.tag_prefix!r}, but xgrammar "
-            f"can constrain only tags that begin with {_NESTED_PREFIX!r}."
+            f"The format begins each tag of the arguments with {declaration.tag_prefix!r}, but "
+            f"xgrammar can constrain only tags that begin with {_NESTED_PREFIX!r}."
         )
     return {**json_schema(tool.parameters), "style": _NESTED_STYLE}
 
 
-def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
+def python_call(declaration: PythonCalls, tool: ToolSchema) -> Node:
     """Return the node for one tool call in Python syntax, for example `f(city="Paris", days=3)`."""
 
     def argument(key: str) -> Node:
@@ -256,7 +259,7 @@ def python_call(part: PythonCalls, tool: ToolSchema) -> Node:
         return sequence(const(f"{key}="), _python_value(tool.argument(key)))
 
     arguments = _comma_separated(tool, argument, ", ")
-    return sequence(const(f"{tool.name}{part.suffix}("), arguments, const(")"))
+    return sequence(const(f"{tool.name}{declaration.suffix}("), arguments, const(")"))
 
 
 def _python_value(schema: Mapping[str, Any]) -> Node:
@@ -280,36 +283,37 @@ def _python_value(schema: Mapping[str, Any]) -> Node:
     return json_schema(schema)
 
 
-def unquoted_key_arguments(part: BareKeyArguments, tool: ToolSchema) -> Node:
+def unquoted_key_arguments(declaration: BareKeyArguments, tool: ToolSchema) -> Node:
     """Return the node for an object with unquoted keys, for example `{city:<q>Paris<q>,days:3}`."""
 
     def member(key: str) -> Node:
         """Return the node for `key:value`."""
-        return sequence(const(f"{key}:"), _unquoted_key_value(part, tool.argument(key)))
+        return sequence(const(f"{key}:"), _unquoted_key_value(declaration, tool.argument(key)))
 
     return sequence(const("{"), _comma_separated(tool, member, ","), const("}"))
 
 
-def _unquoted_key_value(part: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
+def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]) -> Node:
     """Return the grammar node for a value in an object with unquoted keys, as in `{city: 3}`.
 
     Examples of matching texts with the quote `<q>`: `<q>a<q>` for a string, `[<q>a<q>,<q>b<q>]` for
     an array, `{city:<q>Paris<q>}` for an object, and JSON for all other values.
     """
+    quote = declaration.quote
     choices = _string_choices(schema)
     if choices is not None:
-        return one_of(*(const(f"{part.quote}{choice}{part.quote}") for choice in choices))
+        return one_of(*(const(f"{quote}{choice}{quote}") for choice in choices))
     types = json_types_of(schema, schema)
     if types is None or "string" in types:
-        return {"type": "tag", "begin": part.quote, "content": any_text(), "end": part.quote}
+        return {"type": "tag", "begin": quote, "content": any_text(), "end": quote}
     if types == frozenset({"array"}):
         declared_schema = schema.get("items")
         item_schema = declared_schema if isinstance(declared_schema, Mapping) else {}
-        item = _unquoted_key_value(part, item_schema)
+        item = _unquoted_key_value(declaration, item_schema)
         items = repeated([item], const(","), is_single=False)
         return sequence(const("["), optional(items), const("]"))
     if types == frozenset({"object"}):
-        return unquoted_key_arguments(part, ToolSchema("", schema))
+        return unquoted_key_arguments(declaration, ToolSchema("", schema))
     return json_schema(schema)
 
 

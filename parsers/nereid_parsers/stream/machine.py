@@ -97,28 +97,33 @@ class Machine:
         # The method is looked up only when the state changes, which is rare.
         self._read = self._table[state]
 
-    def start(self, start: StartPoint) -> None:
+    def start(self, start_point: StartPoint) -> None:
         """Enter the state in which the output starts. The state before this call is CONTENT.
 
         Example: if the prompt ends with `<think>`, the output starts in the state REASONING.
 
         Args:
-            start: The start of the output, which the prompt determines. If the prompt already
-                contains the beginning of the message, `start.prefill` is this beginning.
+            start_point: The start of the output, which the prompt determines. If the prompt already
+                contains the beginning of the message, `start_point.prefill` is this beginning.
         """
-        starts_in_reasoning = start.stage is Stage.REASONING
-        if start.stage is None:  # The prompt ends inside the header of a message.
+        starts_in_reasoning = start_point.stage is Stage.REASONING
+        if start_point.stage is None:  # The prompt ends inside the header of a message.
             self._enter(State.HEADER)
-        elif start.prefill:
+        elif start_point.prefill:
             # Parsing the prefill shows the state in which the output starts. The client receives no
             # events for the prefill.
-            self._forget_prompt(self.feed(start.prefill))
-        elif not start.is_prompt_known and self._reasoning_reader.delays_unclassified_text():
+            self._forget_prompt(self.feed(start_point.prefill))
+        elif self._delays_first_text(start_point):
             # The first text may be reasoning or content. A marker will show which of the two it is.
             self._reasoning_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
             self._enter(self._reasoning_reader.start_opened())
+
+    def _delays_first_text(self, start_point: StartPoint) -> bool:
+        """Return whether the first text is stored until a marker shows whether it is reasoning."""
+        is_ambiguous = self._reasoning_reader.delays_unclassified_text()
+        return is_ambiguous and not start_point.is_prompt_known
 
     def _forget_prompt(self, events: list[Event]) -> None:
         """Treat all earlier text as a part of the prompt, and discard the events of the prompt.

@@ -295,6 +295,9 @@ class ReasoningReader:
 
         Example: in `<think>I could write <tool_call>{"name": "f"}</tool_call>.</think>Hi`, the tool
         call is a part of the reasoning, because the reasoning is closed after the tool call.
+
+        Returns:
+            The state of the reasoning, or None as long as no closing marker has arrived.
         """
         text_end, marker = self._format.reasoning_closes.find(self._buffer)
         self._stored_text.append(self._buffer.take_until(text_end))

@@ -44,8 +44,8 @@ class CompiledTag:
     """The compiled declaration of one variant of a tagged value.
 
     Attributes:
-        key: The pattern before the value.
-        padding: The white space between the pattern and the value, which is not a part of the
+        opening: The pattern of the opening tag, for example `<parameter={key}>`.
+        padding: The white space between the opening tag and the value, which is not a part of the
             value.
         close: The closing marker, without white space.
         find_end: A function that finds the closing marker (group "close") or an early end (group
@@ -55,21 +55,21 @@ class CompiledTag:
             end of the text. If the marker is incomplete, both groups are empty.
     """
 
-    def __init__(self, part: TaggedArguments, early_ends: tuple[str, ...]) -> None:
+    def __init__(self, declaration: TaggedArguments, early_ends: tuple[str, ...]) -> None:
         r"""Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
 
         Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
         `a`. If `</p>` is missing and `</call>` is an early end, `a</call>` has the value `a`, too.
 
         Args:
-            part: The declaration of the opening tag and the closing marker.
+            declaration: The declaration of the opening tag and the closing marker.
             early_ends: The markers that follow the value if its closing marker is missing.
         """
-        opening = part.open.rstrip()
-        self.key: Pattern = compile_pattern(opening)
-        self.padding = part.open[len(opening) :]
-        self.close = part.close.strip()
-        whitespace_before_close = part.close.removesuffix(part.close.lstrip())
+        opening_tag = declaration.open.rstrip()
+        self.opening: Pattern = compile_pattern(opening_tag)
+        self.padding = declaration.open[len(opening_tag) :]
+        self.close = declaration.close.strip()
+        whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
         end_markers = (self.close, *early_ends)
         # The look-ahead makes the search faster, because it rejects most characters with one test.
         lookahead = _first_char_lookahead((*end_markers, whitespace_before_close))
@@ -147,7 +147,7 @@ class CompiledTags:
 
     def __init__(
         self,
-        part: TaggedArguments,
+        declaration: TaggedArguments,
         head: Pattern,
         stop_markers: tuple[str, ...],
         markers_between_calls: tuple[str, ...],
@@ -155,13 +155,13 @@ class CompiledTags:
         """Compile the declaration of arguments such as `<parameter=city>Paris</parameter>`.
 
         Args:
-            part: The declaration. `part.also` contains other ways to write a value.
+            declaration: The declaration. `declaration.also` contains other ways to write a value.
             head: The pattern of a tool call's opening marker and header.
             stop_markers: The markers that end the arguments, for example `</function>`.
             markers_between_calls: The markers that may occur between the last value of a tool call
                 and the header of the next tool call.
         """
-        variants = (part, *part.also)
+        variants = (declaration, *declaration.also)
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
         # If the closing marker of a value is missing, one of these texts follows the value.
         early_ends = (*stop_markers, *openings)
@@ -183,7 +183,7 @@ class CompiledTags:
         fields `{"key": "city"}`. The text `<param` gives NEED_MORE.
         """
         for variant in self.variants:
-            match = variant.key.match(text, pos, is_final)
+            match = variant.opening.match(text, pos, is_final)
             if isinstance(match, PatternMatch):
                 return TagOpening(variant, match.end, match.fields)
             if match == NEED_MORE:

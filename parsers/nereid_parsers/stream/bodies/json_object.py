@@ -209,12 +209,12 @@ class ObjectReader(StepReader):
         path = ".".join(key for key in all_keys if key)  # The key "" is an undeclared object.
         role = declared_roles(keys).get(path)
         if role is None:
-            return self._accept_undeclared_key(path, keys, first_char)
+            return self._role_of_undeclared_key(path, keys, first_char)
         is_second_name = role is KeyRole.NAME and self._name is not None
         is_second_arguments = role is KeyRole.ARGUMENTS and self._has_arguments
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
 
-    def _accept_undeclared_key(self, path: str, keys: Keys, first_char: str) -> KeyRole:
+    def _role_of_undeclared_key(self, path: str, keys: Keys, first_char: str) -> KeyRole:
         """Return the role of a key that the format does not declare. Report accepted deviations.
 
         Models often write the arguments under another key, or enclose the whole tool call in an

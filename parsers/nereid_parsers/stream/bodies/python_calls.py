@@ -30,18 +30,18 @@ class PythonCallsReader(StepReader):
     `write("{}")` and `end()`.
     """
 
-    def __init__(self, writer: CallWriter, part: PythonCalls, *, is_confirmed: bool) -> None:
-        """Create a reader for tool calls with the brackets and separators that `part` declares.
+    def __init__(self, writer: CallWriter, declaration: PythonCalls, *, is_confirmed: bool) -> None:
+        """Create a reader for tool calls with the declared brackets and separators.
 
         Args:
             writer: The writer that converts the tool calls into events.
-            part: The declaration of the brackets around the tool calls, and of the separator.
+            declaration: The brackets around the tool calls, and the separator between them.
             is_confirmed: Whether a marker shows that the text contains tool calls. If not, the text
                 is content unless the function's name is the name of an offered tool.
         """
-        first_step = self._read_opening_bracket if part.open else self._read_call_start
+        first_step = self._read_opening_bracket if declaration.open else self._read_call_start
         super().__init__(writer, first_step)
-        self._part = part
+        self._declaration = declaration
         self._is_confirmed = is_confirmed
         self._num_arguments = 0  # The number of arguments of the open tool call.
         self._literal = LiteralReader(PYTHON)  # Converts the current value to JSON.
@@ -80,10 +80,10 @@ class PythonCallsReader(StepReader):
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
         """Read the opening bracket of the list. Return the position after the bracket."""
-        if not text.startswith(self._part.open, pos):
+        if not text.startswith(self._declaration.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
-        return pos + len(self._part.open)
+        return pos + len(self._declaration.open)
 
     def _read_call_start(self, text: str, pos: int) -> int:
         """Read the name of a function and the opening bracket, and start the tool call.
@@ -105,7 +105,7 @@ class PythonCallsReader(StepReader):
             return self._wait_or_reject(text, pos)
         if body_start == NO_MATCH:
             return self._reject(pos)
-        name = name_match.group().removesuffix(self._part.suffix)
+        name = name_match.group().removesuffix(self._declaration.suffix)
         has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
         if not has_started:
             return self._reject(pos)
@@ -181,7 +181,7 @@ class PythonCallsReader(StepReader):
         self.last_call_end = pos
         self._is_confirmed = True  # One tool call confirms that the next ones are tool calls, too.
         self._step = self._read_between_calls
-        is_single_call = not self._part.close and not self._part.separator.strip()
+        is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
             self.status = DONE
         return pos
@@ -192,11 +192,11 @@ class PythonCallsReader(StepReader):
         Example: in `[f(), g()]`, the text `, ` separates the tool calls, and `]` ends the list. The
         bracket sets the status DONE, and any other text sets the status BROKEN.
         """
-        part = self._part
-        if part.close and text.startswith(part.close, pos):
+        declaration = self._declaration
+        if declaration.close and text.startswith(declaration.close, pos):
             self.status = DONE
-            return pos + len(part.close)
-        separator = part.separator.strip()
+            return pos + len(declaration.close)
+        separator = declaration.separator.strip()
         if separator and text.startswith(separator, pos):
             self._step = self._read_call_start
             return pos + len(separator)

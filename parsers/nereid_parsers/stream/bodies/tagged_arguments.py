@@ -182,7 +182,7 @@ class TaggedReader(StepReader):
             self.writer.write('"')
             self._step = self._pass_on_string
         else:
-            self._step = self._keep_value
+            self._step = self._store_value
         return pos + len(padding) if has_padding else pos
 
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
@@ -192,7 +192,8 @@ class TaggedReader(StepReader):
         at which the body continues, or None if the value may continue. Examples, for the closing
         marker `</p>`: the text `a</p>` gives `_ValueEnd(1, 5)`, `a</` gives `_ValueEnd(1, None)`,
         and `ab` gives `_ValueEnd(2, None)`. If the closing marker is missing, the value ends before
-        the next marker, so `a</call>` gives `_ValueEnd(1, 1)`.
+        the next marker, so `a</call>` gives `_ValueEnd(1, 1)`. This deviation from the format is
+        reported to the writer.
         """
         variant = self._variant
         find = variant.find_end if self.is_final else variant.find_possible_end
@@ -253,7 +254,7 @@ class TaggedReader(StepReader):
             return next_pos
         return text_end if has_new_text else NEED_MORE
 
-    def _keep_value(self, text: str, pos: int) -> int:
+    def _store_value(self, text: str, pos: int) -> int:
         """Store the text of a value. At the closing marker, write the whole value as JSON.
 
         The text is stored because `12` may be a number, but `12 Main Street` is a string. Example:
@@ -317,6 +318,6 @@ class TaggedReader(StepReader):
         if self.writer.is_open:
             if self._step == self._read_tag_or_end:
                 self._close_arguments()
-            elif self._step == self._keep_value and self._value_pieces:
+            elif self._step == self._store_value and self._value_pieces:
                 self.writer.write(to_json("".join(self._value_pieces), self._types))
         super().finish()

@@ -209,7 +209,8 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     """
     content = _content_node(layout, request)
     if not request.tools:
-        # A request without tools and without `answer` is unconstrained, so `content` is not None.
+        # If a request had neither tools nor the field `answer`, the output would not be
+        # constrained. So `content` is not None.
         assert content is not None
         return content
     if layout.tools is None:

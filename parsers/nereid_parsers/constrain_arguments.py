@@ -28,7 +28,7 @@ from nereid_parsers.tool_declarations import (
     TaggedArguments,
 )
 
-# xgrammar can constrain nested elements only if `NestedTags.tag_prefix` has this value.
+# xgrammar can constrain nested elements only if `NestedTags.tag_prefix` is `_NESTED_PREFIX`.
 _NESTED_PREFIX = "]<]minimax[>["
 _NESTED_STYLE = "minimax_m3_xml"
 _STRING_ONLY = frozenset({"string"})
@@ -38,8 +38,8 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 _STRING_KEYWORDS = ("enum", "const", "pattern", "format", "minLength", "maxLength")
 _SINGLE_QUOTED = r"""'([^'\\\n]|\\['"\\nrt])*'"""
 # If all arguments of a tool are optional, the size of the node that enforces their order grows with
-# the square of the number of arguments. If there are more arguments than this number, the node
-# does not enforce their order.
+# the square of the number of arguments. If there are more than `_MAX_ORDERED_MEMBERS` arguments,
+# the node does not enforce their order.
 _MAX_ORDERED_MEMBERS = 6
 
 

@@ -168,7 +168,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     allows_second_call = not request.is_single and not layout.call_end
     if not allows_second_call:
         return one_of(*calls)
-    # Only the first end marker ends a message without ending the model's turn.
+    # The first marker in `layout.ends` ends only the message. The other markers also end the
+    # model's turn.
     message_end = layout.ends[0] if layout.ends else ""
     return repeated(calls, const(message_end + layout.start), is_single=False)
 

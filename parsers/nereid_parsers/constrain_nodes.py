@@ -18,8 +18,8 @@ _DESCRIPTIONS = ("title", "description", "$comment")
 # The keywords whose values are JSON data, not schemas.
 _DATA_KEYWORDS = ("enum", "const", "default", "examples")
 
-# The simple node for a list contains each possible item twice. If a list has more possible items
-# than this number, `repeated` returns a smaller node.
+# The simple node for a list contains each possible item twice. If there are more than
+# `_MAX_DUPLICATED_ITEMS` possible items, `repeated` returns a smaller node.
 _MAX_DUPLICATED_ITEMS = 8
 
 

@@ -154,7 +154,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Assigns a stage to all messages whose header matches a pattern.
+    """Assigns a stage, such as reasoning, to all messages whose header matches a pattern.
 
     Attributes:
         stage: The stage of the message's body.

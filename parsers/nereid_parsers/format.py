@@ -109,7 +109,7 @@ class Format(FormatData):
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
-        r"""Return the stage in which the output after `prompt` starts.
+        r"""Return the stage of the first character that the model generates after `prompt`.
 
         Example: a format with the opening marker `<think>` returns `Stage.REASONING` for the prompt
         `"<|im_start|>assistant\n<think>\n"`. The header of a message counts as content.

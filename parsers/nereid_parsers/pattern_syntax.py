@@ -58,7 +58,7 @@ def split_pattern(text: str) -> tuple[str | PatternField, ...]:
 
 
 def first_literal(text: str) -> str:
-    """Return the literal with which a pattern starts, without surrounding white space.
+    """Return the literal at the start of a pattern, without surrounding white space.
 
     Return "" if the pattern is empty or starts with a field. Example: the pattern
     `"<function={name}>"` gives `"<function="`.

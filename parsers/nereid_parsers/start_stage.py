@@ -78,7 +78,7 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 
 
 def _marker_at_end(layout: Sections, prompt: str) -> str:
-    r"""Return the marker with which the prompt ends, or "" if the prompt ends with other text.
+    r"""Return the marker at the end of the prompt, or "" if the prompt ends with other text.
 
     Markers elsewhere in the prompt are ignored, because the texts of users and system prompts may
     mention markers. Example: `"..assistant\n<think>\n"` gives `"<think>"`.

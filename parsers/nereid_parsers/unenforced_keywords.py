@@ -105,7 +105,8 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_of_type.setdefault(json_type, []).append(option)
-    # Options of different types are disjoint. Options of one type must be different constants.
+    # No value matches two options of different types. If several options have the same type, these
+    # options must be different constants.
     return all(
         len(same_type_options) == 1 or _have_different_constants(same_type_options)
         for same_type_options in options_of_type.values()

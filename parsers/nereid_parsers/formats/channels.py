@@ -26,7 +26,8 @@ _MUSE_MESSAGES = Messages(
     routes=(
         Route(Stage.REASONING, " to=self"),
         Route(Stage.CONTENT, " to=user", has_calls=False),
-        # Any other recipient is a tool. The text of the message contains the tool call.
+        # A recipient other than `self` and `user` is a tool. The text of the message contains the
+        # tool call.
         Route(Stage.CONTENT, " to={word}", written=" to=functions"),
         Route(Stage.CONTENT, "{rest}", written=" to=user"),
     ),

@@ -34,7 +34,8 @@ _MESSAGES = Messages(
         Route(Stage.CALLS, "<|channel|>{word} to={name}{rest}"),
         Route(Stage.CALLS, " to={name}{rest}"),
         Route(Stage.REASONING, "<|channel|>analysis{rest}", written="<|channel|>analysis"),
-        # A message to any other recipient is not for the user, so its text is reasoning.
+        # If no earlier route matches the recipient, the message is not for the user. Its text is
+        # then reasoning.
         Route(Stage.REASONING, "<|channel|>{word} to={word}{rest}"),
         Route(Stage.REASONING, " to={word}{rest}"),
         Route(Stage.CONTENT, "<|channel|>final{rest}", written="<|channel|>final"),

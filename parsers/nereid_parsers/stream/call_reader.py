@@ -116,7 +116,7 @@ class CallReader:
         return State.CALL_START
 
     def start_message_call(self, head: Head) -> State:
-        """Prepare to read the arguments of a message that is a tool call. `head` is the header."""
+        """Prepare to read the arguments of a tool call that is a message with the header `head`."""
         variant = self._format.message_call
         assert variant is not None  # Formats with message headers have a message call.
         self._begin_body(MatchedCall(variant, head, is_confirmed=True))
@@ -210,7 +210,8 @@ class CallReader:
         if match == NEED_MORE:
             return None
         num_content_chars = len(expected.opening)
-        # Inside a tool section, even text without a marker, such as `{`, is an incomplete call.
+        # Inside a tool section, a tool call may lack its opening marker. Text such as `{` is then
+        # an incomplete tool call.
         is_cut_off = self._buffer.is_final and expected.is_incomplete(
             self._buffer, includes_unmarked=self._is_in_section
         )
@@ -305,7 +306,7 @@ class CallReader:
         return self._start_next_object() or State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
-        """Wait for the rest of the incomplete marker at `start`, by returning None.
+        """If more text can arrive, return None to wait for the rest of the marker at `start`.
 
         If the message has ended, remove the incomplete marker instead, and return the next state.
         """
@@ -419,7 +420,7 @@ class CallReader:
         return self.treat_as_content(0, _NO_CALL)
 
     def finish_broken(self) -> None:
-        """End a tool call with broken arguments, because the message has ended."""
+        """At the end of the message, end a tool call whose arguments are not valid JSON."""
         if self._open_call is not None:
             self._open_call.finish_broken()
 

@@ -24,8 +24,8 @@ _EMPTY_ARGUMENTS = "{}"
 _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
 _BROKEN_ARGUMENTS = "the arguments are not valid JSON"
-# `cut_arguments_at` removes text at most this number of times in one message. The removed text is
-# read again, so without this limit the parsing time would not be linear.
+# `cut_arguments_at` removes text at most `_MAX_CUTS` times in one message. The removed text is read
+# again, so without this limit the parsing time would not be linear.
 _MAX_CUTS = 16
 
 
@@ -194,7 +194,7 @@ class CallWriter:
             self._append_last_events()
 
     def _append_last_events(self) -> None:
-        """Append the last events of a tool call whose arguments were passed on as they arrived.
+        """Append the remaining arguments of a tool call, and the event for its end.
 
         A tool call without arguments gets the arguments `{}`.
         """

@@ -134,7 +134,7 @@ class CompiledCall:
         return TaggedReader(writer, head, self._tags)
 
     def may_follow_content(self) -> bool:
-        """Return whether an unmarked tool call of this variant may start after content.
+        """Return whether a tool call that has no marker may follow content.
 
         JSON can be distinguished from content. Python calls can be distinguished from content only
         if they are between brackets.
@@ -145,7 +145,7 @@ class CompiledCall:
         return isinstance(body, JsonObject | JsonArray)
 
     def body_openings(self) -> tuple[str, ...]:
-        """Return the texts with which a body without a marker can start.
+        """Return the texts that can start the body of a tool call that has no marker.
 
         Examples: `("{",)` for a JSON object, `("[",)` for a JSON array, and `()` for Python calls
         without brackets.
@@ -295,8 +295,8 @@ class CompiledHeader:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # Some headers must end with certain white space, for example a line break. White space at
-        # `pos` may be this required white space, so it is skipped only for other headers.
+        # Some headers must end with certain white space, for example a line break. If the header
+        # has no such requirement, the white space at `pos` is skipped.
         if not self._whitespace_header_end:
             pos = skip_whitespace(text, pos)
         header = self._header_pattern.match(text, pos, is_final)

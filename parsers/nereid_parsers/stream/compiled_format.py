@@ -14,12 +14,12 @@ from nereid_parsers.stream.lexer import Lexer
 from nereid_parsers.stream.pattern_matching import marker_spellings
 from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSection
 
-# If a closing marker has fewer characters than this number, the parser does not recognise the
-# marker in content, because content often contains short texts such as "}".
+# The minimum length, in characters, of a closing marker that the parser recognises in content.
+# Shorter markers, such as "}", are ignored, because such texts often occur in content.
 _MIN_CLOSING_MARKER_CHARS = 4
-# If the opening marker of a tool call is missing, the parser recognises the tool call by the
-# literal at the start of its header. The literal must have at least this number of characters,
-# because content often contains shorter texts.
+# If the opening marker is missing, the parser recognises a tool call by the literal at the start of
+# the header. This is the minimum length of the literal, in characters. Shorter texts often occur in
+# content.
 _MIN_HEAD_MARKER_CHARS = 8
 
 
@@ -200,7 +200,7 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 
 
 def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
-    """Return a dict that maps every spelling of the markers to the meaning `kind`.
+    """Return a dict whose keys are all spellings of the markers. Each value is `kind`.
 
     White space around the markers is removed. For the spellings see `marker_spellings`.
     """

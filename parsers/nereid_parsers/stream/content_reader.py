@@ -125,8 +125,8 @@ class ContentReader:
         Returns:
             The next state, or None if more text is required.
         """
-        # This state exists only if reasoning is a whole message. The markers that end such a
-        # reasoning message also end the body of this message.
+        # The parser is in this state only if the format writes reasoning as a separate message. The
+        # markers that end a reasoning message also end the body of the current message.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)

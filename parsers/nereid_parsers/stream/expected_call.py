@@ -96,7 +96,7 @@ class CallStarts:
     __slots__ = ("_call_writer", "_calls")
 
     def __init__(self, variants: CompiledCalls, writer: CallWriter) -> None:
-        """Store the variants of a tool call, and the writer of the tool calls.
+        """Store the variants of tool calls that the format declares, and the `CallWriter`.
 
         A decision depends on the tools that the request offers (`writer.tools`), and on the number
         of earlier tool calls (`writer.num_started`).

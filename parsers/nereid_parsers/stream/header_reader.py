@@ -1,4 +1,4 @@
-"""Reads the headers of messages. The header of a message defines the type of its body."""
+"""Reads message headers. The header of a message determines the type of the message's body."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# An event reports this deviation from the format.
+# The description of a deviation from the format. An event contains this description.
 _NO_HEADER = "no header follows the marker"
 
 
@@ -23,7 +23,7 @@ class HeaderReader:
     __slots__ = ("_buffer", "_call_reader", "_calls_first", "_format", "_text_writer")
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
-        """Create a reader for the text in `context`. `calls` reads messages that are tool calls."""
+        """Create a reader for message headers. `calls` reads messages that are tool calls."""
         self._format = context.format
         self._buffer = context.buffer
         self._text_writer = context.text

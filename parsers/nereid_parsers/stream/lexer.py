@@ -142,7 +142,7 @@ class Lexer:
         return match.start(), marker_or_prefix
 
     def _may_continue(self, matched: str, is_at_text_end: bool) -> bool:
-        """Return whether more text may continue `matched`, a marker or the prefix of a marker.
+        """Return whether `matched` may become a longer marker when more text arrives.
 
         Example: with the markers `<a>` and `<a><b>`, the result is True for `<a` and for `<a>` at
         the end of the text. In the text `<a>x`, the result for `<a>` is False.

@@ -1,4 +1,4 @@
-"""The state machine of the stream parser. The machine connects seven objects.
+"""The state machine of the stream parser. Seven objects store, read and write the text.
 
 TextBuffer       stores the text that has not been read.
 ReasoningReader  reads reasoning, and passes its text to a TextWriter.
@@ -92,9 +92,10 @@ class Machine:
         self._enter(State.CONTENT)
 
     def _enter(self, state: State) -> None:
-        """Make `state` the current state. The method of this state then reads the next text."""
+        """Change the state to `state`, and select the method that reads text in this state."""
         self._state = state
-        # The method is looked up only when the state changes, which is rare.
+        # The method is looked up here, not for each piece of text, because the state rarely
+        # changes.
         self._read = self._table[state]
 
     def start(self, start_point: StartPoint) -> None:
@@ -136,7 +137,7 @@ class Machine:
             events: All events of the prompt.
         """
         open_call_events = self._call_writer.restart_numbering(events)
-        # Text that no reader has classified yet also belongs to the prompt.
+        # The prompt also includes text that has not been classified yet.
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         num_unread_chars = len(self._buffer.unread())
         self._text_writer.forget_prompt(num_stored_chars + num_unread_chars)
@@ -147,11 +148,11 @@ class Machine:
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Pass each later piece of the text, together with its classification, to `trace`."""
+        """From now on, pass each piece of text and its classification to the function `trace`."""
         self._text_writer.set_trace(trace)
 
     def feed(self, text: str) -> list[Event]:
-        """Parse `text` as far as possible without more text, and return the new events."""
+        """Parse as much of `text` as possible, and return the new events."""
         self._buffer.append(text)
         self._run()
         events = self._events[:]
@@ -209,7 +210,7 @@ class Machine:
 
     @property
     def stage(self) -> Stage:
-        """The stage to which the next character will probably belong."""
+        """The part of the message to which the next character probably belongs."""
         if self._state is State.UNCLASSIFIED:
             is_reasoning = self._reasoning_reader.is_reasoning_by_default
             return Stage.REASONING if is_reasoning else Stage.CONTENT

@@ -204,8 +204,8 @@ class OpenCall:
             tool call.
         """
         was_open = self._call_writer.is_open
-        # `BodyReader.finish` ends the open tool call. If none is open, the status becomes BROKEN,
-        # unless the text is known to be a tool call even without more text.
+        # `BodyReader.finish` ends the open tool call. If no tool call is open, `finish` sets the
+        # status BROKEN, unless the text that has been read already contains a valid tool call.
         self._body.finish()
         has_started_call = self._call_writer.num_started > 0
         is_valid_list = has_started_call and self._body.status is not BROKEN
@@ -232,7 +232,7 @@ class OpenCall:
         return not any(marker in text for marker in closing_markers)
 
     def finish_broken(self) -> None:
-        """End a tool call with broken arguments, because the message has ended."""
+        """At the end of the message, end a tool call whose arguments are not valid JSON."""
         if self._call_writer.is_open:
             self._call_writer.end(BROKEN_ARGUMENTS)
             self._text_writer.end_call()

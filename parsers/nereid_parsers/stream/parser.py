@@ -75,7 +75,7 @@ class StreamParser:
 
     @property
     def stage(self) -> Stage:
-        """The stage to which the next character will probably belong."""
+        """The part of the message to which the next character probably belongs."""
         return self._machine.stage
 
 

@@ -60,7 +60,7 @@ class FieldStep:
     regex: re.Pattern[str]
 
     def match(self, text: str, pos: int, is_final: bool) -> int:
-        """Match the text of the field, which starts at `pos`.
+        """Match the field with the text that starts at `pos`.
 
         Example: in `"sum>"`, the field `name` matches `sum`. In `"sum"`, the result is NEED_MORE,
         because the name may continue. If the message ends after `"sum"`, the name may be
@@ -158,7 +158,7 @@ def skip_superfluous(text: str, pos: int) -> int:
 
 
 def _skip_pattern_whitespace(text: str, pos: int) -> int:
-    """Return the position after the white space at `pos`, which may contain `Ġ` and `Ċ`."""
+    """Skip the white space at `pos`, including `Ġ` and `Ċ`. Return the position after it."""
     match = _WHITESPACE_IN_PATTERN(text, pos)
     assert match is not None  # The regex also matches the empty text.
     return match.end()
@@ -306,7 +306,7 @@ def is_compound_start(marker: str, text: str) -> bool:
 
 
 def looks_like_markup(text: str) -> bool:
-    r"""Return whether `text` starts like a marker or contains a tag, which prose rarely does.
+    r"""Return whether `text` looks like markup: it contains a tag, or starts like a marker.
 
     Examples: `"<tool_call>\n{"` and `"[TOOL_CALLS]"` look like markup, `"a < b"` does not.
     """

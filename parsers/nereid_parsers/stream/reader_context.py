@@ -28,5 +28,5 @@ class ReaderContext:
 
     @property
     def calls_first(self) -> bool:
-        """Whether all text after the first content is content. See `TextRule.CALLS_FIRST`."""
+        """Whether all text after the first content is also content. See `TextRule.CALLS_FIRST`."""
         return self.policy.text is TextRule.CALLS_FIRST

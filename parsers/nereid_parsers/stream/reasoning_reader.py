@@ -18,7 +18,7 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.reader_context import ReaderContext
 from nereid_parsers.stream.state import State
 
-# An event reports this deviation from the format.
+# The description of a deviation from the format. An event contains this description.
 _UNCLOSED_REASONING = "the reasoning before the tool call is not closed"
 
 
@@ -76,7 +76,7 @@ class ReasoningReader:
     # ---- text before the first marker ------------------------------------------------------------
 
     def delays_unclassified_text(self) -> bool:
-        """Return whether the parser must store the output until the first marker.
+        """Return whether the output must be stored until the first marker has been read.
 
         This marker shows whether the stored text is reasoning or content. The caller calls this
         method only if the prompt is not known.
@@ -150,7 +150,7 @@ class ReasoningReader:
             self._text_writer.write_generated_content(self._declaration.open.strip())
 
     def read(self) -> State | None:
-        """Read reasoning up to the next marker. Return the next state, or None without a marker.
+        """Read reasoning up to the next marker. If there is a marker, return the next state.
 
         Example: from `Let me see.</think>Hi`, `Let me see.` is written as reasoning, and the marker
         is removed. The rest, `Hi`, is content. Markers that do not close the reasoning, for example

@@ -62,15 +62,15 @@ class TextWriter:
         self._removed_whitespace = ""
         self._is_last_text_content = False  # If false, the last text was reasoning.
         self._call_text: list[str] = []  # The text of a tool call that may be read again.
-        # The next text starts with this number of characters of the prompt.
+        # The number of characters of the prompt at the start of the next text.
         self._num_prompt_chars = 0
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Pass each later piece of the text, together with its classification, to `trace`."""
+        """From now on, pass each piece of text and its classification to the function `trace`."""
         self._trace = trace
 
     def _classify(self, classification: str, text: str) -> None:
-        """Pass a piece of the text and its classification to the trace."""
+        """Pass a piece of text and its classification to the trace function."""
         if self._num_prompt_chars:
             text = self._without_prompt(text)
         if self._trace is not None and text:
@@ -84,7 +84,7 @@ class TextWriter:
         self._events.append(ContentDelta(text))
 
     def write_generated_content(self, text: str) -> None:
-        """Write content that the model did not generate. The trace does not receive this text."""
+        """Write content that the model did not generate. Do not pass it to the trace function."""
         self._events.append(ContentDelta(text))
 
     def write(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
@@ -138,7 +138,7 @@ class TextWriter:
         return text if continues_content else self._without_blank_lines(text)
 
     def _take_removed_whitespace(self) -> str:
-        r"""Return and forget the white space that was removed after the last content.
+        r"""Return the white space that was removed after the last content, and delete it.
 
         Example: in `"One\n<call>..</call>\nTwo"`, the first line break is removed before the tool
         call, and restored before `Two`. The content is `"One\n\nTwo"`.
@@ -173,7 +173,7 @@ class TextWriter:
         self.is_after_marker = True
 
     def start_after_call(self) -> None:
-        """Treat the text after a tool call like text after a marker."""
+        """Prepare for the text after a tool call. It is treated like the text after a marker."""
         self.is_after_marker = True
         self.has_text = False
 
@@ -272,7 +272,7 @@ class TextWriter:
             return
         content = self._take_whitespace() + new_text
         self._classify(CONTENT, content)
-        # The trace has already received the removed white space as "markup".
+        # The trace function has already received the removed white space, classified as "markup".
         self._events.append(ContentDelta(self._take_removed_whitespace() + content, fault))
         self.is_after_marker = False
         self.has_content = True
@@ -297,7 +297,7 @@ class TextWriter:
         if has_trace and may_be_reread:
             self._call_text.append(text)
         elif has_trace or self._num_prompt_chars:
-            # Without a trace, `_classify` only counts the characters of the prompt.
+            # If there is no trace function, `_classify` only counts the characters of the prompt.
             self._classify(CALL, text)
 
     def shorten_call(self, num_chars: int) -> None:
@@ -306,7 +306,7 @@ class TextWriter:
         self._call_text = [text[: max(0, len(text) - num_chars)]]
 
     def end_call(self) -> None:
-        """Pass the stored text of a tool call to the trace."""
+        """Pass the stored text of a tool call to the trace function."""
         if self._call_text:
             self._classify(CALL, "".join(self._call_text))
             self._call_text = []

@@ -81,7 +81,7 @@ class BodyReader:
         raise NotImplementedError
 
     def _start_named_call(self, head: Head) -> bool:
-        """Start a call of the function that `head` names.
+        """Start a tool call for the function `head.name`.
 
         Return False if the tool call cannot start. The text of the tool call is then content.
         """

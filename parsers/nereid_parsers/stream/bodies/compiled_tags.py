@@ -21,8 +21,8 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.values.argument_types import Tools
 from nereid_parsers.tool_declarations import TaggedArguments
 
-# A value may contain a marker that ends tool calls. The reader waits for at most this number of
-# characters after such a marker, to see whether the value's own closing marker follows.
+# A value may contain a marker that normally ends a tool call. To find out whether the value's own
+# closing marker follows, the reader waits for at most `_MAX_UNDECIDED_CHARS` characters.
 _MAX_UNDECIDED_CHARS = 2048
 _NEVER = "(?!)"  # A regex that never matches.
 

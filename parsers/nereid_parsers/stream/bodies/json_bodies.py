@@ -24,7 +24,7 @@ class JsonArgumentsReader(BodyReader):
     is_verbatim = True
 
     def __init__(self, writer: CallWriter, head: Head) -> None:
-        """Create a reader for the arguments of the function that `head` names."""
+        """Create a reader for the arguments of the function `head.name`."""
         super().__init__(writer)
         self._head = head
         self._scanner = JsonScanner()

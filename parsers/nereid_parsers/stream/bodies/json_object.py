@@ -15,7 +15,7 @@ from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 # JSON allows only double quotes, but models sometimes write single quotes.
 _QUOTES = "\"'"
-# Models sometimes write one of these keys instead of the declared key of the arguments.
+# Keys that models sometimes write instead of the declared key of the arguments.
 _ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
 # Models sometimes enclose the name and the arguments in an object with one of these keys.
 _WRAPPER_KEYS = frozenset({"function", "tool_call"})

@@ -29,7 +29,7 @@ _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
 _CONTAINER_TYPES = frozenset({"array", "object"})
-# An element without a declared type is an array if its first child has this name.
+# An element without a declared type is an array if the name of its first child is `item`.
 _ARRAY_ITEM = "item"
 
 
@@ -223,7 +223,7 @@ class NestedReader(StepReader):
         parent.num_children += 1
 
     def _write_delayed_values(self, parent: _Element) -> None:
-        """Write the delayed values of `parent`. Several values are written as one array.
+        """Write the stored values of the children of `parent`. Write several values as one array.
 
         Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written.
         """

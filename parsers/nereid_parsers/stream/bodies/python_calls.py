@@ -225,7 +225,7 @@ class UnquotedKeyReader(BodyReader):
     """Reads arguments as an object whose keys have no quotes: `{city:<q>Paris<q>,days:3}`."""
 
     def __init__(self, writer: CallWriter, head: Head, quote: str) -> None:
-        """Create a reader for the arguments after `head`. `quote` encloses each string."""
+        """Create a reader for the arguments of `head.name`. `quote` encloses each string."""
         super().__init__(writer)
         self._head = head
         # Some models write JSON strings, in double quotes, instead of using the declared quote.

@@ -68,7 +68,7 @@ class TaggedReader(StepReader):
     """
 
     def __init__(self, writer: CallWriter, head: Head, tags: CompiledTags) -> None:
-        """Create a reader for the arguments after `head`. `tags` matches the arguments' tags."""
+        """Create a reader for the arguments of `head.name`. `tags` matches the arguments' tags."""
         super().__init__(writer, self._read_tag_or_end)
         self._head = head
         self._tags = tags

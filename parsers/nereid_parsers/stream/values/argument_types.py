@@ -146,7 +146,7 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the types of the first part of an `allOf` that declares types.
+    """Return the first item of `parts` that is not None: the types that an `allOf` declares.
 
     Return None if no part declares types.
 
@@ -288,8 +288,8 @@ def _parse_python_literal(text: str) -> _Literal | None:
         return None
     try:
         with warnings.catch_warnings():
-            # Python warns about invalid escape sequences. The warnings would only confuse the
-            # operator, because the text comes from the model.
+            # Python warns about invalid escape sequences. The model wrote the text, so the warnings
+            # are of no use to the operator of the server.
             warnings.simplefilter("ignore")
             value = ast.literal_eval(text)
         json_text = json.dumps(value, ensure_ascii=False, allow_nan=False)

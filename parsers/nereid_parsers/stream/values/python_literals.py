@@ -71,7 +71,7 @@ class _Container:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """A value after `{` or a comma: a key of an object, or the first item of a set.
+    """A value that may be the key of an object or the first item of a set.
 
     The value is a key if a colon follows.
 
@@ -122,7 +122,8 @@ class LiteralReader:
         # complete.
         self._stored_string: list[str] = []
         self._types: frozenset[str] | None = None  # The types of the next value.
-        # The types to which the open string is converted if the schema does not allow a string.
+        # The types to which the current string may be converted, or None if the schema allows a
+        # string.
         self._converted_types: frozenset[str] | None = None
 
     def take_json(self) -> str:
@@ -392,7 +393,7 @@ class LiteralReader:
         self._string = StringReader(quote, self._dialect, self._matcher_after_string(), output)
 
     def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:
-        """Return a function that matches the texts that can follow the string."""
+        """Return a function that matches any text that can follow the current string."""
         if self._expected is _Expected.COLON:  # The string is a key.
             return _AFTER_KEY
         return _AFTER_ITEM if self._containers else _AFTER_ARGUMENT

@@ -13,7 +13,7 @@ from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH
 _Matcher = Callable[[str, int, int], re.Match[str] | None]
 
 # A quote may be a part of the string. The quote closes the string only if a text such as `,` or `)`
-# follows. At most this number of characters after the quote is examined.
+# follows. At most `_MAX_LOOKAHEAD_CHARS` characters after the quote are examined.
 _MAX_LOOKAHEAD_CHARS = 256
 _ESCAPED_CHARS = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
@@ -37,7 +37,7 @@ def escape_json(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The rules for strings in the text of a model.
+    """The syntax of strings in the text that a model generates.
 
     Attributes:
         quotes: The markers around strings. The same marker opens and closes a string. If one
@@ -130,8 +130,8 @@ class StringReader:
             if following is None:
                 self._output.append(escape_json(self._quote))
                 return end
-            # The regex also matches the beginning of such a text at the end of `text`. More text
-            # must then show whether the quote closes the string.
+            # If the match reaches the end of `text`, the match may be incomplete. More text must
+            # then show whether the quote closes the string.
             may_continue = not is_final and len(text) < max_end
             if may_continue and following.end() == len(text):
                 return pos

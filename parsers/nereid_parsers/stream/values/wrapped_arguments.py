@@ -10,9 +10,9 @@ from typing import NamedTuple
 from nereid_parsers.stream.values.argument_types import Tools, loads
 
 _WRAPPER_KEYS = ("arguments", "parameters", "properties", "input")
-# If more white-space characters than this number precede the first key, the arguments are not
-# delayed. The search for the key begins again with each piece of text, so without this limit the
-# parsing time would not be linear.
+# If more than `_MAX_WHITESPACE_CHARS` white-space characters precede the first key, the filter does
+# not store the arguments. The search for the key begins again with each piece of text, so without
+# this limit the parsing time would not be linear.
 _MAX_WHITESPACE_CHARS = 64
 _QUOTED_KEYS = tuple(f'"{key}"' for key in _WRAPPER_KEYS)
 
@@ -134,7 +134,7 @@ class WrapperFilter:
         return whitespace_and_brace + self._read_key(after_brace)
 
     def _read_key(self, text: str) -> str:
-        """Look for the first key in `text`. Return the text that is no longer delayed.
+        """Look for the first key in `text`. Return the text that can now be passed on.
 
         Examples: `"arg` gives "", because this text may become `"arguments"`. The complete key
         `"arguments"` gives "" too, and all text that follows is delayed. The text `"age` is
@@ -161,7 +161,7 @@ class WrapperFilter:
         return text
 
     def finish(self) -> DelayedText:
-        """Return the text that is still delayed when the arguments end, without the extra object.
+        """At the end of the arguments, return the stored text without a superfluous outer object.
 
         `add` has already returned the opening brace of the arguments. Examples:
 

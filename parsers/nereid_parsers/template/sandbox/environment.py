@@ -75,9 +75,10 @@ def tojson(
 ) -> str:
     """Return `value` as JSON text without HTML escapes. Example: `tojson(["<"])` returns `["<"]`.
 
-    Unlike transformers, this function also accepts the iterators that filters such as `map` return,
-    and writes them as lists. Other template engines do so too, and some templates depend on this
-    behaviour.
+    This function is the filter `tojson` of a template. It has the same arguments as in
+    transformers. Unlike transformers, it also accepts the iterators that filters such as `map`
+    return, and writes the iterators as lists. Other template engines also do so, and some templates
+    depend on this behaviour.
     """
     return json.dumps(
         value,
@@ -130,7 +131,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, budget: Budget, *, is_immutable: bool, now: Callable[[], datetime]) -> None:
-        """Create the environment of one template.
+        """Create the environment in which one template runs, with its filters and functions.
 
         Args:
             budget: The budget of all renderings.
@@ -148,11 +149,12 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.budget = budget
         self.literal_size = 0
         self._is_immutable = is_immutable
-        filters = {**self.filters, "tojson": tojson}
+        self._now = now
+        allowed_filters = {**self.filters, "tojson": tojson}
+        for name in _REMOVED_FILTERS:
+            allowed_filters.pop(name, None)
         self.filters = {
-            name: self._counted_filter(name, inner)
-            for name, inner in filters.items()
-            if name not in _REMOVED_FILTERS
+            name: self._counted_filter(name, inner) for name, inner in allowed_filters.items()
         }
         # `AddCounting` inserts these filters. A template cannot call them by accident, because no
         # chat template uses a filter whose name starts with an underscore.
@@ -168,7 +170,6 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise_exception=_raise_exception,
             strftime_now=self._strftime_now,
         )
-        self._now = now
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ANN401
         """Return whether the template may access an attribute, such as the method `append`."""
@@ -195,13 +196,18 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Call a function. Raise LimitError if the result would be too large."""
+        """Call the function, method or macro `__obj`, and count the call and its result.
+
+        Raises:
+            LimitError: The result would be too large, or the template makes too many calls.
+        """
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
         # A macro can write all literal text of the template. Other functions write none of it.
         budget.step(__self.literal_size if is_macro else 0)
-        # The object whose method is called, such as `text` in `text.replace(..)`.
-        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        function = getattr(__obj, "__wrapped__", __obj)
+        # The object whose method is called, such as `text` in `text.replace(..)`, or None.
+        owner = getattr(function, "__self__", None)
         if isinstance(owner, str | bytes | int | float):
             budget.check_method(owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
@@ -211,6 +217,9 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _counted_filter(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that applies `inner`, counts each use, and rejects large results.
+
+        A filter is a function that a template calls as in `items | join(", ")`. The returned filter
+        raises LimitError if the template exceeds the budget.
 
         Args:
             name: The name of the filter, such as "join".
@@ -228,7 +237,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
                 self.budget.check_filter(name, value, tuple(options), kwargs)
             return self.budget.check(inner(*args, **kwargs))
 
-        if pass_arg is not None:
+        if pass_arg is not None:  # jinja2 reads this attribute before it calls a filter.
             counted.jinja_pass_arg = pass_arg  # type: ignore[attr-defined]
         return counted
 
@@ -263,10 +272,11 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     @jinja2.pass_context
     def _finalize(self, context: Context, value: Any) -> Any:  # noqa: ANN401, ARG002
-        """Return the text that an output block `{{ value }}` writes.
+        """Return what an output block `{{ value }}` writes. jinja2 converts the result to text.
 
-        If JSON cannot contain the value, the text is the name of the value's type. The `repr` of
-        the value is not used, because it may contain a memory address.
+        If JSON cannot contain the value, the result is the name of the value's type. The `repr` of
+        the value is not used, because it may contain a memory address. jinja2 itself handles
+        undefined values.
 
         Raises:
             LimitError: The value is too large.
@@ -294,11 +304,11 @@ class CompiledTemplate:
     def __init__(
         self, source: str, budget: Budget, now: Callable[[], datetime] = lambda: _PROBE_TIME
     ) -> None:
-        """Compile `source`.
+        """Compile a template, and collect its variables and texts for the analysis.
 
         Args:
             source: The template.
-            budget: The budget of the compilation and of all renderings.
+            budget: The limits on the time and the output of the compilation and of all renderings.
             now: Returns the time that the function `strftime_now` of a template writes.
 
         Raises:
@@ -312,14 +322,14 @@ class CompiledTemplate:
         self.changes_lists = ".append(" in source or ".pop(" in source
         self._now = now
         env = _LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
-        recorded = AddCounting(budget)
-        self._code = _compile(env, source, recorded)
-        self.literals = tuple(recorded.literals)
-        self.names = frozenset(recorded.names)
+        counting = AddCounting(budget)
+        self._code = _compile(env, source, counting)
+        self.literals = tuple(counting.literals)
+        self.names = frozenset(counting.names)
         self.compared = {
-            name: tuple(dict.fromkeys(constants)) for name, constants in recorded.compared.items()
+            name: tuple(dict.fromkeys(constants)) for name, constants in counting.compared.items()
         }
-        self._literal_size = recorded.literal_size
+        self._literal_size = counting.literal_size
         self._load(env)
 
     def _load(self, env: _LimitedEnvironment) -> None:
@@ -356,7 +366,7 @@ class CompiledTemplate:
         try:
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
-        except LimitError:
+        except LimitError:  # The last handler would catch it as an exception of the template.
             raise
         except (RecursionError, MemoryError) as error:
             raise LimitError(
@@ -370,7 +380,13 @@ class CompiledTemplate:
 
 
 def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> CodeType:
-    """Add the filters of `counting` to a template, compile the template, and return the code.
+    """Compile a template in which each operation is counted, and return the Python code.
+
+    Args:
+        env: The environment in which the template will run.
+        source: The template.
+        counting: Adds calls of counting filters to the syntax tree of the template, and records the
+            template's variables and texts.
 
     Raises:
         TemplateError: The source has a syntax error.

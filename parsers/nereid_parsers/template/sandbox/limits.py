@@ -28,11 +28,16 @@ _MAX_DEPTH = 100  # the largest number of levels of nested lists
 _ITEM_SIZE = 16  # `size_of` adds this size for each value.
 _STEPS_PER_CLOCK = 64  # The clock is slow, so only every 64th step reads the clock.
 _REQUEST_SECONDS = 5.0
+# For each character of a request (see `size_of`), these numbers are added to ANALYSIS_LIMITS.
+_STEPS_PER_CHARACTER = 8
+_MADE_PER_CHARACTER = 64
+_VALUE_PER_CHARACTER = 8
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
 _POWER_WEIGHT = 200  # With this weight, powers of more than about 1500 bits are too large.
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
 _NESTED_FIELD = re.compile(r"\{[^{}]*:[^{}]*\{")  # In `{:{}}`, an argument gives the width.
 _LONG_NUMBER = re.compile(r"\d{5,}")
+_MAX_SHOWN_DIGITS = 12  # An error message shows at most this number of digits.
 
 
 class LimitError(TemplateError):
@@ -63,13 +68,17 @@ ANALYSIS_LIMITS = Limits()
 def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     """Return the limits for rendering one request. The limits grow with the size of the request.
 
-    `tojson` lengthens a text more than other operations: one character can become six characters.
+    A template needs more steps and makes longer texts if the request is longer. `tojson` lengthens
+    a text more than other operations: one character can become six characters.
+
+    Args:
+        variables: The variables of the template, which contain the messages of the request.
     """
     size = size_of(dict(variables), max_size=sys.maxsize)
     return Limits(
-        steps=ANALYSIS_LIMITS.steps + 8 * size,
-        made=ANALYSIS_LIMITS.made + 64 * size,
-        value=ANALYSIS_LIMITS.value + 8 * size,
+        steps=ANALYSIS_LIMITS.steps + _STEPS_PER_CHARACTER * size,
+        made=ANALYSIS_LIMITS.made + _MADE_PER_CHARACTER * size,
+        value=ANALYSIS_LIMITS.value + _VALUE_PER_CHARACTER * size,
         seconds=_REQUEST_SECONDS,
     )
 
@@ -81,28 +90,30 @@ class Budget:
     with `Budget(Limits(steps=1))`, the second call of `step` raises a LimitError.
     """
 
-    __slots__ = ("_calls", "_deadline", "_made", "_steps", "limits")
+    __slots__ = ("_deadline_s", "_num_time_checks", "_size_left", "_steps_left", "limits")
 
     def __init__(self, limits: Limits = ANALYSIS_LIMITS) -> None:
         """Create a budget with the given limits. Its time starts now."""
         self.limits = limits
-        self._steps = limits.steps
-        self._made = limits.made
-        self._calls = 0  # the number of calls of `check_time`
-        self._deadline = time.thread_time() + limits.seconds
+        self._steps_left = limits.steps
+        self._size_left = limits.made
+        self._num_time_checks = 0
+        self._deadline_s = time.thread_time() + limits.seconds
 
     def check_time(self) -> None:
         """Raise LimitError if the time is over. Only every 64th call reads the clock."""
-        self._calls += 1
-        is_clock_read = self._calls % _STEPS_PER_CLOCK == 0
-        if is_clock_read and time.thread_time() > self._deadline:
+        self._num_time_checks += 1
+        is_clock_read = self._num_time_checks % _STEPS_PER_CLOCK == 0
+        if is_clock_read and time.thread_time() > self._deadline_s:
             raise LimitError(
                 f"the template takes more than {self.limits.seconds} seconds; it is too long or "
                 "contains an endless loop"
             )
 
     def step(self, literal_size: int = 0) -> None:
-        """Count one step: a loop item, a function call or a filter.
+        """Count one step of a rendering: a loop item, a function call or a filter.
+
+        The count stops a template that never ends, because no other thread can stop it.
 
         Args:
             literal_size: The number of characters of literal text that this step may write.
@@ -110,30 +121,32 @@ class Budget:
         Raises:
             LimitError: The template runs for too long, or makes too much text.
         """
-        self._steps -= 1
-        if self._steps < 0:
+        self._steps_left -= 1
+        if self._steps_left < 0:
             raise LimitError(
                 f"the template takes more than {self.limits.steps} steps; it may contain an "
                 "endless loop"
             )
         self.check_time()
-        self.make(literal_size)
+        self.add_size(literal_size)
 
-    def make(self, size: int) -> None:
-        """Add `size` to the total size of all values, and check the total against `Limits.made`.
+    def add_size(self, size: int) -> None:
+        """Add `size` to the total size of all texts and lists that the template has made.
 
         Raises:
-            LimitError: The template makes too much text.
+            LimitError: The total is larger than `Limits.made`.
         """
-        self._made -= size
-        if self._made < 0:
+        self._size_left -= size
+        if self._size_left < 0:
             raise LimitError(
                 "all renderings of the template together have more than "
                 f"{self.limits.made} characters"
             )
 
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
-        """Check and count a value that the template made, and return the value.
+        """Check a value that the template made, add its size to the total, and return the value.
+
+        Numbers and other small values have no size.
 
         Raises:
             LimitError: The value is too large, or the template makes too much text.
@@ -147,7 +160,7 @@ class Budget:
         else:
             return value
         self.check_size(size)
-        self.make(size)
+        self.add_size(size)
         return value
 
     def check_size(self, size: int) -> None:
@@ -159,13 +172,15 @@ class Budget:
     def check_operator(self, operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
         """Raise LimitError if the result of `left operator right` would be too large.
 
-        Examples: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
+        The check precedes the operation, because the operation cannot be interrupted. Examples of
+        rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
         """
         if operator == "*":
             self._check_repetition(left, right)
             self._check_repetition(right, left)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            self.check_size(left.bit_length() * abs(right) * _POWER_WEIGHT)
+            num_bits = left.bit_length() * abs(right)
+            self.check_size(num_bits * _POWER_WEIGHT)
         elif operator == "%":
             check_format(left)
             check_numbers(right if isinstance(right, tuple) else ())
@@ -173,7 +188,8 @@ class Budget:
     def check_method(self, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
         """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.
 
-        The owner is a string or a number. Example: `text.replace("", "x" * 1000)`.
+        The owner is a string or a number. Example: `text.replace("", "x" * 1000)` inserts 1000
+        characters before each character of `text`.
         """
         check_numbers(args)
         match name:
@@ -195,7 +211,8 @@ class Budget:
     ) -> None:
         """Raise LimitError if the result of the filter `name` on `value` would be too large.
 
-        Example: for `text | indent(9999)`, `name` is "indent" and `args` is (9999,).
+        Example: for `text | indent(9999)`, `name` is "indent" and `args` is (9999,). Filters that
+        cannot lengthen a value by much are not checked.
         """
         options = [*args, *kwargs.values()]
         check_numbers(options)
@@ -207,7 +224,8 @@ class Budget:
             case "format":
                 check_format(value)
             case "tojson":
-                self.check_size(sum(map(_text_size, options)) * _TOJSON_LINES)
+                options_size = sum(_text_size(option) for option in options)
+                self.check_size(options_size * _TOJSON_LINES)
             case "indent" if isinstance(value, str):
                 width = args[0] if args else kwargs.get("width")
                 self._check_indent(value, width or _DEFAULT_INDENT)
@@ -250,17 +268,24 @@ def _check_size(size: int, max_size: int) -> None:
 
 
 def size_of(value: object, max_size: int, depth: int = 0) -> int:
-    """Return the approximate number of characters that a value would have as text.
+    """Return the approximate number of characters that a value of a template would have as text.
 
-    If a value contains the same list twice, this list counts twice, because a template would also
-    write the list twice.
+    A string counts as its length plus 16, and a list counts as the sum of its members plus 16. If a
+    value contains the same list twice, this list counts twice, because a template would also write
+    the list twice.
 
     >>> size_of("abc", max_size=100), size_of(["abc", "abc"], max_size=100)
     (19, 54)
 
+    Args:
+        value: The value.
+        max_size: The largest size that is allowed.
+        depth: The number of lists that contain the value.
+
     Raises:
-        LimitError: The size is larger than `max_size`. The error is raised as soon as the limit is
-            exceeded, because lists that contain each other several times could be enormous.
+        LimitError: The size is larger than `max_size`, or the lists are nested too deeply. The
+            error is raised as soon as the limit is exceeded, because lists that contain each other
+            several times could be enormous.
     """
     if isinstance(value, str):
         return len(value) + _ITEM_SIZE
@@ -280,10 +305,10 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
 
 
 def check_numbers(values: Iterable[object]) -> None:
-    """Raise LimitError if one of the values is a number above MAX_NUMBER.
+    """Raise LimitError if one of the values is a number with an absolute value above MAX_NUMBER.
 
-    An operation may use such a number as the length of a text. Example: `'%*d' % (99999, 1)` would
-    write 99999 characters.
+    The values are the arguments of an operation, which may use such a number as the length of a
+    text. Example: `'%*d' % (99999, 1)` would write 99999 characters.
     """
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
@@ -296,15 +321,20 @@ def check_numbers(values: Iterable[object]) -> None:
 def check_format(text: object) -> None:
     """Raise LimitError if a format string could write a very long text.
 
-    A format string is rejected if it contains a long number (`%099999d`, `{:>99999}`), or if an
-    argument gives the width (`{:>{}}`).
+    A format string is rejected if it contains a number with five or more digits (`%099999d`,
+    `{:>99999}`), or if an argument gives the width (`{:>{}}`). Any value may be passed, but only a
+    string with `%` or `{` is a format string.
     """
-    if not isinstance(text, str) or not ("%" in text or "{" in text):
+    if not isinstance(text, str):
+        return
+    has_format_field = "%" in text or "{" in text
+    if not has_format_field:
         return
     number = _LONG_NUMBER.search(text)
     if number is not None:
+        shown_number = number.group()[:_MAX_SHOWN_DIGITS]
         raise LimitError(
-            f"a format string of the template has the width {number.group()[:12]}, "
+            f"a format string of the template has the width {shown_number}, "
             f"but the limit is {MAX_NUMBER}"
         )
     if _NESTED_FIELD.search(text):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 from nereid_parsers.errors import FormatError
 
@@ -45,7 +45,10 @@ Pieces = tuple[Piece, ...]
 
 
 def alternatives(regex: str) -> list[Pieces]:
-    r"""Return the alternatives of a regular expression, each split into pieces.
+    r"""Split a regular expression into its alternatives, and each alternative into pieces.
+
+    A piece is a literal text, optional white space, or a field, which matches varying text. A
+    format consists of such pieces, so this function converts an expression for a format.
 
     >>> alternatives(r"\s*<a (?P<name>\w+)>|<b>")
     [(OptionalWhitespace(), '<a ', Field(name='name'), '>'), ('<b>',)]
@@ -55,25 +58,55 @@ def alternatives(regex: str) -> list[Pieces]:
             groups, character classes, options (`?`) and alternatives (`|`).
     """
     reader = _Reader(regex)
-    result = reader.read_alternatives()
-    if reader.position != len(regex):
+    unjoined_alternatives = reader.read_alternatives()
+    is_at_end = reader.position == len(regex)
+    if not is_at_end:
         raise reader.error(f"the parenthesis at index {reader.position} does not close a group")
-    return [_join_literals(pieces) for pieces in result]
+    return [_join_literals(pieces) for pieces in unjoined_alternatives]
 
 
 def _join_literals(pieces: Pieces) -> Pieces:
-    """Join neighbouring literals.
+    """Join neighbouring literals, and remove empty literals.
+
+    A piece of a regular expression is a literal (a string), white space, or a field.
 
     >>> _join_literals(("<", "a", OptionalWhitespace(), ">"))
     ('<a', OptionalWhitespace(), '>')
     """
     joined: list[Piece] = []
     for piece in pieces:
-        if isinstance(piece, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += piece
+        previous = joined[-1] if joined else None
+        if isinstance(piece, str) and isinstance(previous, str):
+            joined[-1] = previous + piece
         elif piece != "":
             joined.append(piece)
     return tuple(joined)
+
+
+def text_of_literals(pieces: Pieces) -> str:
+    """Join the literals of a regular expression. White space is omitted.
+
+    Raises:
+        FormatError: A piece is a group of the regular expression.
+    """
+    return "".join(literal_text(piece) for piece in pieces)
+
+
+def literal_text(piece: Piece) -> str:
+    """Return the text of one piece of a regular expression: a literal, or "" for white space.
+
+    >>> literal_text("<call>"), literal_text(OptionalWhitespace())
+    ('<call>', '')
+
+    Raises:
+        FormatError: The piece is a group of a regular expression.
+    """
+    if isinstance(piece, Field):
+        raise FormatError(
+            "the response_template describes a marker with a regular expression that contains a "
+            "group, but a marker must be a fixed text"
+        )
+    return piece if isinstance(piece, str) else ""
 
 
 class _Reader:
@@ -107,23 +140,29 @@ class _Reader:
         return result
 
     def read_sequence(self) -> list[Pieces]:
-        """Read a sequence of elements, and return all combinations of their alternatives.
+        """Read the elements up to `|` or `)`, and return all combinations of their alternatives.
+
+        An element is, for example, a character or a group. The method moves `position` to the end
+        of the sequence.
 
         >>> _Reader("(?:a|b)c").read_sequence()
         [('a', 'c'), ('b', 'c')]
         """
-        result: list[Pieces] = [()]
+        combinations: list[Pieces] = [()]
         while self.position < len(self.regex) and self.regex[self.position] not in "|)":
             element = self.read_element()
-            result = [before + after for before, after in product(result, element)]
-            if len(result) > _MAX_ALTERNATIVES:
+            combinations = [before + after for before, after in product(combinations, element)]
+            if len(combinations) > _MAX_ALTERNATIVES:
                 raise self.error(
                     f"the expression has too many alternatives; the limit is {_MAX_ALTERNATIVES}"
                 )
-        return result
+        return combinations
 
     def read_element(self) -> list[Pieces]:
         """Read one element with its quantifier: a group, a class, an escape or a character.
+
+        The method returns the alternatives of the element, and moves `position` to the end of the
+        element. `^` and `$` match no text, so their only alternative is empty.
 
         >>> _Reader("a?").read_element(), _Reader("^").read_element()
         ([('a',), ()], [()])
@@ -132,6 +171,7 @@ class _Reader:
         if char in "^$":
             self.position += 1
             return [()]
+        element: list[Pieces]
         if char == "(":
             element = self.read_group()
         elif char == "[":
@@ -140,15 +180,17 @@ class _Reader:
             element = [(self.read_escape(),)]
         else:
             self.position += 1
-            element = [(Field("") if char == "." else char,)]
+            matches_any_character = char == "."
+            element = [(Field("") if matches_any_character else char,)]
         return self.read_quantifier(element)
 
     def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
         r"""Read the quantifier after `element`, if any, and return the quantified alternatives.
 
-        Examples: `a?` has two alternatives, `a` and the empty text. The quantifiers of `\s*` and
-        `[^>]+` have no effect, because white space and fields already match any length. `a+` and
-        `a*` are rejected, because a format cannot write a marker of unlimited length.
+        The method moves `position` to the end of the quantifier. Examples: `a?` has two
+        alternatives, `a` and the empty text. The quantifiers of `\s*` and `[^>]+` have no effect,
+        because white space and fields already match any length. `a+` and `a*` are rejected, because
+        a format cannot write a marker of unlimited length.
 
         >>> _Reader("?").read_quantifier([("a",)]), _Reader("+").read_quantifier([(Field("x"),)])
         ([('a',), ()], [(Field(name='x'),)])
@@ -163,7 +205,7 @@ class _Reader:
         if quantifier is None:
             return element
         self.position = quantifier.end()
-        contains_literal = any(isinstance(piece, str) for pieces in element for piece in pieces)
+        contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
             return element
         is_optional = quantifier.group().startswith("?")
@@ -172,7 +214,9 @@ class _Reader:
         raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
 
     def read_group(self) -> list[Pieces]:
-        """Read a named group as a field. For any other group, read the alternatives inside it.
+        """Read a named group as a field. For any other group, return the alternatives inside it.
+
+        The method moves `position` to the end of the group.
 
         >>> _Reader("(?P<key>[a-z]+)").read_group(), _Reader("(?:a|b)").read_group()
         ([(Field(name='key'),)], [('a',), ('b',)])
@@ -189,14 +233,17 @@ class _Reader:
             )
         else:
             self.position += len("(")
-        result = self.read_alternatives()
-        if self.position >= len(self.regex):
+        inner_alternatives = self.read_alternatives()
+        is_closed = self.regex.startswith(")", self.position)
+        if not is_closed:
             raise self.error("a group is not closed")
-        self.position += 1
-        return result
+        self.position += len(")")
+        return inner_alternatives
 
     def end_of_group(self) -> int:
         """Return the index after the parenthesis that closes the group at `position`.
+
+        Groups inside this group are skipped. `position` is not changed.
 
         >>> _Reader("(?P<key>(a|b)[)])c").end_of_group()
         17
@@ -220,16 +267,17 @@ class _Reader:
     def end_of_class(self, start: int) -> int:
         """Return the index after the bracket that closes the character class at `start`.
 
-        A bracket directly after the opening bracket is a member of the class.
+        A bracket directly after the opening bracket is a member of the class, so the search starts
+        after the first member.
 
         >>> _Reader("[]a]").end_of_class(0)
         4
         """
-        second_member = start + len("[") + 1
-        closing_bracket = self.regex.find("]", second_member)
+        first_member = start + len("[")
+        closing_bracket = self.regex.find("]", first_member + 1)
         if closing_bracket < 0:
             raise self.error("a character class is not closed")
-        return closing_bracket + 1
+        return closing_bracket + len("]")
 
     def read_class(self) -> Piece:
         r"""Read a class of white space as `OptionalWhitespace`, and any other class as a `Field`.

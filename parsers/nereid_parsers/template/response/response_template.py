@@ -39,6 +39,8 @@ from nereid_parsers.template.response.regex_parts import (
     Piece,
     Pieces,
     alternatives,
+    literal_text,
+    text_of_literals,
 )
 from nereid_parsers.template.response.response_transform import keys_of_transform
 from nereid_parsers.tool_declarations import Body
@@ -60,15 +62,18 @@ class _CallStart(NamedTuple):
 
 
 def format_of_response_template(spec: Mapping[str, Any]) -> Format:
-    """Return the Format that a `response_template` declares.
+    """Convert a `response_template`, transformers' declaration of a chat format, into a Format.
+
+    Example: {"fields": {"content": {"close": "<end>"}}} declares that `<end>` ends a turn.
 
     Raises:
         FormatError: The declaration is malformed, or declares something that a Format cannot
             express.
     """
     fields = _checked_fields(spec)
-    reasoning_fields = [name for name in REASONING_FIELDS if name in fields]
-    reasoning = _reasoning(fields[reasoning_fields[0]]) if reasoning_fields else None
+    # The declaration may use any of the names of REASONING_FIELDS, such as "reasoning_content".
+    reasoning_fields = [fields[name] for name in REASONING_FIELDS if name in fields]
+    reasoning = _reasoning(reasoning_fields[0]) if reasoning_fields else None
     content = _content_markers(fields.get("content") or {})
     tools = _tool_section(fields["tool_calls"]) if "tool_calls" in fields else None
     return Format(
@@ -81,7 +86,9 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
 
 
 def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check a declaration, and return its fields.
+    """Check a `response_template`, and return its member `fields`.
+
+    Each field declares how the model writes one part of a message, such as "tool_calls".
 
     Raises:
         FormatError: The declaration is malformed, has another version, or has an unknown field.
@@ -110,10 +117,10 @@ def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    r"""Return the spellings of the marker that a member such as `open` declares.
+    r"""Return the spellings of the opening or closing marker that a field declares.
 
-    The member `open` declares literals, and `open_pattern` declares a regular expression. In both
-    cases, `key` is "open".
+    If `key` is "open", the member `open` of the field contains one or more literals, or the member
+    `open_pattern` contains a regular expression. The result is () if the field has no such member.
 
     >>> _literals({"open": "<a>"}, "open"), _literals({"open_pattern": r"<a>|<b>\s*"}, "open")
     (('<a>',), ('<a>', '<b>'))
@@ -129,32 +136,18 @@ def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
     regex = field.get(f"{key}_pattern")
     if regex is None:
         return ()
-    texts = ["".join(map(_literal_text, pieces)) for pieces in alternatives(regex)]
-    spellings = dict.fromkeys(text.strip() for text in texts)
-    return tuple(spelling for spelling in spellings if spelling)
-
-
-def _literal_text(piece: Piece) -> str:
-    """Return the text of a literal, or "" for white space.
-
-    >>> _literal_text("<call>"), _literal_text(OptionalWhitespace())
-    ('<call>', '')
-
-    Raises:
-        FormatError: The piece is a group of a regular expression.
-    """
-    if isinstance(piece, Field):
-        raise FormatError(
-            "the response_template describes a marker with a regular expression that contains a "
-            "group, but a marker must be a fixed text"
-        )
-    return piece if isinstance(piece, str) else ""
+    texts = [text_of_literals(pieces).strip() for pieces in alternatives(regex)]
+    distinct_texts = dict.fromkeys(texts)
+    return tuple(text for text in distinct_texts if text)
 
 
 def _reasoning(field: Mapping[str, Any]) -> Reasoning:
-    """Return the reasoning part of the format.
+    """Convert the declaration of the field for reasoning into the reasoning part of a format.
 
     Example: {"open": "<think>", "close": "</think>"} gives `Reasoning("<think>", "</think>")`.
+
+    Raises:
+        FormatError: The declaration has no opening marker or no closing marker.
     """
     opens = _literals(field, "open")
     closes = _literals(field, "close")
@@ -196,11 +189,11 @@ def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
 
 
 def _tool_section(field: Mapping[str, Any]) -> ToolSection:
-    """Convert the declaration of the field `tool_calls` into a tool section.
+    """Convert the declaration of the field `tool_calls` into the tool section of a format.
 
-    Usually the field contains one tool call. But if the declaration has the member
-    `transform_each`, or has neither `repeats` nor `transform`, the field contains one array with
-    all tool calls.
+    Usually the text of the field is one tool call. But if the declaration has the member
+    `transform_each`, or has neither `repeats` nor `transform`, the text is one JSON array with all
+    tool calls.
     """
     closes = _literals(field, "close")
     close = closes[0] if closes else ""
@@ -211,10 +204,16 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return the possible starts of a tool call, which `open` or `open_pattern` declares.
+    """Return the possible starts of a tool call, which the field `tool_calls` declares.
+
+    A start consists of a marker and a header with the function's name. The member `open` declares
+    only markers. The member `open_pattern` is a regular expression for the marker and the header.
 
     >>> _call_starts({"open": ["<call>", "<tool>"]})
     [_CallStart(marker='<call>', head=''), _CallStart(marker='<tool>', head='')]
+
+    Raises:
+        FormatError: The field has no opening marker.
     """
     if "open_pattern" in field:
         return [_call_start(pieces) for pieces in alternatives(field["open_pattern"])]
@@ -228,7 +227,10 @@ def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
 
 
 def _call_start(pieces: Pieces) -> _CallStart:
-    r"""Convert one alternative of `open_pattern` into the start of a tool call.
+    r"""Convert a split regular expression into the start of a tool call: a marker and a header.
+
+    The expression is one alternative of the member `open_pattern`. The header is a pattern with the
+    function's name.
 
     >>> _call_start(("<call>", OptionalWhitespace(), "<f=", Field("name"), ">"))
     _CallStart(marker='<call>', head='\n<f={name}>')
@@ -240,21 +242,22 @@ def _call_start(pieces: Pieces) -> _CallStart:
     Raises:
         FormatError: The tool call does not start with a literal.
     """
-    pieces = _without_leading_whitespace(pieces)
-    first_literal = pieces[0] if pieces else None
+    visible_pieces = _without_leading_whitespace(pieces)
+    first_literal = visible_pieces[0] if visible_pieces else None
     if not isinstance(first_literal, str):
         raise FormatError(
             "`open_pattern` of the field `tool_calls` must begin with a literal, but it begins "
             "with a group or is empty"
         )
-    has_field = any(isinstance(piece, Field) for piece in pieces)
+    has_field = any(isinstance(piece, Field) for piece in visible_pieces)
     if not has_field:
-        return _CallStart("".join(map(_literal_text, pieces)), head="")
-    if isinstance(pieces[1], Field):
+        return _CallStart(text_of_literals(visible_pieces), head="")
+    after_literal = visible_pieces[1:]
+    if isinstance(after_literal[0], Field):
         # The first literal directly precedes a field, so this literal belongs to the header. The
         # tool call has no marker.
-        return _CallStart("", _pattern(pieces))
-    return _CallStart(first_literal, _pattern(pieces[1:]))
+        return _CallStart(marker="", head=_pattern(visible_pieces))
+    return _CallStart(first_literal, _pattern(after_literal))
 
 
 def _without_leading_whitespace(pieces: Pieces) -> Pieces:
@@ -283,7 +286,7 @@ def _pattern_text(piece: Piece) -> str:
 
 
 def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: bool) -> Call:
-    """Return the declaration of a tool call.
+    """Declare how the model writes a tool call: the marker, the header, the body and the end.
 
     Args:
         field: The declaration of the field `tool_calls`.
@@ -292,12 +295,13 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: 
         is_array: Whether JSON that contains the names is an array of tool calls. Otherwise the JSON
             is one object.
     """
-    body = _body(field, has_name_in_head="{name}" in start.head, is_array=is_array)
+    has_name_in_head = "{name}" in start.head
+    body = _body(field, has_name_in_head=has_name_in_head, is_array=is_array)
     if isinstance(body, JsonObject | JsonArray):
         # The header contains no name, so its whole text belongs to the marker of the tool call. The
-        # marker is not a pattern, so its braces are not doubled.
-        marker = start.marker + start.head.replace("{{", "{").replace("}}", "}")
-        return Call(body, open=marker, close=close)
+        # header is a pattern with doubled braces, but the marker is a plain text.
+        text_of_head = start.head.replace("{{", "{").replace("}}", "}")
+        return Call(body, open=start.marker + text_of_head, close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
 
 
@@ -306,6 +310,11 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
 
     Example: {"content": "json"} is the body `JsonArguments` if the header contains the name.
     Otherwise the JSON also contains the name, and the body is a `JsonObject` or a `JsonArray`.
+
+    Args:
+        field: The declaration of the field `tool_calls`.
+        has_name_in_head: Whether the function's name precedes the body.
+        is_array: Whether JSON that contains the names is an array of tool calls.
 
     Raises:
         FormatError: The field declares a form of arguments that a `Body` cannot express.
@@ -328,9 +337,10 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
 
 
 def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
-    """Declare a body in which the first pair of `string_delims` encloses strings.
+    """Declare arguments with unquoted keys, such as `{a:<q>x<q>}`, whose strings have delimiters.
 
-    Only the first pair is used, because a template renders all strings with one pair.
+    `string_delims` contains pairs of the texts before and after a string. Only the first pair is
+    used, because a template renders all strings with one pair.
 
     >>> _unquoted_key_arguments([["<q>", "<q>"]])
     BareKeyArguments(quote='<q>')
@@ -348,7 +358,9 @@ def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyAr
 
 
 def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
-    r"""Derive the tags around arguments from the regular expression `tag_pattern`.
+    r"""Derive the tags around the arguments of a tool call from the expression `tag_pattern`.
+
+    The regular expression matches one argument. It contains the groups `key` and `value`.
 
     >>> _tagged_arguments({"tag_pattern": r"<a=(?P<key>\w+)>(?P<value>.*?)</a>"})
     TaggedArguments(open='<a={key}>', close='</a>', also=())
@@ -356,8 +368,9 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     Raises:
         FormatError: The expression contains no key, or no value after the key.
     """
+    tag_pattern = str(arguments.get("tag_pattern", ""))
     # Only the first alternative is used, because a template writes all values in the same tags.
-    pieces = alternatives(str(arguments.get("tag_pattern", "")))[0]
+    pieces = alternatives(tag_pattern)[0]
     groups = [piece.name for piece in pieces if isinstance(piece, Field)]
     has_key_and_value = "key" in groups and "value" in groups
     if not has_key_and_value or groups.index("key") > groups.index("value"):
@@ -370,7 +383,7 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     after_value = pieces[value_index + 1 :]
     # The closing tag is a marker, not a pattern, so its braces are not doubled.
     closing_texts = [
-        "\n" if isinstance(piece, OptionalWhitespace) else _literal_text(piece)
+        "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece)
         for piece in after_value
     ]
     return TaggedArguments(_pattern(before_value), "".join(closing_texts))

@@ -20,7 +20,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 def keys_of_transform(transform: object) -> Keys:
-    """Return the keys of the name, the arguments and the id in the JSON object of a tool call.
+    """Return the keys of the name, the arguments and the id in the JSON that a model writes.
 
     >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
     >>> keys = keys_of_transform(transform)
@@ -44,10 +44,7 @@ def keys_of_transform(transform: object) -> Keys:
     call: Mapping[str, object] = rule if isinstance(rule, Mapping) else {}
     function = call.get("function", rule)
     if isinstance(function, str):
-        # The placeholder refers to a JSON object with the usual keys "name" and "arguments".
-        function_path = _path(function)
-        prefix = f"{function_path}." if function_path else ""
-        return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
+        return _usual_keys(_path(function))
     if not isinstance(function, Mapping):
         raise FormatError(
             f"the transform {rule!r} does not return a tool call, because `function` is not "
@@ -64,11 +61,21 @@ def keys_of_transform(transform: object) -> Keys:
     return Keys(name=name_path, arguments=arguments_path, id=id_path or None)
 
 
-def _path(placeholder: object) -> str:
-    """Return the path to which a placeholder refers: "{content.tool.name}" gives "tool.name".
+def _usual_keys(function_path: str) -> Keys:
+    """Return the keys "name" and "arguments" in the JSON object at the given path.
 
-    In a placeholder, the word "content" refers to the whole JSON object. The path does not contain
-    this word.
+    >>> _usual_keys("function").name, _usual_keys("").name
+    ('function.name', 'name')
+    """
+    prefix = f"{function_path}." if function_path else ""
+    return Keys(name=f"{prefix}name", arguments=f"{prefix}arguments")
+
+
+def _path(placeholder: object) -> str:
+    """Return the path in the JSON object to which a placeholder of a transform refers.
+
+    A path consists of keys that are joined by dots. The word "content" in a placeholder refers to
+    the whole JSON object, so the path does not contain this word.
 
     >>> _path("{content.tool.name}"), _path("{content}")
     ('tool.name', '')

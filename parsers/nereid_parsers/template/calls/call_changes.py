@@ -41,23 +41,30 @@ _CALL_CHANGES = (
 
 
 def compare_changed_calls(prober: Prober) -> None:
-    """Add the comparisons T3 to T7b to the report. The compared tool calls differ in one thing.
+    """Render pairs of tool calls that differ in one thing, and report the differences.
 
-    Example: if the changed tool call has a second argument, a finding is `', "b": 2' is added.`
+    The report uses these comparisons, with the labels T3 to T7b, to explain the format of tool
+    calls. Example: if the changed tool call has a second argument, a finding is
+    `', "b": 2' is added.`
+
+    Mutates: `prober.comparisons`.
     """
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
     for name, description, call in _CALL_CHANGES:
         changed = conversation_with_calls(call)
         changed_text = unmask_call_ids(prober.render(changed) or "")
-        finding = "The template refuses to render this call."
         if changed_text:
             finding = _change_text(difference(unchanged_text, changed_text))
+        else:
+            finding = "The template refuses to render this call."
         prober.record(name, description, left=unchanged, right=changed, finding=finding)
 
 
 def _change_text(parts: Difference) -> str:
-    """Return a sentence that describes the difference between two renderings.
+    """Return a sentence for the report that describes the difference between two renderings.
+
+    `parts` contains the differing texts: `left` of the first rendering, `right` of the second.
 
     >>> _change_text(Difference("<a>", "", "<b>", "</a>"))
     "'<b>' is added."

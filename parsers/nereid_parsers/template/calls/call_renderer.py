@@ -28,8 +28,8 @@ class CallRenderer:
         """Return the text that a model would generate to make these tool calls.
 
         The markers of empty reasoning and of empty content before the tool calls are removed.
-        Return "" if the template refuses the tool calls. Example: "<think></think><call>..</call>"
-        gives "<call>..</call>".
+        Return "" if the template fails to render the tool calls. Example:
+        "<think></think><call>..</call>" gives "<call>..</call>".
         """
         text = self.turn.generated_text(conversation_with_calls(*calls)) or ""
         text = strip_reasoning_markers(text, self.reasoning)
@@ -38,6 +38,9 @@ class CallRenderer:
 
 def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
     """Remove the markers of empty content from the start of `text`.
+
+    Some templates write these markers even if a message has only tool calls. If the markers enclose
+    content, the text is returned unchanged.
 
     >>> _strip_wrapper("<answer></answer><call>..", Wrapper("<answer>", "</answer>"))
     '<call>..'
@@ -52,6 +55,5 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
     after_opening = stripped.removeprefix(opening)
     if not closing:
         return after_opening
-    after_whitespace = after_opening.lstrip()
-    has_content = not after_whitespace.startswith(closing)
-    return text if has_content else after_whitespace.removeprefix(closing)
+    is_empty = after_opening.lstrip().startswith(closing)
+    return after_opening.lstrip().removeprefix(closing) if is_empty else text

@@ -29,7 +29,7 @@ _NUMBERED_ID = "functions.{name}:{number}"
 class CallTexts(NamedTuple):
     """The rendered tool calls of five messages.
 
-    Each text starts where the tool calls start. A text is "" if the template refuses the message.
+    Each text starts where the tool calls start. A text is "" if the template fails.
 
     Attributes:
         one_call: One tool call with one argument, which is a string.
@@ -63,10 +63,10 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Declare tool calls in which the arguments follow the name. Return all variants.
+    r"""Declare tool calls that consist of a marker, a header with the name, and the arguments.
 
-    Usually there is only one variant. If there are several variants, they differ in the header,
-    which is the text between the marker and the body (see `_variants_of_head`).
+    Usually the result is one declaration. If the template renders the ids of tool calls, the result
+    contains several variants of the header (see `_variants_of_head`).
 
     >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
     >>> calls_with_head(markup, ">\n", JsonArguments())
@@ -86,10 +86,12 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     marker = opening.strip()
     if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
         # Each argument also starts with this marker, so the marker does not identify a tool call.
-        opening, before_name = "", markup.item_open
+        opening = ""
+        before_name = markup.item_open
+    head = _head_pattern(before_name, after_name)
     return tuple(
         Call(body, open=opening, head=variant.head, close=markup.item_close, id=variant.call_id)
-        for variant in _variants_of_head(_head_pattern(before_name, after_name))
+        for variant in _variants_of_head(head)
     )
 
 
@@ -130,19 +132,19 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
 def _split_opening_marker(text: str) -> tuple[str, str]:
     r"""Split the text before a function's name into the opening marker and the rest.
 
-    The rest is the start of the tool call's header. White space after the marker belongs to the
-    marker.
+    The result consists of the marker, which may be missing, and the start of the tool call's
+    header. White space around the marker belongs to the marker.
 
     >>> _split_opening_marker("<call>\n<function=")
     ('<call>\n', '<function=')
     >>> _split_opening_marker("\nAction: ")
     ('\n', 'Action: ')
     """
-    visible = text.lstrip()
-    if not visible:
+    stripped = text.lstrip()
+    if not stripped:
         return "", ""
-    marker = MARKER.match(visible)
-    head = visible[marker.end() :].lstrip() if marker is not None else visible
+    marker = MARKER.match(stripped)
+    head = stripped if marker is None else stripped[marker.end() :].lstrip()
     return text.removesuffix(head), head
 
 
@@ -180,9 +182,9 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
     pieces = []
     rest = text
     for word in words:
-        piece, found_word, rest = rest.partition(word)
-        if not found_word:
+        if word not in rest:
             return None
+        piece, _, rest = rest.partition(word)
         pieces.append(piece)
     return [*pieces, rest]
 
@@ -196,27 +198,31 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
     r"""Replace the digits that number the tool calls in `texts` with COUNTER_MARK.
 
+    COUNTER_MARK is a placeholder character. Without the digits, two tool calls differ only in their
+    names and arguments. The digits are found by comparing the two tool calls of one message.
+
     >>> texts = CallTexts("0 zqFirstTool", "", "", two_calls="0 zqFirstTool, 1 zqSecondTool")
     >>> mask_call_numbers(texts).one_call
     '\ue010 zqFirstTool'
     """
-    before_first, _, after_first = texts.two_calls.partition(FIRST_TOOL)
-    before_second, name, after_second = texts.two_calls.partition(SECOND_TOOL)
-    if not name:
+    if SECOND_TOOL not in texts.two_calls:
         return texts
-    # `_find_number` searches forwards. The texts before the names are reversed, so that the search
-    # starts next to the names.
-    gap_before = _find_number(before_first[::-1], before_second[::-1])
-    gap_after = _find_number(after_first, after_second)
+    before_first, _, after_first = texts.two_calls.partition(FIRST_TOOL)
+    before_second, _, after_second = texts.two_calls.partition(SECOND_TOOL)
+    # `_index_of_number` searches forwards. The texts before the names are reversed, so that the
+    # search starts next to the names.
+    gap_before = _index_of_number(before_first[::-1], before_second[::-1])
+    gap_after = _index_of_number(after_first, after_second)
     return CallTexts(*(_mask_numbers(text, gap_before, gap_after) for text in texts))
 
 
-def _find_number(first: str, second: str) -> int | None:
-    """Return the index of a digit that is one higher in `second` than in `first`, or None.
+def _index_of_number(first: str, second: str) -> int | None:
+    """Return the index of the digit that numbers two tool calls, or None if there is no number.
 
-    Only the first difference between the two texts is examined.
+    The texts of the two tool calls are compared up to their first difference. The differing
+    characters number the tool calls if the digit in `second` is one higher than in `first`.
 
-    >>> _find_number(" index=0>", " index=1>")
+    >>> _index_of_number(" index=0>", " index=1>")
     7
     """
     for index, (char, other_char) in enumerate(zip(first, second, strict=False)):
@@ -229,7 +235,9 @@ def _find_number(first: str, second: str) -> int | None:
 
 
 def _mask_numbers(text: str, gap_before: int | None, gap_after: int | None) -> str:
-    r"""Replace the number of each tool call in `text` with COUNTER_MARK.
+    r"""Replace the number of each tool call in `text` with the placeholder COUNTER_MARK.
+
+    A number is one digit. The distance between this digit and the function's name is fixed.
 
     >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", gap_before=1, gap_after=None)
     '\ue010 zqFirstTool, \ue010 zqSecondTool'

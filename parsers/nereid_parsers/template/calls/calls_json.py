@@ -45,17 +45,17 @@ def read_json(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    json_span = _find_json_call(texts.one_call, FIRST_TOOL)
-    if json_span is None:
+    single = _find_json_call(texts.one_call, FIRST_TOOL)
+    if single is None:
         return None
-    if isinstance(json_span.value, list):  # `[{"name": "f", ..}]`
-        keys = _infer_keys(json_span.value[0])
-        return _read_arrays(texts, keys, json_span)
-    keys = _infer_keys(json_span.value)
+    if isinstance(single.value, list):  # `[{"name": "f", ..}]`
+        keys = _infer_keys(single.value[0])
+        return _read_arrays(texts, keys, single)
+    keys = _infer_keys(single.value)
     if texts.two_calls:
-        return _read_two_objects(texts, keys, json_span)
+        return _read_two_objects(texts, keys, single)
     markup = ListMarkup(
-        item_open=texts.one_call[: json_span.start], item_close=texts.one_call[json_span.end :]
+        item_open=texts.one_call[: single.start], item_close=texts.one_call[single.end :]
     )
     return CallFormat("JSON", (_call(JsonObject(keys), markup),), markup)
 
@@ -65,23 +65,27 @@ def _read_two_objects(
 ) -> CallFormat | None:
     """Infer the format of tool calls that are JSON objects, by comparing two calls of one message.
 
-    Return None if the JSON of one of the two tool calls is not found.
+    Example: the two tool calls `<call>{..}</call>, <call>{..}</call>` are objects between `<call>`
+    and `</call>`, with the separator ", ". Return None if the JSON of one of the two tool calls is
+    not found.
 
     Args:
         texts: The renderings of tool calls.
-        keys: The keys of the object.
-        single: The object of a single tool call.
+        keys: The keys of the name and the arguments in the object.
+        single: The object in a message with only one tool call.
     """
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
         return None
-    if first.start == second.start and isinstance(first.value, list):
+    is_one_array = first.start == second.start and isinstance(first.value, list)
+    if is_one_array:
         # The template writes two calls as one array, but a single call as an object.
-        return _read_object_or_array(texts, keys, single, first)
+        return _read_object_or_array(texts, keys, single, array_span=first)
     markup = _markup_of_two(texts.two_calls, first, second)
     calls = [_call(JsonObject(keys), markup)]
-    if markup.item_open.strip() and markup.item_close.strip():
+    has_both_markers = bool(markup.item_open.strip() and markup.item_close.strip())
+    if has_both_markers:
         # Some models write an array of several tool calls between the markers of one tool call.
         calls.append(_call(JsonArray(keys), markup))
     return CallFormat("JSON", tuple(calls), markup)
@@ -98,7 +102,7 @@ def _read_object_or_array(
 
     Args:
         texts: The renderings of tool calls.
-        keys: The keys of the object.
+        keys: The keys of the name and the arguments in an object.
         object_span: The object in `texts.one_call`.
         array_span: The array in `texts.two_calls`.
     """
@@ -119,10 +123,17 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
 
     A template writes one array that contains all tool calls, or an array for each tool call.
     Example: `<call>[{..}]</call><call>[{..}]</call>` has an array for each tool call.
+
+    Args:
+        texts: The renderings of tool calls.
+        keys: The keys of the name and the arguments in an object of the array.
+        single: The array in a message with only one tool call.
     """
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
-    if first is None or second is None or first.start == second.start:
+    if first is None or second is None:  # The template renders only one tool call.
+        return _read_one_array(texts.one_call, keys, single)
+    if first.start == second.start:  # One array contains both tool calls.
         return _read_one_array(texts.one_call, keys, single)
     markup = _markup_of_two(texts.two_calls, first, second)
     return CallFormat("JSON array", (_call(JsonArray(keys), markup),), markup)
@@ -171,11 +182,11 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
     """
     name_start = text.find(name)
     # The JSON value starts with a bracket that precedes the name.
-    brackets = [start for start in range(name_start) if text[start] in "{["]
-    for start in brackets:
+    possible_starts = [index for index in range(name_start) if text[index] in "{["]
+    for start in possible_starts:
         span = _decode_json(text, start)
         if span is None or span.end <= name_start:
-            continue
+            continue  # This text is not JSON, or the name is not inside the JSON value.
         members = span.value if isinstance(span.value, list) else [span.value]
         if any(_is_call(member, name) for member in members):
             return span
@@ -207,25 +218,27 @@ def _is_call(member: object, name: str) -> bool:
 def _find_path(
     value: dict[str, Any], is_wanted: Callable[[object], bool]
 ) -> tuple[str, ...] | None:
-    """Return the keys that lead to the first value for which `is_wanted` returns True.
+    """Return the keys that lead to the first value for which `is_wanted` returns True, or None.
+
+    The function also searches the inner objects of the JSON object `value`.
 
     >>> _find_path({"id": 1, "function": {"name": "f"}}, lambda value: value == "f")
     ('function', 'name')
     """
-    for key, inner in value.items():
-        if is_wanted(inner):
+    for key, member in value.items():
+        if is_wanted(member):
             return (key,)
-        if isinstance(inner, dict):
-            rest = _find_path(inner, is_wanted)
-            if rest is not None:
-                return (key, *rest)
+        path_in_member = _find_path(member, is_wanted) if isinstance(member, dict) else None
+        if path_in_member is not None:
+            return (key, *path_in_member)
     return None
 
 
 def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     """Find the keys of the name, the arguments and the id in the JSON object of a tool call.
 
-    Example: `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` gives
+    The object is a rendered tool call with a known name and argument. Example:
+    `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` gives
     `Keys(name="function", arguments="args")`, and `{"zqFirstTool": {..}}` gives `NameIsKey()`.
     """
     name_path = _find_path(call, lambda value: value == FIRST_TOOL)
@@ -233,15 +246,16 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         return NameIsKey()
     arguments_path = _find_path(call, _has_first_argument) or ("arguments",)
     id_path = _find_id_path(call, name_path)
-    # `roles` maps keys of the outermost object to "name", "arguments" or "id". The value of such a
-    # key may be an inner object that contains the name, the arguments or the id.
-    roles = {name_path[0]: "name", arguments_path[0]: "arguments"}
+    # Maps keys of the outermost object to "name", "arguments" or "id". The value of such a key may
+    # be an inner object that contains the name, the arguments or the id.
+    role_by_key = {name_path[0]: "name", arguments_path[0]: "arguments"}
     if id_path is not None:
-        roles.setdefault(id_path[0], "id")
-    # If one inner object contains the name and the arguments, `roles` has only one key for both.
+        role_by_key.setdefault(id_path[0], "id")
+    # If one inner object contains the name and the arguments, `role_by_key` has only one key for
+    # the name and the arguments.
     is_one_object = name_path[0] == arguments_path[0]
-    order = ("name", "arguments") if is_one_object else _order_of_roles(call, roles)
-    other_keys = [key for key in call if key not in roles]
+    order = ("name", "arguments") if is_one_object else _order_of_roles(call, role_by_key)
+    other_keys = [key for key in call if key not in role_by_key]
     return Keys(
         name=".".join(name_path),
         arguments=".".join(arguments_path),
@@ -252,17 +266,18 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
     )
 
 
-def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, ...]:
+def _order_of_roles(call: dict[str, Any], role_by_key: dict[str, str]) -> tuple[str, ...]:
     """Return the order of the name, the arguments and the id in the JSON object of a tool call.
 
     Constrained output uses this order. If the id is the last key, the id is omitted, because a
     constraint cannot choose an id after the arguments.
 
-    >>> roles = {"function": "name", "args": "arguments", "call_id": "id"}
-    >>> _order_of_roles({"function": "f", "args": {}, "call_id": "1"}, roles)
+    >>> role_by_key = {"function": "name", "args": "arguments", "call_id": "id"}
+    >>> _order_of_roles({"function": "f", "args": {}, "call_id": "1"}, role_by_key)
     ('name', 'arguments')
     """
-    order = list(dict.fromkeys(roles[key] for key in call if key in roles))
+    roles = [role_by_key[key] for key in call if key in role_by_key]
+    order = list(dict.fromkeys(roles))  # without duplicates
     if order and order[-1] == "id":
         order.pop()
     return tuple(order)
@@ -271,8 +286,9 @@ def _order_of_roles(call: dict[str, Any], roles: dict[str, str]) -> tuple[str, .
 def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the keys that lead to the tool call's id, or None if the object has no id.
 
-    A value is an id if it contains the id of the probe call, or if its key has a name such as
-    `call_id`.
+    `call` is the JSON object of a rendered tool call. In a rendering, the character ID_MARK
+    replaces the id. A value is an id if it contains this character, or if its key has a name such
+    as `call_id`. The key of the function's name, `name_path`, is not the key of an id.
 
     >>> _find_id_path({"name": "f", "call_id": 1}, ("name",))
     ('call_id',)
@@ -305,8 +321,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     single = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
     if single is None:
         return None
-    before_name, _, _ = text.partition(FIRST_TOOL)
-    after_name = text[len(before_name) + len(FIRST_TOOL) : single.start]
+    before_name, _, after_name = text[: single.start].partition(FIRST_TOOL)
     if texts.two_calls:
         markup = _markup_of_two_named(texts.two_calls)
     else:
@@ -335,14 +350,18 @@ def _markup_of_two_named(text: str) -> ListMarkup | None:
 
 
 def _find_json_arguments(text: str, name: str, key: str) -> _JsonSpan | None:
-    """Return the first JSON object after `name`, or None if this object does not contain `key`.
+    """Return the first JSON object after a function's name: the arguments of a tool call.
+
+    Return None if no JSON object follows the name, or if the object does not contain `key`.
 
     >>> _find_json_arguments('f<args>{"a": 1}', "f", "a")
     _JsonSpan(start=7, end=15, value={'a': 1})
     """
     name_start = text.find(name)
-    start = text.find("{", name_start)
-    if name_start < 0 or start < 0:
+    object_start = text.find("{", name_start)
+    if name_start < 0 or object_start < 0:
         return None
-    span = _decode_json(text, start)
-    return span if span is not None and key in span.value else None
+    span = _decode_json(text, object_start)
+    if span is None or key not in span.value:
+        return None
+    return span

@@ -28,9 +28,9 @@ _METHOD_SUFFIX = re.compile(r"[.a-z]*")  # `.call` in `f.call(a="x")`
 
 
 def read_python(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in Python syntax. Return None for any other syntax.
+    """Infer the format of tool calls in Python syntax, such as `f(a="x")`.
 
-    The markers are around each call or around all calls:
+    Return None for any other syntax. The markers are around each call or around all calls:
 
         around each call    `<call>f(a="x")</call><call>g(b="y")</call>`
         around all calls    `<calls>[f(a="x"), g(b="y")]</calls>`
@@ -61,22 +61,26 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
 
     Example: if `markup.open` is "<calls>[" and `markup.close` is "]</calls>", the markers of the
     section are `<calls>` and `</calls>`, and the section contains a list in brackets.
+
+    Args:
+        markup: The texts before and after all calls, and the separator between two calls.
+        suffix: The text between the function's name and its arguments, such as ".call".
     """
-    before = markup.open + markup.item_open
-    after = markup.close
+    opening = markup.open + markup.item_open
+    closing = markup.close
     plain = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
-    if before.rstrip().endswith("[") and after.lstrip().startswith("]"):
+    bodies = [plain]
+    has_brackets = opening.rstrip().endswith("[") and closing.lstrip().startswith("]")
+    if has_brackets:
         # The brackets belong to the body. The text before `[` and the text after `]` are the
         # markers of the section.
-        opening = before.rstrip().removesuffix("[")
-        closing = after.lstrip().removeprefix("]")
+        opening = opening.rstrip().removesuffix("[")
+        closing = closing.lstrip().removeprefix("]")
         # Inside a section, some models write the calls without the brackets of the list.
         bodies = [replace(plain, open="[", close="]"), plain]
-    else:
-        opening, closing = before, after
-        bodies = [plain]
-    if closing.strip():
-        calls = tuple(map(Call, bodies))
+    has_closing_marker = bool(closing.strip())
+    if has_closing_marker:
+        calls = tuple(Call(body) for body in bodies)
         return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
     # A section needs a closing marker, but no marker follows the calls. So `opening` is declared as
     # the marker of a tool call.
@@ -87,8 +91,8 @@ def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls whose arguments have unquoted keys, as in `f{a:1}`.
 
-    Return None if the keys are quoted, or the strings have no quotes. Example:
-    `<call>f{a:<q>x<q>}</call>` has strings between quotes `<q>`.
+    Return None if the keys are quoted, or if no quotes enclose the strings. A marker can replace
+    the usual quotes. Example: in `<call>f{a:<q>x<q>}</call>`, the marker `<q>` encloses a string.
     """
     pieces = split_at_words(texts.one_call, FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
     if pieces is None:
@@ -96,8 +100,8 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     # `<call>f{a:<q>x<q>}</call>` is split into `<call>`, `{`, `:<q>` and `<q>}</call>`.
     _, before_key, before_value, after_value = pieces
     colon_and_quote = before_value.strip()
-    quote = colon_and_quote[1:].strip()
     is_object = before_key.endswith("{") and colon_and_quote.startswith(":")
+    quote = colon_and_quote.removeprefix(":").strip()
     is_quoted = bool(quote) and after_value.startswith(quote)
     if not is_object or not is_quoted:
         return None
@@ -114,15 +118,20 @@ def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
 
     Example: if the last character is ")", the calls `[f(a="x"), g(b="y")]` have `open` "[",
     `separator` ", " and `close` "]".
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
+        last_character: The last character of a tool call.
     """
     if not texts.two_calls:
-        before, _, call = texts.one_call.partition(FIRST_TOOL)
-        after = _text_after_call(call, FIRST_VALUE, last_character)
+        before, _, arguments = texts.one_call.partition(FIRST_TOOL)
+        after = _text_after_call(arguments, FIRST_VALUE, last_character)
         return ListMarkup(item_open=before, item_close=after)
-    before, _, calls = texts.two_calls.partition(FIRST_TOOL)
-    after_first = _text_after_call(calls, FIRST_VALUE, last_character)
-    between, _, second_call = after_first.partition(SECOND_TOOL)
-    after = _text_after_call(second_call, SECOND_VALUE, last_character)
+    before, _, after_first_name = texts.two_calls.partition(FIRST_TOOL)
+    after_first_call = _text_after_call(after_first_name, FIRST_VALUE, last_character)
+    between, _, after_second_name = after_first_call.partition(SECOND_TOOL)
+    after = _text_after_call(after_second_name, SECOND_VALUE, last_character)
     return list_markup(before, between, after)
 
 

@@ -50,9 +50,12 @@ _SECOND_CLOSE = f"</{SECOND_KEY}>"
 def read_tagged(texts: CallTexts) -> CallFormat | None:
     """Infer the format of tool calls in which tags enclose the key and the value of each argument.
 
-    Return None if a value does not follow its key. Example:
-    `<call f><arg key="a">1</arg></call>` has the header `<call {name}>` and arguments between
-    `<arg key="{key}">` and `</arg>`.
+    Return None if the tool calls have another form. Example: `<call f><arg key="a">1</arg></call>`
+    has the header `<call {name}>` and arguments between `<arg key="{key}">` and `</arg>`.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
     """
     pieces = split_at_words(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE)
     if pieces is None:
@@ -69,20 +72,20 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         return None
     # The text was split at the last value, so `markup.item_close` also contains the closing tag of
     # the last argument: `</k></c>`. This tag belongs to the markup of the arguments.
-    arguments = list_markup(before_key, between_arguments, markup.item_close)
-    calls = replace(markup, item_close=arguments.close)
-    unquoted_values = _infer_value_tags(texts, arguments, before_value)
+    markup_of_arguments = list_markup(before_key, between_arguments, markup.item_close)
+    markup_of_calls = replace(markup, item_close=markup_of_arguments.close)
+    unquoted_values = _infer_value_tags(texts, markup_of_arguments, before_value)
     values = _add_quoted_variant(texts, unquoted_values, before_value)
-    variants = calls_with_head(calls, arguments.open, values)
-    return CallFormat("tagged arguments", variants, calls)
+    calls = calls_with_head(markup_of_calls, markup_of_arguments.open, values)
+    return CallFormat("tagged arguments", calls, markup_of_calls)
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
-    """Return the markup around two tool calls that have tagged arguments.
+    """Return the markup around two tool calls in which tags enclose the arguments.
 
-    Return None if the words of the two tool calls are not in the expected order. Example: for
-    `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `, `item_close` is
-    `</k></c>` and `separator` is `;`.
+    Return None if the words of the two tool calls (name, key and value) are not in the expected
+    order. Example: for `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `,
+    `item_close` is `</k></c>` and `separator` is `;`.
     """
     pieces = split_at_words(two_calls, *_FIRST_CALL, *_SECOND_CALL)
     if pieces is None:
@@ -113,18 +116,18 @@ def _infer_value_tags(
     """
     close = arguments.item_close + arguments.separator
     string_tags = TaggedArguments(_open_pattern(arguments.item_open, before_value), close)
-    number = _cut_at_number(texts, arguments)
-    if number is None:  # The template does not render numbers as text.
+    around_number = _cut_at_number(texts, arguments)
+    if around_number is None:  # The template does not render numbers as text.
         return string_tags
-    number_close = _number_close(number.after_value, _text_after_string(texts)) or close
-    number_open = _open_pattern(number.before_key, number.before_value)
+    number_close = _number_close(around_number.after_value, _text_after_string(texts)) or close
+    number_open = _open_pattern(around_number.before_key, around_number.before_value)
     number_tags = TaggedArguments(number_open, number_close)
     if number_tags == string_tags:  # see the first example above
         return string_tags
-    has_same_tag_name = number.before_key == arguments.item_open
-    after_key = _pattern_with_type(before_value, number.before_value)
+    has_same_tag_name = around_number.before_key == arguments.item_open
+    after_key = _pattern_with_type(before_value, around_number.before_value)
     if has_same_tag_name and after_key is not None:  # see the second example above
-        return TaggedArguments(_open_pattern(number.before_key) + after_key, close)
+        return TaggedArguments(_open_pattern(around_number.before_key) + after_key, close)
     return replace(string_tags, also=(number_tags,))  # see the third example above
 
 
@@ -141,10 +144,11 @@ class _TextAroundNumber(NamedTuple):
 
 
 def _cut_at_number(texts: CallTexts, arguments: ListMarkup) -> _TextAroundNumber | None:
-    """Split `texts.number`, the rendered call with a number, at the key and at the number.
+    """Split `texts.number`, a tool call whose argument is a number, at the key and at the number.
 
-    Return None if the template does not render the number as text. `arguments` is the markup of the
-    list of arguments. The markup before this list is not a part of the result.
+    The result shows the tags of the argument. Return None if the template does not render the
+    number as text. `arguments` is the markup of the list of arguments. The markup before this list
+    is not a part of the result.
     """
     pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
@@ -188,7 +192,8 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     r"""Replace the type in an opening tag with a field: `type="string"` becomes `type="{type}"`.
 
     The type is the word that differs between the tag of a string and the tag of a number. Return
-    None if the two tags differ in more than one word, or if the word shows no type.
+    None if the two tags differ in more than one word, or if the word is not the name of a type. In
+    some tags, the word states whether the value is a string: "true" or "false".
 
     >>> _pattern_with_type('" type="string">', '" type="number">')
     '" type="{type}">'
@@ -196,11 +201,13 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     '" string="{string}">'
     """
     parts = difference(before_string, before_number, split=_WORDS.findall)
-    if not parts.left.isalnum() or not parts.right.isalnum():
+    string_word = parts.left
+    number_word = parts.right
+    if not string_word.isalnum() or not number_word.isalnum():
         return None
-    if (parts.left, parts.right) == ("true", "false"):
+    if string_word == "true" and number_word == "false":
         field = "{string}"
-    elif parts.left in ("string", "str"):
+    elif string_word in ("string", "str"):
         field = "{type}"
     else:
         return None
@@ -210,15 +217,16 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
 def _add_quoted_variant(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
-    """Return a copy of `values` with the tags of quoted strings, if the template quotes strings.
+    """Add the tags around quoted strings to the declaration of arguments, and return the result.
 
     Some templates quote only strings that contain markup. Example: the string "a" is written as
     `<v>a</v>`, and the string "a<b" is written as `<v><![CDATA[a<b]]></v>`. The result declares the
-    tags `<v><![CDATA[` and `]]></v>`, with the tags `<v>` and `</v>` as an alternative.
+    tags `<v><![CDATA[` and `]]></v>`, with the tags `<v>` and `</v>` as an alternative. If the
+    template quotes no strings, the result is `values`.
 
     Args:
         texts: The renderings of tool calls.
-        values: The tags of values that are not quoted.
+        values: The declared tags of values that are not quoted.
         before_value: The text between the key and a value that is not quoted.
     """
     # SPECIAL_VALUE starts with FIRST_VALUE and ends with SECOND_VALUE.
@@ -227,11 +235,13 @@ def _add_quoted_variant(
         return values
     _, _, before_special, _, after_special = pieces  # `"><![CDATA[` and `]]></v></call>`
     after_value = _text_after_string(texts)  # `</v></call>`
-    if not before_special.startswith(before_value) or not after_special.endswith(after_value):
+    has_same_tags = before_special.startswith(before_value) and after_special.endswith(after_value)
+    if not has_same_tags:
         return values
     quote_open = before_special.removeprefix(before_value)  # `<![CDATA[`
     quote_close = after_special.removesuffix(after_value)  # `]]>`
-    if not quote_open.strip() or not quote_close.strip():
+    is_quoted = bool(quote_open.strip() and quote_close.strip())
+    if not is_quoted:
         return values
     unquoted = TaggedArguments(values.open, values.close)
     return TaggedArguments(
@@ -249,6 +259,10 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
 
     Return None if the arguments have another form. A marker may precede every tag. Example:
     `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
     """
     pieces = split_at_words(
         texts.two_arguments, FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE
@@ -264,10 +278,10 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
         markup = ListMarkup(item_open=before_name, item_close=after)
     if markup is None:
         return None
-    calls = _move_marker_to_next_tag(markup, marker)
+    markup_of_calls = _move_marker_to_next_tag(markup, marker)
     after_name = before_first_tag.removesuffix(marker)
-    variants = calls_with_head(calls, after_name, NestedTags(marker))
-    return CallFormat("nested elements", variants, calls)
+    calls = calls_with_head(markup_of_calls, after_name, NestedTags(marker))
+    return CallFormat("nested elements", calls, markup_of_calls)
 
 
 def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:

@@ -15,7 +15,7 @@ if this marker also ends reasoning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from nereid_parsers.format import Opener, Reasoning, Wrapper
@@ -38,6 +38,7 @@ from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 from nereid_parsers.template.probe import UNCHANGED
 from nereid_parsers.template.reasoning_markers import (
     MarkerPair,
+    ReasoningMarkup,
     closing_marker,
     content_wrapper,
     empty_pairs,
@@ -45,28 +46,21 @@ from nereid_parsers.template.reasoning_markers import (
     is_thinking_marker,
     last_marker_alone,
     last_opening,
+    markup_of_pairs,
     named_pair,
 )
 from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_rendered_reasoning
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningMarkup:
-    """The markers that one comparison shows.
-
-    Attributes:
-        part: The reasoning part of the format.
-        wrapper: The markers around the content, if the comparison shows them.
-        inner_headers: Headers that the model itself writes between the reasoning and the content.
-    """
-
-    part: Reasoning
-    wrapper: Wrapper | None = None
-    inner_headers: tuple[str, ...] = ()
-
-
 def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Infer the markers of reasoning from the first comparison that shows them."""
+    """Infer how the template writes reasoning, for example between `<think>` and `</think>`.
+
+    Several comparisons of renderings are tried. The first comparison that shows markers determines
+    the markers. If no comparison shows markers, the attribute `part` of the result is None.
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
+    """
     rendered = find_rendered_reasoning(turn)
     conversation = rendered.conversation
     markup = _first_markup(turn, conversation)
@@ -112,20 +106,19 @@ def compare_reasoning_presence(
     """Find the markers around the reasoning in a rendered message.
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`. The
-    report compares this message with the same message without reasoning (R1).
+    report compares this message with the same message without reasoning, with the label R1.
 
     Args:
-        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
         conversation: A conversation whose reasoning the template renders.
 
     Returns:
         The markers, or None if one of the markers is missing.
     """
     answer = conversation.answer or AssistantMessage()
-    next_text = CONTENT_TEXT if answer.content else FIRST_TOOL
-    around = _cut_at_reasoning(turn, conversation, next_text)
+    has_content = bool(answer.content)
+    around = _cut_at_reasoning(turn, conversation, CONTENT_TEXT if has_content else FIRST_TOOL)
     opening, closing = _markers_of_reasoning(turn, around)
-    header = turn.header.strip()
     if not opening or not closing.strip():
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
@@ -139,11 +132,12 @@ def compare_reasoning_presence(
         right=conversation,
         finding=f"Reasoning is written between {opening!r} and {closing!r}.",
     )
+    header = turn.header.strip()
     # The model itself may write a second header between the reasoning and the content.
     has_inner_header = bool(header) and header in around.between
     return ReasoningMarkup(
         Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + turn.header)),
-        wrapper=_wrapper_after_reasoning(around, closing, header) if answer.content else None,
+        wrapper=_wrapper_after_reasoning(around, closing, header) if has_content else None,
         inner_headers=(header,) if has_inner_header else (),
     )
 
@@ -163,7 +157,7 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(
     turn: ModelTurn, conversation: Conversation, next_text: str
 ) -> _TextAroundReasoning:
-    """Render a message, and split the text at the reasoning and at `next_text` after it.
+    """Render a message, and split the text at the reasoning and at `next_text`, which follows.
 
     Example: if `next_text` is CONTENT, "<think>REASONING</think><answer>CONTENT</answer>" gives
     "<think>", "</think><answer>" and "</answer>".
@@ -221,19 +215,20 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
 def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
     r"""Find the markers of reasoning in the generation prompts.
 
-    There is one prompt for each setting of the template's thinking switches, for example
-    `enable_thinking=False`. Example: if a prompt ends with "<think>\n\n</think>\n\n", the markers
-    are `<think>\n` and `\n</think>\n\n`. Return None if no prompt contains markers of reasoning.
-    The report shows this comparison as R2.
+    A generation prompt opens the model's answer. `turn` contains one prompt for each setting of the
+    template's thinking switches, for example `enable_thinking=False`. Example: if a prompt ends
+    with "<think>\n\n</think>\n\n", the markers are `<think>\n` and `\n</think>\n\n`.
+
+    The report compares this prompt with the default prompt, with the label R2.
+
+    Returns:
+        The markers of the first prompt that contains markers of reasoning, or None.
     """
     for prompt in turn.prompts:
         closing = _closing_in_prompt(turn, prompt)
         if not closing:
             continue
         opening = first_opening(prompt.after_header)
-        # If a line break follows the opening marker, the closing marker is probably also on a line
-        # of its own.
-        line_break = "\n" if opening.endswith("\n") else ""
         turn.prober.record(
             "R2 thinking switch",
             prompt.switches.describe() or UNCHANGED,
@@ -242,47 +237,58 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
             finding=f"The prompt opens reasoning with {opening!r}. "
             f"The marker {closing!r} closes reasoning.",
         )
-        close = f"{line_break}{closing}{line_break}{line_break}"
+        # If a line break follows the opening marker, the closing marker is probably also on a line
+        # of its own.
+        is_on_own_line = opening.endswith("\n")
+        close = f"\n{closing}\n\n" if is_on_own_line else closing
         return ReasoningMarkup(Reasoning(opening, close))
     return None
 
 
 def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """If a prompt opens reasoning, return the marker that closes this reasoning.
+    """If a prompt opens reasoning, return the marker that closes this reasoning, or else "".
 
-    Return "" if the prompt opens no reasoning. There are three cases. Each example is the end of a
-    prompt:
+    There are three cases. Each example is the end of a prompt:
 
         `<think></think>`   The prompt itself contains the closing marker.
         `<think>`           The name of the marker refers to thinking. The closing marker is derived
                             from the opening marker.
         `<notes>`           The name does not refer to thinking. The marker opens reasoning if a
                             thinking switch adds the marker, and the template has a closing marker.
+
+    Args:
+        turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
+        prompt: A prompt with a setting of the thinking switches, such as enable_thinking=True.
     """
-    opening, second = first_two(markers(prompt.after_header))
-    closings = closing_spellings(opening)
+    opening, second = first_two(markers(prompt.after_header))  # A missing marker is "".
+    possible_closings = closing_spellings(opening)
     has_thinking_name = is_thinking_marker(opening)
-    is_closed_in_prompt = bool(second) and (has_thinking_name or second in closings)
+    is_closed_in_prompt = bool(second) and (has_thinking_name or second in possible_closings)
     if is_closed_in_prompt:
         return second
-    closing = _first_occurring(turn, closings)
-    if has_thinking_name:
-        return closing or next(iter(closings), "")
+    closing_in_template = _first_occurring(turn, possible_closings)
+    if not closing_in_template:
+        return possible_closings[0] if has_thinking_name and possible_closings else ""
     depends_on_switch = prompt.after_header != turn.prompts[0].after_header
-    return closing if depends_on_switch else ""
+    return closing_in_template if has_thinking_name or depends_on_switch else ""
 
 
 def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
 
-    Example: "Write <think></think> and <answer></answer>" shows the markers of reasoning and the
-    markers around the content. Return None if no switch adds such instructions. The report shows
-    this comparison as R3.
+    A thinking switch is a template variable such as `enable_thinking`. Example: the instruction
+    "Write <think></think> and <answer></answer>" shows the markers of reasoning and the markers
+    around the content. Return None if no switch adds such instructions.
+
+    The report compares the prompt with the default prompt, with the label R3.
     """
-    for prompt in turn.prompts[1:]:
+    if not turn.prompts:
+        return None
+    default, *others = turn.prompts
+    for prompt in others:
         if prompt.switches.system:
             continue  # The added text is the system message of the probe, not an instruction.
-        added_text = difference(turn.prompts[0].text, prompt.text).right
+        added_text = difference(default.text, prompt.text).right
         pairs = empty_pairs(added_text)
         if not pairs or not is_thinking_marker(pairs[0].opening):
             continue
@@ -290,41 +296,24 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
         turn.prober.record(
             "R3 instructions",
             prompt.switches.describe(),
-            left=turn.prompts[0].conversation,
+            left=default.conversation,
             right=prompt.conversation,
             finding=f"The instructions mention the pairs of tags {names}.",
         )
-        return _markup_of_pairs(pairs[0], pairs[1:])
+        return markup_of_pairs(pairs[0], pairs[1:])
     return None
-
-
-def _markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Return the markup that consists of the given pairs of markers.
-
-    The pair `reasoning` encloses reasoning. The first of `other_pairs` encloses the content. The
-    white space around the markers of reasoning is unknown. So the result assumes that each of these
-    markers is on a line of its own, as in most templates.
-
-    >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
-    >>> markup = _markup_of_pairs(thinking, [answer])
-    >>> markup.part.open, markup.part.close, markup.wrapper
-    ('<think>\n', '\n</think>\n\n', Wrapper(open='<answer>', close='</answer>'))
-    """
-    return ReasoningMarkup(
-        Reasoning(f"{reasoning.opening}\n", f"\n{reasoning.closing}\n\n"),
-        wrapper=Wrapper(*other_pairs[0]) if other_pairs else None,
-    )
 
 
 # ---- R4: the template's source ------------------------------------------------------------------
 
 
 def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Search the string constants of the template for markers of reasoning (R4 in the report).
+    """Search the string constants of the template for markers of reasoning.
 
     Example: a template that removes reasoning from earlier messages with
-    `content.split('</think>')` shows the marker `</think>`. Return None if no string constant
-    mentions such a marker.
+    `content.split('</think>')` shows the marker `</think>`, from which `<think>` is derived. The
+    report shows this finding with the label R4. Return None if no constant contains a marker of
+    reasoning.
     """
     for literal in turn.prober.template.literals:
         reasoning_pair = named_pair(literal)
@@ -334,7 +323,7 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
             "R4 source", f"A string constant of the template contains {reasoning_pair.closing!r}."
         )
         other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
-        return _markup_of_pairs(reasoning_pair, other_pairs)
+        return markup_of_pairs(reasoning_pair, other_pairs)
     return None
 
 
@@ -348,10 +337,10 @@ def compare_reasoning_before_call(
 
     Some templates omit the closing marker of reasoning before a tool call. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning. The report
-    compares this message with the same message without reasoning (R5).
+    compares this message with the same message without reasoning, with the label R5.
 
     Args:
-        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
         part: The reasoning part of the format.
         conversation: A conversation whose reasoning the template renders.
 
@@ -359,23 +348,25 @@ def compare_reasoning_before_call(
         A tuple with this marker, or () if there is no such marker.
     """
     call_only = AssistantMessage(calls=ONE_CALL)
-    with_reasoning = replace(call_only, reasoning=REASONING_TEXT)
-    reasoned = replace(conversation, answer=with_reasoning, tools=True)
-    between = _text_between(turn.text_after_header(reasoned) or "", REASONING_TEXT, FIRST_TOOL)
+    reasoning_and_call = replace(call_only, reasoning=REASONING_TEXT)
+    with_reasoning = replace(conversation, answer=reasoning_and_call, tools=True)
+    text = turn.text_after_header(with_reasoning) or ""
+    between = _text_between(text, REASONING_TEXT, FIRST_TOOL)
     if between is None or part.close.strip() in between:
         return ()
-    interruption = next(iter(markers(between)), "")
-    if not interruption:
+    markers_between = markers(between)
+    if not markers_between:
         turn.prober.undecided.append(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
         return ()
+    interruption = markers_between[0]  # such as `<tool_call>`
     turn.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
-        left=replace(reasoned, answer=call_only),
-        right=reasoned,
+        left=replace(with_reasoning, answer=call_only),
+        right=with_reasoning,
         finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )
     return (interruption,)

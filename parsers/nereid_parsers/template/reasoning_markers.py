@@ -7,10 +7,11 @@ marker is returned with the white space around it, because the white space is a 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from nereid_parsers.format import Wrapper
+from nereid_parsers.format import Reasoning, Wrapper
 from nereid_parsers.template.difference import (
     MARKER,
     closing_spellings,
@@ -30,6 +31,21 @@ class MarkerPair(NamedTuple):
     closing: str
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkup:
+    """The markers that one comparison shows.
+
+    Attributes:
+        part: The reasoning part of the format.
+        wrapper: The markers around the content, if the comparison shows them.
+        inner_headers: Headers that the model itself writes between the reasoning and the content.
+    """
+
+    part: Reasoning
+    wrapper: Wrapper | None = None
+    inner_headers: tuple[str, ...] = ()
+
+
 def is_thinking_marker(marker: str) -> bool:
     """Return whether the name of a marker refers to thinking.
 
@@ -42,8 +58,9 @@ def is_thinking_marker(marker: str) -> bool:
 def last_opening(before: str) -> str:
     r"""Return the marker that opens reasoning. `before` is the text before the reasoning.
 
-    If markers and words are joined without white space, all of them are returned as one marker. If
-    white space and words follow the last marker, these words open the reasoning instead.
+    The white space around the marker is a part of the result. If markers and words are joined
+    without white space, all of them are returned as one marker. If white space and words follow the
+    last marker, these words open the reasoning instead.
 
     >>> last_opening("Hello.\n<think>\n")
     '\n<think>\n'
@@ -56,33 +73,36 @@ def last_opening(before: str) -> str:
     if not matches:
         return before.lstrip("\n")
     last_marker = matches[-1]
+    text_to_marker = before[: last_marker.end()]
     after_marker = before[last_marker.end() :]
-    if after_marker.strip() and after_marker[0].isspace():
+    are_words_after_space = bool(after_marker.strip()) and after_marker[0].isspace()
+    if are_words_after_space:
         return after_marker  # These words open the reasoning.
     # The opening starts after the last white space, as in `Hello. <|open|>think<|sep|>`, unless the
     # last marker itself contains white space, as in `<start think>`.
-    text_to_marker = before[: last_marker.end()]
     last_word = text_to_marker.split()[-1]
-    start = min(last_marker.start(), len(text_to_marker) - len(last_word))
-    start_of_whitespace = len(before[:start].rstrip())
-    return before[start_of_whitespace:]
+    word_start = len(text_to_marker) - len(last_word)
+    opening_start = min(last_marker.start(), word_start)
+    text_before_opening = before[:opening_start].rstrip()
+    return before.removeprefix(text_before_opening)
 
 
 def first_opening(after_header: str) -> str:
     r"""Return the marker with which a generation prompt opens reasoning.
 
-    If words precede the first marker, these words open the reasoning instead. The result is "" if
-    `after_header`, the text of the prompt after the header, is blank.
+    The marker is the first marker after the header, which is the text that opens an assistant
+    message. If words precede the first marker, these words open the reasoning instead. The result
+    is "" if `after_header`, the text of the prompt after the header, is blank.
 
     >>> first_opening("<think>\n</think>")
     '<think>\n'
     >>> first_opening("Here is my reasoning:\n<end>")
     'Here is my reasoning:\n'
     """
-    first = MARKER.search(after_header)
-    if first is None:
-        return after_header if after_header.strip() else ""
-    return _words_or_marker(after_header, first)
+    first_marker = MARKER.search(after_header)
+    if first_marker is not None:
+        return _words_or_marker(after_header, first_marker)
+    return after_header if after_header.strip() else ""
 
 
 def closing_marker(between: str, opening: str) -> str:
@@ -116,10 +136,10 @@ def closing_marker(between: str, opening: str) -> str:
     return between if first_marker is None else _words_or_marker(between, first_marker)
 
 
-def _words_or_marker(text: str, first: re.Match[str]) -> str:
-    r"""Return the words before the first marker of `text`, or else the marker itself.
+def _words_or_marker(text: str, first_marker: re.Match[str]) -> str:
+    r"""Return the words before the first marker of `text`, or the marker if no words precede it.
 
-    The marker is returned with the white space before and after it.
+    The marker is returned with the white space around the marker.
 
     >>> text = "I am done.\n<b>"
     >>> _words_or_marker(text, MARKER.search(text))
@@ -129,22 +149,22 @@ def _words_or_marker(text: str, first: re.Match[str]) -> str:
     '\n<a>\n'
 
     Args:
-        text: The text.
-        first: The match of the first marker in `text`.
+        text: A text that contains a marker.
+        first_marker: The match of the first marker in `text`.
     """
-    words = text[: first.start()]
-    if words.strip():
-        return words
-    text_after_whitespace = text[first.end() :].lstrip()
-    return text.removesuffix(text_after_whitespace)
+    before_marker = text[: first_marker.start()]
+    if before_marker.strip():
+        return before_marker  # These are the words.
+    after_whitespace = text[first_marker.end() :].lstrip()
+    return text.removesuffix(after_whitespace)
 
 
 def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last marker of `opening`, if a model may write this marker alone.
+    """Return the last marker of `opening`, if this marker alone also shows that reasoning starts.
 
-    The result is a tuple with this marker. The tuple is empty if `opening` does not end with a
-    marker, has only one marker, or ends with a marker that also occurs in other markup of the
-    format.
+    A model may omit the other markers. The result is a tuple with the last marker. The tuple is
+    empty if `opening` does not end with a marker, has only one marker, or ends with a marker that
+    also occurs in other markup of the format.
 
     >>> last_marker_alone("<|message|><|thinking|>", "<|end|>")
     ('<|thinking|>',)
@@ -160,6 +180,9 @@ def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     """Return the markers around content that follows reasoning, or None if there are no markers.
 
+    The closing marker of the result is "" if no marker after the content corresponds to the opening
+    marker.
+
     >>> content_wrapper("<answer>", "</answer><|im_end|>")
     Wrapper(open='<answer>', close='</answer>')
 
@@ -170,13 +193,16 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     opening = before_content.strip()
     if not opening:
         return None
-    first_marker = next(iter(markers(after_content)), "")
-    closing = first_marker if first_marker in closing_spellings(opening) else ""
+    markers_after = markers(after_content)
+    is_closed = bool(markers_after) and markers_after[0] in closing_spellings(opening)
+    closing = markers_after[0] if is_closed else ""
     return Wrapper(before_content.lstrip(), closing)
 
 
 def empty_pairs(text: str) -> list[MarkerPair]:
     """Return the markers of all empty blocks in `text`, such as `<think></think>`.
+
+    The instructions in a prompt often name the markers of reasoning in this way.
 
     >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
     [MarkerPair(opening='<think>', closing='</think>'),
@@ -194,23 +220,41 @@ def named_pair(literal: str) -> MarkerPair | None:
     """Find the two markers of reasoning in a string constant of the template.
 
     The constant must contain both markers, or it must consist of the closing marker alone. In the
-    second case, the opening marker is derived from the closing marker. Otherwise return None.
+    second case, the opening marker is derived from the closing marker. Return None if the constant
+    has neither form, or if the names of the markers do not refer to thinking.
 
     >>> named_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')
     >>> named_pair("</think>")
     MarkerPair(opening='<think>', closing='</think>')
     """
-    literal_markers = markers(literal)
-    for closing in filter(is_thinking_marker, literal_markers):
+    all_markers = markers(literal)
+    thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
+    for marker in thinking_markers:
         # For an opening marker, such as `<think>`, this list is empty.
-        possible_openings = [
-            opening for opening in opening_spellings(closing) if opening != closing
-        ]
+        possible_openings = [opening for opening in opening_spellings(marker) if opening != marker]
         for opening in possible_openings:
-            if opening in literal_markers:
-                return MarkerPair(opening, closing)
-        is_closing_alone = literal.strip() == closing
-        if possible_openings and is_closing_alone:
-            return MarkerPair(possible_openings[0], closing)
+            if opening in all_markers:
+                return MarkerPair(opening, closing=marker)
+        is_alone = literal.strip() == marker
+        if possible_openings and is_alone:
+            return MarkerPair(possible_openings[0], closing=marker)
     return None
+
+
+def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
+    r"""Declare that a pair of markers encloses reasoning, and another pair encloses the content.
+
+    The first of `other_pairs` encloses the content. The white space around the markers of reasoning
+    is unknown. So the result assumes that each of these markers is on a line of its own, as in most
+    templates.
+
+    >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
+    >>> markup = markup_of_pairs(thinking, [answer])
+    >>> markup.part.open, markup.part.close, markup.wrapper
+    ('<think>\n', '\n</think>\n\n', Wrapper(open='<answer>', close='</answer>'))
+    """
+    return ReasoningMarkup(
+        Reasoning(f"{reasoning.opening}\n", f"\n{reasoning.closing}\n\n"),
+        wrapper=Wrapper(*other_pairs[0]) if other_pairs else None,
+    )

@@ -62,15 +62,19 @@ class ReasoningFindings:
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Find a conversation whose reasoning the template renders, and the effects of the switches.
 
-    The effect of a thinking switch is the text that the switch adds to the generation prompt. The
-    result does not contain the markers of reasoning yet.
+    The effect of a thinking switch, such as `enable_thinking=False`, is the text that the switch
+    adds to the generation prompt. The result does not contain the markers of reasoning, because
+    later comparisons infer the markers.
 
     Mutates: `turn.prober.form`. The prober then writes the reasoning of a message into the field
     from which the template reads reasoning, for example into `reasoning_content`.
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
     """
     switches = _effects_of_switches(turn)
     rendered = _find_conversation(turn)
-    if rendered is None:
+    if rendered is None:  # The template renders no reasoning.
         return ReasoningFindings(switches=switches)
     turn.prober.form = replace(turn.prober.form, reasoning=rendered.place)
     return ReasoningFindings(
@@ -96,14 +100,16 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     """Try several conversations until the template renders the reasoning of one of them.
 
     The conversations differ in the kind of answer, in the setting of the thinking switches, and in
-    the place of the reasoning. Return None if the template renders no reasoning.
+    the place of the reasoning in the message, for example in a field or in a part of the content.
+    Return None if the template renders no reasoning.
     """
     prober = turn.prober
-    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]
+    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]] or [NO_SWITCHES]
     places = [ALL_REASONING_FIELDS, PARTS]
-    if any("blocks" in literal for literal in prober.template.literals):
+    mentions_blocks = any("blocks" in literal for literal in prober.template.literals)
+    if mentions_blocks:
         places.append(BLOCKS)
-    for answer, switches, place in product(_ANSWERS, settings or [NO_SWITCHES], places):
+    for answer, switches, place in product(_ANSWERS, settings, places):
         form = replace(prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
         text = turn.text_after_header(conversation, form)
@@ -113,9 +119,11 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
-    """Return whether `text` contains the reasoning of `answer` before the content and the calls.
+    """Return whether a template has rendered the reasoning of `answer`.
 
-    A text that prints parts of the message as JSON or as a Python dict is not accepted.
+    The reasoning must precede the content and the tool calls. The result is also False if `text`,
+    the rendered answer, contains a part of the message as JSON or as a Python dict, because the
+    template then does not expect the reasoning in this place of the message.
 
     >>> answer = AssistantMessage(CONTENT_TEXT, reasoning=REASONING_TEXT)
     >>> _is_rendered(answer, f"<think>{REASONING_TEXT}</think>{CONTENT_TEXT}")
@@ -126,43 +134,45 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     _, reasoning, after = text.partition(REASONING_TEXT)
     if not reasoning or _PRINTED_PART.search(text):
         return False
-    if answer.content and CONTENT_TEXT not in after:
-        return False
-    return not answer.calls or FIRST_TOOL in after
+    lacks_content = bool(answer.content) and CONTENT_TEXT not in after
+    lacks_call = bool(answer.calls) and FIRST_TOOL not in after
+    return not lacks_content and not lacks_call
 
 
 def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, ...]:
     """Return the message fields from which the template renders reasoning.
 
+    The conversation is rendered once for each field, with the reasoning in this field only.
     Example: ("reasoning_content",) for a template that contains `message.reasoning_content`.
     """
-    prober = turn.prober
-    form = prober.form
+    form = turn.prober.form
     if form.reasoning != ALL_REASONING_FIELDS:
-        return (form.reasoning,)
+        return (form.reasoning,)  # The reasoning must be a part of the content.
     rendered_fields = []
     for field_name in REASONING_FIELDS:
         form_with_field = replace(form, reasoning=field_name)
-        text = prober.render(conversation, form_with_field)
+        text = turn.prober.render(conversation, form_with_field)
         if text is not None and REASONING_TEXT in text:
             rendered_fields.append(field_name)
     return tuple(rendered_fields)
 
 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
-    """For each switch, return the text that the switch adds to the generation prompt.
+    """For each thinking switch, return the text that the switch adds to the generation prompt.
 
-    Settings without an effect are omitted. A setting of several switches is also omitted if some of
-    these switches alone have the same effect. Example: if the only effective switch is
-    `enable_thinking`, the result is {"enable_thinking=False": "<think></think>"}.
+    `turn.prompts` contains one prompt for each setting of the switches. Settings without an effect
+    are omitted. A setting of several switches is also omitted if some of these switches alone have
+    the same effect. Example: if the only effective switch is `enable_thinking`, the result is
+    {"enable_thinking=False": "<think></think>"}.
     """
     if not turn.prompts:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    reported: list[GenerationPrompt] = []
     # Settings with few switches come first, so that `reported` contains the smallest settings.
-    for prompt in sorted(effective, key=lambda prompt: len(prompt.switches.variables)):
+    effective.sort(key=lambda prompt: len(prompt.switches.variables))
+    reported: list[GenerationPrompt] = []
+    for prompt in effective:
         if not any(_explains(smaller, prompt) for smaller in reported):
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}

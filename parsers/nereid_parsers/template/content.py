@@ -54,18 +54,22 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     """Find the markers around the content of an answer, and the markers that end the turn.
 
     Example: the rendered answer "<answer>CONTENT</answer><|im_end|>" shows the wrapper `<answer>`,
-    `</answer>` and the end marker `<|im_end|>`. The report shows this comparison as C1. It compares
-    a conversation without an answer and the same conversation with an answer.
+    `</answer>` and the end marker `<|im_end|>`.
+
+    The report shows a comparison with the label C1: a conversation without an answer, and the same
+    conversation with an answer.
 
     Args:
-        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
+        turn: The text around the model's answers in the renderings. `turn.prober` renders the
+            conversations, and records the comparison for the report.
         reasoning: The findings about reasoning. If the rendered answer shows no wrapper, the
             wrapper of these findings is used.
     """
     conversation = Conversation(AssistantMessage(CONTENT_TEXT))
-    text = turn.text_after_header(conversation) or ""
-    before, content, after = text.partition(CONTENT_TEXT)
-    if not content:  # The template does not render the answer.
+    answer = turn.text_after_header(conversation) or ""
+    before, content, after = answer.partition(CONTENT_TEXT)
+    is_rendered = bool(content)
+    if not is_rendered:
         return ContentFindings(reasoning.wrapper)
     opening = strip_reasoning_markers(before, reasoning.part).lstrip()
     closing = _wrapper_close(after, opening.strip(), turn) if opening else ""
@@ -87,8 +91,12 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
 
     Such a template also writes the markers if the content is empty. Example: a message without
     content is rendered as "<say></say><call>..", and a message with content is rendered as
-    "<say>CONTENT</say><call>..". So `<say>` and `</say>` are the markers. The report shows this
-    comparison as C2.
+    "<say>CONTENT</say><call>..". So `<say>` and `</say>` are the markers.
+
+    Args:
+        turn: The text around the model's answers in the renderings. `turn.prober` renders the
+            conversations, and records the comparison with the label C2 for the report.
+        reasoning: The reasoning part of the format. Its markers are not content markers.
 
     Returns:
         The markers, or None if there are no such markers.
@@ -103,7 +111,8 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
     if not closing or MARKER.fullmatch(opening) is None:
         return None
     empty_content = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
-    if not re.match(empty_content, text_without_content):
+    encloses_empty_content = re.match(empty_content, text_without_content) is not None
+    if not encloses_empty_content:
         return None
     finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
     turn.prober.record(
@@ -121,7 +130,7 @@ def _text_without_reasoning(
 ) -> str:
     """Render an answer, and remove the markers of empty reasoning (`<think></think>`).
 
-    Return "" if the template refuses the conversation. Example: the answer
+    Return "" if the template fails to render the conversation. Example: the answer
     "<think></think><call>.." gives "<call>..".
     """
     return strip_reasoning_markers(turn.text_after_header(conversation) or "", reasoning)
@@ -129,6 +138,8 @@ def _text_without_reasoning(
 
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     r"""Remove the markers of reasoning from the start of `text`.
+
+    Some templates write these markers even if a message has no reasoning.
 
     >>> strip_reasoning_markers("<think></think>\n\nHello", Reasoning("<think>", "</think>\n\n"))
     'Hello'
@@ -139,10 +150,10 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
     while True:  # Each pass removes one marker.
         stripped = text.lstrip()
-        marker = next((marker for marker in reasoning_markers if stripped.startswith(marker)), None)
-        if marker is None:
+        found_markers = [marker for marker in reasoning_markers if stripped.startswith(marker)]
+        if not found_markers:
             return text
-        text = stripped.removeprefix(marker).removeprefix(space_after_close)
+        text = stripped.removeprefix(found_markers[0]).removeprefix(space_after_close)
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
@@ -155,40 +166,42 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
         `<|eom|><|eot|>`          `<|eot|>`                 two markers: ["<|eom|>", "<|eot|>"]
         `<|out|>turn<|of|>`       `<|out|>turn<|of|>`       markers with a word between them:
                                                             ["<|out|>turn<|of|>"]
+
+    The result is [] if no marker follows the content.
     """
-    text = after.lstrip()
+    after_content = after.lstrip()
     after_user_message = turn.trailing_text.lstrip()
-    first, second = first_two(leading_markers(text))
-    if first in ("", EOS_TOKEN):
+    first, second = first_two(leading_markers(after_content))  # A missing marker is "".
+    if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
     # If the second marker (`<|eot|>`) also ends a user's message, this marker ends the turn. If
     # not, this marker may open the next turn.
-    is_second_marker = second not in ("", first)
+    is_another_marker = second not in ("", first)
     ends_user_message = second == leading_marker(after_user_message)
     opens_next_turn = second in turn.header
-    if is_second_marker and ends_user_message and not opens_next_turn:
+    if is_another_marker and ends_user_message and not opens_next_turn:
         return [first, second]
-    with_words = _end_markers_with_words(text, after_user_message, turn.header)
+    with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
     return with_words if with_words else [first]
 
 
-def _end_markers_with_words(text: str, after_user_message: str, header: str) -> list[str]:
+def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
     """Find the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
 
-    The first item of the result is the text at the start of `text` that consists of markers and
-    words. A user's message must end with the same text, and the text must not contain the header of
-    the model's next turn. Otherwise the result is []. If one more marker follows this text both in
-    `text` and in `after_user_message`, this marker is the second item.
+    The first item of the result is the text at the start of `after_content` that consists of
+    markers and words. The result is [] if a user's message does not end with the same text, or if
+    the text contains the header of the model's next turn. If one more marker follows the text in
+    both messages, this marker is the second item.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
 
     Args:
-        text: The text after the content of an answer.
+        after_content: The text after the content of an answer.
         after_user_message: The text after a user's message.
-        header: The header of the model's turn.
+        header: The text that opens the model's turn.
     """
-    match = _MARKERS_AND_WORDS.match(text)
+    match = _MARKERS_AND_WORDS.match(after_content)
     if match is None or not after_user_message.startswith(match.group()):
         return []
     turn_end = match.group()  # `<|out|>turn<|of|>`
@@ -196,20 +209,22 @@ def _end_markers_with_words(text: str, after_user_message: str, header: str) -> 
     contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
     if contains_next_header:
         return []
-    next_match = MARKER.match(text, match.end())
+    next_match = MARKER.match(after_content, match.end())
     if next_match is None:
         return [turn_end]
     next_marker = next_match.group()  # `<|over|>`
     ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    is_other_markup = next_marker in (EOS_TOKEN, *markers(header))
-    return [turn_end, next_marker] if ends_user_message and not is_other_markup else [turn_end]
+    opens_next_turn = next_marker in markers(header)
+    if not ends_user_message or opens_next_turn or next_marker == EOS_TOKEN:
+        return [turn_end]
+    return [turn_end, next_marker]
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     r"""Return the marker that closes the content, or "" if there is no such marker.
 
-    The first marker in `after` closes the content, unless this marker ends the whole turn. The
-    white space before the marker is a part of the result. Examples for the opening marker
+    The first marker after the content closes the content, unless this marker ends the whole turn.
+    The white space before the marker is a part of the result. Examples for the opening marker
     `<answer>`, if every message ends with `<|im_end|>`:
 
         "\n</answer><|im_end|>"   "\n</answer>"
@@ -218,7 +233,8 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     Args:
         after: The text after the content.
         opening: The marker before the content.
-        turn: The model's turn. `turn.trailing_text` is the text after a user's message.
+        turn: The text around the model's answers. `turn.trailing_text` is the text after a user's
+            message.
     """
     # If several markers open the content, as in `<|open|>answer<|sep|>`, several markers also close
     # the content.

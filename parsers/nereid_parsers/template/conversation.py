@@ -179,7 +179,9 @@ class InputForm:
     reasoning: str = ALL_REASONING_FIELDS
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Return the conversation as the variable `messages` of the template.
+        """Return the messages of a conversation, in the form that the template expects.
+
+        The result is the value of the variable `messages` when the template is rendered.
 
         >>> InputForm().messages(Conversation(AssistantMessage("Hello.")))
         [{'role': 'user', 'content': 'Quokka asks for something.'},
@@ -189,29 +191,33 @@ class InputForm:
         if conversation.switches.system:
             messages.append(self._text_message("system", conversation.switches.system))
         messages.append(self._text_message("user", USER_TEXT))
-        num_calls = 0
+        first_call_number = 0  # the number of the first tool call in the answer
         if conversation.after_tool_result:
-            messages += self._call_with_result()
-            num_calls = 1
+            messages += self._call_with_result()  # This tool call has the number 0.
+            first_call_number = 1
         if conversation.answer is not None:
-            messages.append(self._assistant_message(conversation.answer, num_calls))
+            messages.append(self._assistant_message(conversation.answer, first_call_number))
         if conversation.user_replies:
             messages.append(self._text_message("user", _REPLY_TEXT))
         return messages
 
     def _call_with_result(self) -> list[dict[str, Any]]:
-        """Return two messages: a tool call with the number 0, and the result of this call.
+        """Return two messages: the assistant calls a tool, and the tool returns a result.
+
+        Tool calls are numbered, because some templates render the number. This call has the
+        number 0.
 
         >>> [message["role"] for message in InputForm()._call_with_result()]
         ['assistant', 'tool']
         """
+        call = self._assistant_message(AssistantMessage(calls=ONE_CALL), first_number=0)
         result = {
             "role": "tool",
             "tool_call_id": self.call_id(FIRST_TOOL, 0),
             "name": FIRST_TOOL,
             "content": RESULT_TEXT,
         }
-        return [self._assistant_message(AssistantMessage(calls=ONE_CALL), 0), result]
+        return [call, result]
 
     def call_id(self, name: str, number: int) -> str:
         """Return the id of a tool call. The calls of a conversation are numbered from 0.
@@ -231,7 +237,10 @@ class InputForm:
         return {"role": role, "content": content}
 
     def _assistant_message(self, answer: AssistantMessage, first_number: int) -> dict[str, Any]:
-        """Return an assistant message whose first tool call has the number `first_number`.
+        """Return an assistant message in the form that the template expects.
+
+        The tool calls of a conversation are numbered. The first tool call of this message has the
+        number `first_number`.
 
         >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
         {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}
@@ -250,7 +259,9 @@ class InputForm:
         return message
 
     def _message_without_calls(self, answer: AssistantMessage) -> dict[str, Any]:
-        """Return an assistant message that has the content and the reasoning in separate fields.
+        """Return an assistant message with its content and reasoning, but without tool calls.
+
+        The content and the reasoning are in separate fields of the message.
 
         >>> InputForm(empty_content="null")._message_without_calls(AssistantMessage())
         {'role': 'assistant', 'content': None}
@@ -261,8 +272,9 @@ class InputForm:
             message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
         if answer.reasoning:
             is_in_all_fields = self.reasoning == ALL_REASONING_FIELDS
-            fields = REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
-            message |= dict.fromkeys(fields, answer.reasoning)
+            field_names = REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
+            for field_name in field_names:
+                message[field_name] = answer.reasoning
         return message
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
@@ -293,7 +305,9 @@ def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
 
 
 def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
-    """Return an assistant message whose content is {"blocks": [thoughts, tool calls, response]}.
+    """Return an assistant message whose content is a list of blocks.
+
+    A few templates expect this form. The blocks contain the reasoning, the tool calls and the text.
 
     >>> _message_of_blocks(AssistantMessage("Hi.", "Hm."))
     {'role': 'assistant', 'content': {'blocks': [{'type': 'thoughts', 'text': 'Hm.'},

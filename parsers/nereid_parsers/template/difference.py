@@ -134,7 +134,7 @@ def common_suffix(text: str, other: str, split: Split = tokens) -> str:
 
 
 def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
-    """Return the tokens with which both sequences start.
+    """Return the longest list of tokens with which both sequences start.
 
     >>> _common_start(["<a>", "one"], ["<a>", "two"])
     ['<a>']
@@ -148,7 +148,9 @@ def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
 
 
 def difference(left: str, right: str, split: Split = tokens) -> Difference:
-    """Split two texts where they differ, but do not split a token.
+    """Split two texts into a common prefix, the parts that differ, and a common suffix.
+
+    The texts are split only between tokens, so no marker or word is divided.
 
     >>> difference("<a>yes</a>", "<a>no</a>")
     Difference(prefix='<a>', left='yes', right='no', suffix='</a>')
@@ -156,7 +158,7 @@ def difference(left: str, right: str, split: Split = tokens) -> Difference:
     Args:
         left: The first text.
         right: The second text.
-        split: Splits a text into tokens.
+        split: A function that splits a text into tokens.
     """
     prefix = common_prefix(left, right, split)
     left_rest = left.removeprefix(prefix)
@@ -198,7 +200,9 @@ def markers(text: str) -> list[str]:
 
 
 def leading_markers(text: str) -> list[str]:
-    r"""Return the markers at the start of `text`. White space may separate the markers.
+    r"""Return the markers at the start of `text`, up to the first word.
+
+    A marker is a piece of markup such as `<think>`. White space may separate the markers.
 
     >>> leading_markers("<|eom|>\n<|start|>user<|message|>")
     ['<|eom|>', '<|start|>']
@@ -249,8 +253,9 @@ def trailing_marker(text: str) -> str:
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
     """Infer the markup of a list from the texts around its two items.
 
-    The common prefix of `between` and `after` is the text after each item. The common suffix of
-    `before` and the rest of `between` is the text before each item.
+    The items are, for example, two tool calls. The markup is the text around each item, between the
+    items, and around the whole list. The common prefix of `between` and `after` is the text after
+    each item. The common suffix of `before` and the rest of `between` is the text before each item.
 
     >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
     ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',
@@ -276,6 +281,8 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
 def closing_spellings(marker: str) -> list[str]:
     """Return the possible closing markers of an opening marker: `</think>` for `<think>`.
 
+    The result contains several markers if the form of the opening marker allows several spellings.
+
     >>> closing_spellings("<think>")
     ['</think>']
     >>> closing_spellings("<|START_THINKING|>")
@@ -289,7 +296,9 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Apply each rule whose pattern matches the whole marker, and return the results.
+    r"""Rewrite a marker with each rule that matches the whole marker. Return the new markers.
+
+    The rules derive a closing marker from an opening marker, or the reverse.
 
     >>> _apply_rules([(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")], "<think>")
     ['</think>']
@@ -298,15 +307,19 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
         rules: Pairs of a regular expression and a replacement.
         marker: The marker.
     """
-    matches = ((re.fullmatch(regex, marker), replacement) for regex, replacement in rules)
-    return [match.expand(replacement) for match, replacement in matches if match is not None]
+    new_markers = []
+    for regex, replacement in rules:
+        match = re.fullmatch(regex, marker)
+        if match is not None:
+            new_markers.append(match.expand(replacement))
+    return new_markers
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Find the text that closes a block, if the opening text contains several markers and words.
+    """Return the text that closes a block, if several markers and words open the block.
 
-    The opening text and the closing text differ only in their first marker. The result is "" if
-    `text` does not start with such a closing text.
+    In such a block, the opening text and the closing text differ only in their first marker. Return
+    "" if only one marker opens the block, or if `text` does not start with a closing text.
 
     >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -315,13 +328,14 @@ def compound_closing(text: str, opening: str) -> str:
         text: The text after the block.
         opening: The markers and words that open the block.
     """
-    opening_markers = markers(opening)
-    if len(opening_markers) < 2 or not opening.startswith(opening_markers[0]):
+    first, second = first_two(markers(opening))  # `<|open|>` and `<|sep|>`
+    has_several_markers = bool(second)
+    if not has_several_markers or not opening.startswith(first):
         return ""
-    shared_end = opening.removeprefix(opening_markers[0])  # `think<|sep|>`
-    before_shared_end, shared, _ = text.partition(shared_end)  # `<|close|>`
-    if not shared:
+    shared_end = opening.removeprefix(first)  # `think<|sep|>`
+    if shared_end not in text:
         return ""
+    before_shared_end, _, _ = text.partition(shared_end)  # `<|close|>`
     # In a closing text, only one marker precedes `shared_end`. If a longer text precedes
     # `shared_end`, then `shared_end` belongs to a later part of the message.
     is_closing_text = len(before_shared_end) <= len(opening)
@@ -330,6 +344,8 @@ def compound_closing(text: str, opening: str) -> str:
 
 def opening_spellings(marker: str) -> list[str]:
     """Return the possible opening markers of a closing marker: `<think>` for `</think>`.
+
+    The result contains several markers if the form of the closing marker allows several spellings.
 
     >>> opening_spellings("</think>")
     ['<think>']

@@ -46,11 +46,20 @@ _ANSWERED = (
 
 
 def compare_generation_prompt(prober: Prober) -> ModelTurn:
-    r"""Compare a conversation without and with the generation prompt, and return a `ModelTurn`.
+    r"""Find the header of the model's turn, which is the text that opens an assistant message.
 
-    The generation prompt adds text that opens the model's turn. Example: the generation prompt adds
-    "<|im_start|>assistant\n<think>\n", but messages without reasoning contain only
-    "<|im_start|>assistant\n". So the header is "<|im_start|>assistant\n".
+    Later comparisons need the header to find the model's answer in a rendered conversation.
+
+    Example: the generation prompt adds "<|im_start|>assistant\n<think>\n" to a conversation, but
+    messages without reasoning contain only "<|im_start|>assistant\n". So the header is
+    "<|im_start|>assistant\n".
+
+    Args:
+        prober: Renders the conversations, and records the comparison with the label G for the
+            report.
+
+    Returns:
+        The header, the generation prompts, and the text after the user's message.
     """
     rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [text for _, text in rendered_prompts])
@@ -58,7 +67,7 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
         GenerationPrompt(switches, text, prompt_after_header(text, header))
         for switches, text in rendered_prompts
     )
-    continuation = prompts[0].after_header if prompts else ""
+    continuation = prompts[0].after_header if prompts else ""  # such as "<think>\n"
     finding = f"The turn opens with {header!r}."
     if continuation:
         finding += f" The prompt continues with {continuation!r}."
@@ -74,10 +83,14 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
-    """Render the generation prompt once for each setting of the thinking switches.
+    """Render a question with the generation prompt, once for each setting of thinking switches.
 
-    Return each setting with its prompt. Settings with which the template raises an error are
-    omitted.
+    A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
+    text at the end of a prompt that opens the model's answer.
+
+    Returns:
+        Pairs of a setting and the whole rendered text. Settings with which the template raises an
+        error are omitted.
     """
     prompts = []
     for switches in prober.thinking_switches():
@@ -88,7 +101,7 @@ def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
 
 
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
-    r"""Return the header of the model's turn.
+    r"""Return the header of the model's turn, which is the text that opens an assistant message.
 
     The first candidate is the text that the generation prompt adds. Each step then removes a part
     that does not belong to the header:
@@ -154,22 +167,24 @@ def _header_in_prompt(added: str, renderings: Sequence[str]) -> str:
         renderings: Other renderings of the model's turn. A rendering that contains no prefix of
             `added` is ignored.
     """
-    shared = [_longest_shared_prefix(added, rendering) for rendering in renderings]
-    return min((prefix for prefix in shared if prefix), key=len, default=added)
+    prefixes = [_longest_shared_prefix(added, rendering) for rendering in renderings]
+    found_prefixes = [prefix for prefix in prefixes if prefix]
+    # Each prefix starts where `added` starts, so all renderings contain the shortest one.
+    return min(found_prefixes, key=len, default=added)
 
 
 def _longest_shared_prefix(added: str, rendering: str) -> str:
     r"""Return the longest prefix of `added` that occurs anywhere in `rendering`.
 
-    The prefix does not split a token. White space alone does not count as a prefix. The result is
-    "" if no prefix occurs.
+    The prefix ends between two tokens (markers, words or single characters). White space alone does
+    not count as a prefix. The result is "" if no prefix occurs.
 
     >>> _longest_shared_prefix("<|assistant|>\n<think>\n", "\n<|assistant|>\nHello")
     '<|assistant|>\n'
     """
-    pieces = tokens(added)
-    for num_tokens in range(len(pieces), 0, -1):  # The longest prefix comes first.
-        prefix = "".join(pieces[:num_tokens])
+    added_tokens = tokens(added)
+    for num_tokens in range(len(added_tokens), 0, -1):  # The longest prefix comes first.
+        prefix = "".join(added_tokens[:num_tokens])
         if prefix.strip() and prefix in rendering:
             return prefix
     return ""
@@ -186,9 +201,11 @@ def _shortest_common_prefix(text: str, renderings: Sequence[str]) -> str:
 
 
 def _drop_empty_block(header: str) -> str:
-    """Remove an empty block of reasoning from the end of `header`.
+    """Remove an empty block of reasoning, such as `<think></think>`, from the end of `header`.
 
-    If all prompts and answers contain an empty block, the block seems to belong to the header.
+    The header is the text that opens the model's turn. It was found by comparing answers. If a
+    template writes an empty block before every answer, `header` also contains this block, although
+    the block belongs to the answer.
 
     >>> _drop_empty_block("<|assistant|><think></think>")
     '<|assistant|>'
@@ -196,74 +213,95 @@ def _drop_empty_block(header: str) -> str:
     header_markers = list(MARKER.finditer(header))
     if len(header_markers) < 2:
         return header
-    opening, closing = header_markers[-2:]
+    *_, opening, closing = header_markers  # the last two markers
     is_pair = closing.group() in closing_spellings(opening.group())
     text_inside = header[opening.end() : closing.start()].strip()
     text_after = header[closing.end() :].strip()
-    is_empty_block_at_end = is_pair and not text_inside and not text_after
-    return header[: opening.start()] if is_empty_block_at_end else header
+    ends_with_empty_block = is_pair and not text_inside and not text_after
+    return header[: opening.start()] if ends_with_empty_block else header
 
 
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
-    """Remove the opening marker of reasoning from the end of `header`.
+    """Remove the opening marker of reasoning, such as `<think>`, from the end of `header`.
 
-    If all prompts and answers contain the marker, the marker seems to belong to the header. But if
-    the closing marker directly follows the header in an answer, the opening marker starts an empty
-    block of reasoning.
+    The header is the text that opens the model's turn. It was found by comparing answers. If every
+    answer contains the marker, `header` also contains the marker, although the marker belongs to
+    the answer. The marker is removed if its closing marker directly follows the header in an
+    answer, because the two markers then enclose empty reasoning.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
+
+    Args:
+        header: The header.
+        answers: The rendered answers, each with the header.
     """
     opening = trailing_marker(header)
     if not opening:
         return header
-    closings = tuple(closing_spellings(opening))
+    possible_closings = tuple(closing_spellings(opening))
     for answer in answers:
         _, _, after_header = answer.partition(header.strip())
-        is_closed_at_once = after_header.lstrip().startswith(closings)
+        is_closed_at_once = after_header.lstrip().startswith(possible_closings)
         if CONTENT_TEXT in answer and is_closed_at_once:
             return header[: header.rfind(opening)]
     return header
 
 
 def _user_header(without_prompt: str) -> str:
-    r"""Return the header of the user's message, or "" if no header is found.
+    r"""Return the text that opens the user's message, or "" if this text is not found.
 
-    The header is the text from the marker before the word "user" to the user's question.
+    The result is the text from the last marker before the role "user" to the user's question.
 
     >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
     '<|start|>user\n'
+
+    Args:
+        without_prompt: The user's question, rendered without the generation prompt.
     """
     all_before_question, _, _ = without_prompt.rpartition(USER_TEXT)
     before_question = all_before_question[-_MAX_USER_HEADER:]
-    user_words = list(_USER_WORD.finditer(before_question))
-    if not user_words:
+    roles = list(_USER_WORD.finditer(before_question))
+    if not roles:
         return ""
-    role_start = user_words[-1].start()
+    role_start = roles[-1].start()
     marker_starts = [marker.start() for marker in MARKER.finditer(before_question)]
+    # A marker may also contain the role, as in `<|user|>`. This marker starts before the role.
     starts_before_role = [start for start in marker_starts if start <= role_start]
-    return before_question[starts_before_role[-1] :] if starts_before_role else ""
+    if not starts_before_role:
+        return ""
+    header_start = starts_before_role[-1]
+    return before_question[header_start:]
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
     r"""Shorten `header` to the part that corresponds to the header of a user message.
 
-    The two headers are equal, except for the role ("user" or "assistant"). If every prompt and
-    every answer continues with `<think>`, this marker seems to belong to the model's header. The
-    user's header shows where the model's header really ends.
+    A header is the text that opens a message. The two headers are equal, except for the role
+    ("user" or "assistant"). If every prompt and every answer continues with `<think>`, this marker
+    seems to belong to the model's header. The user's header shows where the model's header really
+    ends.
 
     >>> _drop_text_after_role("<|start|>assistant\n<think>\n", "<|start|>user\n")
     '<|start|>assistant\n'
     """
     if not user_header:
         return header
-    # `<|start|>user\n` becomes the regex `<\|start\|>\w+\n`. The capturing group of `_WORDS` keeps
-    # the words in the result of `split`.
-    pieces = _WORDS.split(user_header)
-    regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
-    header_matches = list(re.finditer("".join(regexes), header))
-    if not header_matches:
+    matches = list(re.finditer(_regex_for_any_role(user_header), header))
+    if not matches:
         return header
     # Earlier matches may be headers of other messages. The last match is the model's header.
-    return header[: header_matches[-1].end()]
+    return header[: matches[-1].end()]
+
+
+def _regex_for_any_role(user_header: str) -> str:
+    r"""Return a regular expression that matches the header of a user, but with any role.
+
+    >>> _regex_for_any_role("<|start|>user:")
+    '<\\|start\\|>\\w+:'
+    """
+    # The capturing group of `_WORDS` keeps the words in the result of `split`.
+    pieces = _WORDS.split(user_header)
+    regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
+    return "".join(regexes)

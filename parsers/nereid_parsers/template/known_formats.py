@@ -119,12 +119,12 @@ def find_quarantined(source: str) -> QuarantineEntry | None:
 
 
 def add_family_variants(section: ToolSection) -> ToolSection:
-    """Add the variants that the registry declares for the model family of `section`.
+    """Return a copy of a tool section that also accepts the spellings of related models.
 
-    A template renders one variant of a tool call, but models also write other variants. The
-    registry declares these variants. A registered section belongs to the family of `section` if
-    the two sections have the same markers, and their first tool calls have the same markers and
-    keys.
+    A tool section declares how a model writes tool calls. A template renders one variant of a tool
+    call, but models also write other variants, which the registry of formats declares. A registered
+    section belongs to the family of `section` if the two sections have the same markers, and their
+    first tool calls have the same markers and keys.
 
     Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
     family sometimes omit `<tool_call>`, so the result has a second variant that starts with
@@ -137,11 +137,12 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     families = [family for family in _registered_sections() if _is_same_family(family, section)]
     calls = [_accept_family_keys(first, families), *others]
     known_markup = {_markup_of(call) for call in calls}
-    for family in families:
-        for variant in _other_variants(family, first):
-            if _markup_of(variant) not in known_markup:
-                known_markup.add(_markup_of(variant))
-                calls.append(variant)
+    variants = chain.from_iterable(_other_variants(family, first) for family in families)
+    for variant in variants:
+        markup = _markup_of(variant)
+        if markup not in known_markup:
+            known_markup.add(markup)
+            calls.append(variant)
     return replace(
         section,
         calls=tuple(calls),
@@ -150,18 +151,21 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     )
 
 
-def _other_variants(family: ToolSection, first: Call) -> Iterator[Call]:
+def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """Yield the variants of a tool call that a model family declares, except the first variant.
+
+    The body of a tool call declares the text between the markers. If a variant and the first
+    variant of the family have equal bodies, the yielded variant has the body of `inferred_call`,
+    because `inferred_call` shows how this template writes the body.
 
     Args:
         family: A registered section with the markers of the inferred section.
-        first: The tool call that was inferred. If a variant and the first variant of the family
-            differ only in their markers, the yielded variant has the body of `first`.
+        inferred_call: The tool call that was inferred from the template.
     """
     first_of_family, *others = family.calls
     for variant in others:
-        differs_in_markers_only = variant.body == first_of_family.body
-        yield replace(variant, body=first.body) if differs_in_markers_only else variant
+        has_same_body = variant.body == first_of_family.body
+        yield replace(variant, body=inferred_call.body) if has_same_body else variant
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -198,7 +202,9 @@ class _Markup(NamedTuple):
 
 
 def _markup_of(call: Call) -> _Markup:
-    """Return the markers and the keys of a tool call. White space around the markers is removed.
+    """Return the markers and the keys of a tool call, so that two tool calls can be compared.
+
+    White space around the markers is removed.
 
     >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
     >>> markup.open, markup.close, markup.around_arguments
@@ -227,7 +233,7 @@ def _keys_of(call: Call) -> Keys | None:
 
 
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
-    """Return a copy of `call` that also accepts the JSON keys of the given model families.
+    """Return a copy of a tool call that also accepts the JSON keys of the given model families.
 
     Example: if a family also writes the arguments under the key "parameters", the result accepts
     this key (`Keys.also`). The result also accepts the keys that the families ignore
@@ -280,8 +286,9 @@ def markers_of_phrases(text: str) -> list[str]:
 def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
     """Find the registered tool section whose markers are all in `known_markers`.
 
-    If there are several such sections, return the section with the most markers. Return None if
-    there is no such section, or if two sections tie for the most markers.
+    A tool section declares how a model writes tool calls. This function recognises the section if
+    the template renders no tool calls. If several sections match, the section with the most markers
+    is returned. Return None if no section matches, or if two sections tie for the most markers.
 
     Example: the markers `<|tool_call_start|>` and `<|tool_call_end|>` belong to one section, which
     contains Python calls.
@@ -289,15 +296,18 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
     Args:
         known_markers: The markers in a template's text or in a model's vocabulary.
     """
-    known = set(known_markers)
-    num_markers: dict[ToolSection, int] = {}  # Only sections whose markers are all known.
+    num_markers_by_section: dict[ToolSection, int] = {}
     for section in _registered_sections():
         section_markers = _markers_of(section)
-        if section_markers and section_markers <= known:
-            num_markers[section] = len(section_markers)
-    most_markers = max(num_markers.values(), default=0)
-    best = [section for section, number in num_markers.items() if number == most_markers]
-    return best[0] if len(best) == 1 else None
+        if section_markers and section_markers.issubset(known_markers):
+            num_markers_by_section[section] = len(section_markers)
+    max_markers = max(num_markers_by_section.values(), default=0)
+    best_sections = [
+        section
+        for section, num_markers in num_markers_by_section.items()
+        if num_markers == max_markers
+    ]
+    return best_sections[0] if len(best_sections) == 1 else None
 
 
 def _markers_of(section: ToolSection) -> set[str]:

@@ -71,7 +71,7 @@ class ModelTurn:
         prober: Renders the conversations.
         header: The text that opens the model's turn: `"<|im_start|>assistant\n"`.
         prompts: The generation prompts, one for each setting of the thinking switches. Settings
-            that the template refuses are omitted. The first prompt is the default.
+            that the template fails to render are omitted. The first prompt is the default.
         end_markers: The markers that end a turn: `("<|im_end|>",)`. Empty until `compare_content`
             has found the markers.
         trailing_text: The text after the user's question, if no answer follows: `"<|im_end|>\n"`.
@@ -86,23 +86,30 @@ class ModelTurn:
     def text_after_header(
         self, conversation: Conversation, form: InputForm | None = None
     ) -> str | None:
-        r"""Render a conversation, and return the text after the header of the model's turn.
+        r"""Render a conversation, and return the text after the header of the model's answer.
 
-        Return None if the template refuses to render the conversation. Example: the rendering
-        "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello<|im_end|>\n". For the arguments
-        see `Prober.render`.
+        The header is the text that opens an answer. Example: the rendering
+        "... <|im_start|>assistant\nHello<|im_end|>\n" has the header "<|im_start|>assistant\n" and
+        gives "Hello<|im_end|>\n".
+
+        Args:
+            conversation: The conversation.
+            form: The form of the messages, see `Prober.render`.
+
+        Returns:
+            The text, or None if the template fails to render the conversation.
         """
         text = self.prober.render(conversation, form)
         if text is None:
             return None
-        has_result = conversation.after_tool_result and RESULT_TEXT in text
-        last_input = RESULT_TEXT if has_result else USER_TEXT
-        after_input = text_after_last(text, last_input)
-        header = _header_in(after_input, self.header)
+        follows_tool_result = conversation.after_tool_result and RESULT_TEXT in text
+        text_before_answer = RESULT_TEXT if follows_tool_result else USER_TEXT
+        rest = text_after_last(text, text_before_answer)
+        header = _header_in(rest, self.header)
         if not header:
             # Without a header, the answer starts after the markup that ends the user's message.
-            return after_input.removeprefix(common_prefix(after_input, self.trailing_text))
-        _, _, after_header = after_input.partition(header)
+            return rest.removeprefix(common_prefix(rest, self.trailing_text))
+        _, _, after_header = rest.partition(header)
         return after_header
 
     def generated_text(self, conversation: Conversation) -> str | None:
@@ -136,10 +143,10 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Find `header` in `text`, and return the header.
+    r"""Return `header` in the spelling that occurs in `text`: with or without surrounding space.
 
-    If `text` contains the header without the white space around it, return the header without this
-    white space. Return "" if `text` does not contain the header.
+    Some templates remove the white space around a header in some messages. Return "" if `text` does
+    not contain the header.
 
     >>> _header_in("<|im_start|>assistant <think>", "<|im_start|>assistant\n")
     '<|im_start|>assistant'
@@ -156,12 +163,12 @@ def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
     >>> _strip_suffixes("Hello\n<e1>\n<e2>\n", ("<e1>", "<e2>"))
     'Hello\n'
     """
-    while True:
+    while True:  # Each pass removes one suffix.
         stripped = text.rstrip()
-        suffix = next((suffix for suffix in suffixes if stripped.endswith(suffix)), "")
-        if not suffix:
+        found_suffixes = [suffix for suffix in suffixes if suffix and stripped.endswith(suffix)]
+        if not found_suffixes:
             return text
-        text = stripped.removesuffix(suffix)
+        text = stripped.removesuffix(found_suffixes[0])
 
 
 def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
@@ -170,37 +177,41 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
     >>> _strip_prefixes("<end>\n<start>assistant", ("<end>",))
     '<start>assistant'
     """
-    while True:
-        prefix = next((prefix for prefix in prefixes if text.startswith(prefix)), "")
-        if not prefix:
+    while True:  # Each pass removes one prefix.
+        found_prefixes = [prefix for prefix in prefixes if prefix and text.startswith(prefix)]
+        if not found_prefixes:
             return text
-        text = text.removeprefix(prefix).lstrip()
+        text = text.removeprefix(found_prefixes[0]).lstrip()
 
 
 # ---- turns after a tool's result ----------------------------------------------------------------
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header, if the model itself must write the header after a tool's result.
+    """Return the header of an answer, if the model writes the header itself after a tool's result.
 
-    Usually the generation prompt contains the header of the model's turn, so that the model does
-    not write the header. Some templates omit the header from a prompt that ends with a tool's
-    result, but render the header in the answer. The model must then write the header. Return "" if
-    the model does not write the header.
+    Usually the prompt ends with the header, such as `<|assistant|>`, so that the model does not
+    write the header. Some templates omit the header from a prompt that ends with a tool's result,
+    but render the header in the answer. The model then writes the header, and the parser must
+    remove the header from the output.
 
     Example: the prompt ends with "RESULT</result>", and the rendered answer is
     "RESULT</result><|assistant|>CONTENT". The result is `<|assistant|>`.
 
     Args:
         turn: The header of the model's turn, and the prober that renders the conversations.
+
+    Returns:
+        The header, or "" if the model does not write the header.
     """
     header = turn.header.strip()
     prompt_end = _prompt_after_result(turn.prober)
     if not markers(header) or prompt_end is None:
         return ""
     is_in_prompt = header in prompt_end
-    is_written_by_model = not is_in_prompt and _has_header_after_result(turn.prober, header)
-    return header if is_written_by_model else ""
+    if is_in_prompt or not _has_header_after_result(turn.prober, header):
+        return ""
+    return header
 
 
 def _has_header_after_result(prober: Prober, header: str) -> bool:
@@ -215,26 +226,30 @@ def _has_header_after_result(prober: Prober, header: str) -> bool:
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
     r"""Return the texts that can open the model's turn at the end of a prompt.
 
-    The first text is the header. Some templates write another marker instead of the header after a
-    tool's result. That marker is the second text. The result is empty if the header has no marker,
-    or if no text opens the turn after a tool's result.
+    The first text is the header, which opens the turn after a question. Some templates write
+    another marker instead of the header after a tool's result. That marker is the second text.
 
     Example: after a question, a prompt ends with "<|im_start|>assistant\n". After a tool's result,
     a prompt ends with "</result><|answer|>". The texts are "<|im_start|>assistant" and
     "<|answer|>".
 
     Args:
-        turn: The header and the end markers of the model's turn, and the prober.
+        turn: The header and the end markers of the model's turn, and the prober that renders the
+            conversations.
         reasoning_markers: The markers of reasoning. At the end of a prompt, these markers belong to
             the answer.
+
+    Returns:
+        The texts. The tuple is empty if the header has no marker, or if no text opens the turn
+        after a tool's result.
     """
     header = _strip_prefixes(turn.header.strip(), turn.end_markers)
     if not markers(header):
         return ()
-    after_result = _prompt_after_result(turn.prober)
-    if after_result is None or header in after_result:
+    end_of_prompt = _prompt_after_result(turn.prober)
+    if end_of_prompt is None or header in end_of_prompt:
         return (header,)
-    other_marker = _marker_after_result(after_result, reasoning_markers)
+    other_marker = _marker_after_result(end_of_prompt, reasoning_markers)
     return (header, other_marker) if other_marker else ()
 
 

@@ -65,7 +65,7 @@ class Prober:
         kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary, if known.
         form: The form in which the template expects conversations.
-        refusals: For each refused conversation, the error message of the template.
+        refusals: For each conversation that failed to render, the error message.
         comparisons: The comparisons so far, for the report.
         undecided: Sentences that state what could not be inferred, and the reasons.
     """
@@ -85,25 +85,47 @@ class Prober:
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
     def render(self, conversation: Conversation, form: InputForm | None = None) -> str | None:
-        """Return the rendered conversation, or None if the template refuses to render it.
+        """Render a conversation with the template and return the text.
 
-        The numbers and ids of tool calls are replaced by COUNTER_MARK and ID_MARK. The result is
-        cached.
+        Placeholders (COUNTER_MARK and ID_MARK) replace the numbers and ids of tool calls, so that
+        only meaningful differences remain between two renderings. The result is cached.
 
         Args:
             conversation: The conversation.
             form: The form of the messages. None means the attribute `form`.
+
+        Returns:
+            The text, or None if the template raises an error for this conversation.
         """
-        form = form or self.form
-        key = (conversation, form)
+        used_form = form or self.form
+        key = (conversation, used_form)
         if key not in self._cache:
-            self._cache[key] = self._render(conversation, form)
+            self._cache[key] = self._render(conversation, used_form)
         return self._cache[key]
 
     def _render(self, conversation: Conversation, form: InputForm) -> str | None:
-        """Render a conversation in the given form, without using the cache."""
+        """Render a conversation without using the cache. Return None if the template fails.
+
+        If the template fails because a variable is undefined, the method sets the variable to ""
+        and renders again.
+
+        Mutates: `_filled`, the variables that the method has set, and `refusals`, the error
+        messages of the template.
+        """
+        try:
+            text = self.template.render(self._variables(conversation, form))
+        except RenderRefused as refusal:
+            reason = str(refusal)
+            if self._fill_undefined_variable(reason):
+                return self._render(conversation, form)  # The variable is now defined.
+            self.refusals[conversation] = reason
+            return None
+        return _mask_call_ids(text, form)
+
+    def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
+        """Return the variables with which the template renders a conversation."""
         has_tools = conversation.tools or form.always_tools
-        variables = {
+        return {
             "messages": form.messages(conversation),
             # The template gets a copy, because a template may change the list.
             "tools": copy.deepcopy(TOOLS) if has_tools else None,
@@ -115,21 +137,14 @@ class Prober:
             **self.kwargs,
             **dict(conversation.switches.variables),
         }
-        try:
-            text = self.template.render(variables)
-        except RenderRefused as refusal:
-            reason = str(refusal)
-            if self._fill_undefined_variable(reason):
-                return self._render(conversation, form)  # The variable is now defined.
-            self.refusals[conversation] = reason
-            return None
-        return _mask_call_ids(text, form)
 
     def _fill_undefined_variable(self, refusal: str) -> bool:
         """If a rendering failed because a variable is undefined, set this variable to "".
 
-        Some templates read variables that only the model's own code sets. Example: if the error
-        message is "UndefinedError: 'today' is undefined", the variable `today` is set.
+        Some templates read variables that only the model's own code sets. Example: if `refusal`,
+        the error message, is "UndefinedError: 'today' is undefined", the variable `today` is set.
+
+        Mutates: `_filled`, the variables that this method has set.
 
         Returns:
             Whether a variable was set. If True, the template can be rendered again.
@@ -146,13 +161,15 @@ class Prober:
     def record(
         self, name: str, changed: str, left: Conversation, right: Conversation, finding: str
     ) -> None:
-        """Add a comparison of two rendered conversations to the report.
+        """Render two conversations, and add their comparison to the list `comparisons`.
+
+        The report shows the comparison, so that a user can check the conclusion of the analysis.
 
         Args:
             name: The label of the comparison, such as "R1 reasoning presence".
             changed: What differs between `left` and `right`.
-            left: The first conversation. It is shown as "" if the template refuses it.
-            right: The second conversation. It is also shown as "" if the template refuses it.
+            left: The first conversation. The report shows "" if its rendering fails.
+            right: The second conversation.
             finding: What the analysis concludes from the difference.
         """
         left_text = unmask_call_ids(self.render(left) or "")
@@ -184,11 +201,11 @@ class Prober:
         return None
 
     def find_call_form(self) -> InputForm | None:
-        """Return the first form in which the template renders a whole tool call.
+        """Return the first form of messages in which the template renders a whole tool call.
 
-        The method tries variants of the attribute `form`. In some variants, the arguments of a tool
-        call are an object. In other variants, they are a JSON string. Return None if there is no
-        such form.
+        Templates expect tool calls in different forms. For example, the arguments of a tool call
+        are an object or a JSON string. The method tries variants of the attribute `form`, and
+        returns None if the template renders a whole tool call in none of them.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -200,17 +217,18 @@ class Prober:
     def _text_of_answer(self, conversation: Conversation, form: InputForm) -> str:
         """Render a conversation with tools, and return only the text of the answer.
 
-        Some templates list the tools at the end of the conversation. This list is removed from the
-        text. Example: "QUESTION ANSWER <tools>..</tools>" gives " ANSWER ". Return "" if the
-        template refuses the conversation.
+        Some templates list the tools at the end of the conversation. To remove this list, the
+        method also renders the conversation without an answer. Example:
+        "QUESTION ANSWER <tools>..</tools>" gives " ANSWER ". Return "" if the template fails to
+        render the conversation.
         """
         text = self.render(conversation, form)
         if text is None:
             return ""
         text_without_answer = self.render(Conversation(tools=True), form) or ""
         answer_and_tools = text_after_last(text, USER_TEXT)
-        tools = text_after_last(text_without_answer, USER_TEXT)
-        return drop_common_suffix(answer_and_tools, tools)
+        tools_at_end = text_after_last(text_without_answer, USER_TEXT)
+        return drop_common_suffix(answer_and_tools, tools_at_end)
 
     # ---- the thinking switches -------------------------------------------------------------------
 
@@ -221,8 +239,9 @@ class Prober:
         in the system message. The first setting sets no switch. Example: if a template reads
         `enable_thinking`, the next settings are enable_thinking=True and enable_thinking=False.
         """
-        switch_names = sorted(filter(is_thinking_switch, self.template.names))[:_MAX_SWITCH_NAMES]
-        names = [name for name in switch_names if name not in self.kwargs]
+        all_names = sorted(name for name in self.template.names if is_thinking_switch(name))
+        # The variables in `kwargs` have a fixed value.
+        names = [name for name in all_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
         settings = [NO_SWITCHES]
         if len(names) > 1:
             # Some templates render reasoning only if several switches are on.
@@ -231,23 +250,23 @@ class Prober:
             settings += [all_on, all_off]
         for name in names:
             settings += [Switches(((name, value),)) for value in self._switch_values(name)]
-        source_text = "\n".join(self.template.literals)
-        settings += [Switches(system=word) for word in _SYSTEM_SWITCHES if word in source_text]
+        template_text = "\n".join(self.template.literals)
+        settings += [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values to try for a thinking switch.
+        """Return the values that the analysis tries for a template variable that switches thinking.
 
-        If the template compares the switch with constants, these constants are the first values.
+        If the template compares the variable with constants, these constants are the first values.
         Example: `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].
         """
         constants = self.template.compared.get(name, ())
-        compared = [value for value in constants if isinstance(value, str | int)]
+        compared_values = [value for value in constants if isinstance(value, str | int)]
         is_effort = "effort" in name or "mode" in name
-        usual_values: tuple[Any, ...] = tuple(_EFFORTS) if is_effort else (True, False)
+        usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
         # The keys are the `repr` of the values, because True and 1 would be the same key.
-        distinct = {repr(value): value for value in (*compared, *usual_values)}
-        return list(distinct.values())[:_MAX_SWITCH_VALUES]
+        value_by_repr = {repr(value): value for value in (*compared_values, *usual_values)}
+        return list(value_by_repr.values())[:_MAX_SWITCH_VALUES]
 
 
 def is_thinking_switch(name: str) -> bool:
@@ -279,11 +298,12 @@ def unmask_call_ids(text: str) -> str:
 
 
 def _shows_call(text: str) -> bool:
-    r"""Return whether `text` contains the whole probe call: the name and both arguments.
+    r"""Return whether a rendered text contains the whole tool call: the name and both arguments.
 
-    The result is False if the arguments are printed as a Python dict, or as JSON inside a JSON
-    string. The template then expects arguments in another form. The result is also False if "None"
-    precedes the tool call. The template then expects empty content in another form.
+    The result shows whether the template accepts the form of the messages. It is False if the
+    arguments are printed as a Python dict, or as JSON inside a JSON string, because the template
+    then expects arguments in another form. It is also False if "None" precedes the tool call,
+    because the template then expects empty content in another form.
 
     >>> arguments = '"zqKeyOne": "zqValueOne", "zqKeyTwo": "zqValueTwo"'
     >>> _shows_call(f"zqFirstTool{{{arguments}}}"), _shows_call(f"None zqFirstTool{{{arguments}}}")
@@ -296,4 +316,5 @@ def _shows_call(text: str) -> bool:
     is_json_in_string = f'\\"{FIRST_KEY}' in text
     if is_python_dict or is_json_in_string:
         return False
-    return all(word in arguments for word in (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE))
+    words_of_arguments = (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
+    return all(word in arguments for word in words_of_arguments)

@@ -93,12 +93,14 @@ def find_tools(
 ) -> ToolFindings:
     """Infer how the template writes tool calls, by comparing renderings of conversations.
 
-    The prober records each pair of compared renderings for the report, with the labels T1 to T8.
+    Example: if two rendered tool calls are `<call>{"name": "f", ..}</call>` and
+    `<call>{"name": "g", ..}</call>`, a tool call is a JSON object between `<call>` and `</call>`.
 
     Args:
-        turn: The model's turn in the renderings. `turn.prober` renders the conversations.
+        turn: The text around the model's answers. `turn.prober` renders the conversations, and
+            records the comparisons with the labels T1 to T8 for the report.
         reasoning: The reasoning part of the format.
-        wrapper: The wrapper of content.
+        wrapper: The markers around the content, or None.
     """
     undecided = turn.prober.undecided
     renderer = CallRenderer(turn, reasoning, wrapper)
@@ -107,22 +109,22 @@ def find_tools(
         return ToolFindings(part=recognise_unrendered_calls(renderer))
     two_calls = compare_two_calls(renderer)
     texts = _render_calls(renderer, one_call, two_calls)
-    compare_changed_calls(turn.prober)
-    before_call = compare_content_before_call(turn)
+    compare_changed_calls(turn.prober)  # Only the report needs these comparisons.
+    content_before_call = compare_content_before_call(turn)
     findings = ToolFindings(
         is_parallel=bool(two_calls),
-        with_content=before_call.is_rendered,
-        inner_headers=before_call.inner_headers,
+        with_content=content_before_call.is_rendered,
+        inner_headers=content_before_call.inner_headers,
     )
-    calls = infer_call_format(mask_call_numbers(texts), undecided)
-    if calls is None:
+    call_format = infer_call_format(mask_call_numbers(texts), undecided)
+    if call_format is None:
         return findings
-    after_calls = _split_text_after_calls(calls.markup)
-    section = _tool_section(calls, after_calls.section_close, undecided)
+    after_calls = _split_text_after_calls(call_format.markup)
+    section = _tool_section(call_format, after_calls.section_close, undecided)
     return replace(
         findings,
         part=None if section is None else add_family_variants(section),
-        form=calls.form,
+        form=call_format.form,
         end_markers=tuple(marker for marker in after_calls.turn_ends if marker != EOS_TOKEN),
     )
 
@@ -146,15 +148,16 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 def compare_call_presence(renderer: CallRenderer) -> str:
     """Render one tool call and return its text, or "" if the template does not render tool calls.
 
-    Also record the comparison T1. It compares a message that has content with a message that has a
-    tool call.
+    Also record a comparison for the report, with the label T1: a message with content, and a
+    message with a tool call.
     """
     text = renderer.text_of_calls(*ONE_CALL)
-    # The name, the key and the value occur in no template, so they come from the probe call.
+    # The name, the key and the value occur in no template, so they come from the rendered call.
     is_rendered = all(word in text for word in (FIRST_TOOL, FIRST_KEY, FIRST_VALUE))
-    finding = "The template does not render the call."
     if is_rendered:
         finding = f"The call is written as {unmask_call_ids(text)!r}."
+    else:
+        finding = "The template does not render the call."
     renderer.turn.prober.record(
         "T1 call presence",
         "The message has a call instead of content.",
@@ -168,9 +171,9 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 def compare_two_calls(renderer: CallRenderer) -> str:
     """Render two tool calls and return their text, or "" if a message can have only one tool call.
 
-    Also record the comparison T2. It compares a message that has one tool call with a message that
-    has two tool calls. If the template raises an error for the second tool call, the finding
-    contains the error message.
+    Also record a comparison for the report, with the label T2: a message with one tool call, and a
+    message with two tool calls. If the template raises an error for the second tool call, the
+    report contains the error message.
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)
@@ -205,11 +208,15 @@ class ContentBeforeCall(NamedTuple):
 
 
 def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
-    """Find out whether a message can have both content and a tool call (T8 in the report).
+    """Find out whether the template renders a message that has both content and a tool call.
 
     Some templates write the content and the tool call as two turns. Example: in
     "CONTENT<|end|><|start|>assistant<call>..", the model itself writes the marker `<|end|>` and the
     header `<|start|>assistant`. These two texts are the `inner_headers` of the result.
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the conversations, and
+            records the comparison with the label T8 for the report.
     """
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text = turn.text_after_header(with_content) or ""
@@ -236,6 +243,8 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
     """Return the header between content and a tool call, and the end marker before the header.
 
+    The texts exist only if the template writes the content and the tool call as two turns.
+
     >>> _headers_between("<|end|><|start|>assistant<call>", "<|start|>assistant")
     ('<|start|>assistant', '<|end|>')
 
@@ -251,22 +260,24 @@ def _headers_between(between: str, header: str) -> tuple[str, ...]:
 
 
 def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
-    """Search the registry for the tool section of a template that renders no tool calls.
+    """Find the declaration of the tool calls, if the template itself renders no tool calls.
 
-    The template must offer the tools. Append a sentence about the result to the list `undecided` of
-    the prober.
+    The registry of formats declares how known models write tool calls. Such a declaration (a tool
+    section) is found by its markers, which occur in the template or in the vocabulary.
+
+    Mutates: `undecided` of the prober. A sentence about the result is appended for the report.
 
     Returns:
-        The section, or None if the template does not offer the tools, renders a part of a tool
-        call, or contains the markers of no registered section.
+        The section, or None if the template does not offer the tools to the model, renders a part
+        of a tool call, or contains the markers of no registered section.
     """
     prober = renderer.turn.prober
     prompt = prober.render(Conversation(generation_prompt=True, tools=True)) or ""
     offers_tools = FIRST_TOOL in prompt
     if not offers_tools:
         return None
-    section = None
     is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
+    section = None
     if not is_partly_rendered:
         section = recognise_tool_section(_possible_call_markers(prober))
     if section is None:
@@ -301,8 +312,12 @@ def _possible_call_markers(prober: Prober) -> set[str]:
 def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | None:
     """Return the format of rendered tool calls, or None if no reader recognises their form.
 
-    Each reader in `READERS` recognises one form of tool calls, for example JSON. The result of the
-    first reader that recognises the form is returned.
+    Each reader in `READERS` is a function that recognises one form of tool calls, for example JSON.
+    The result of the first reader that recognises the form is returned.
+
+    Args:
+        texts: The rendered tool calls.
+        undecided: The sentences that the report shows as "Not decided".
 
     Mutates: `undecided`. A sentence is appended for each reader that infers an invalid format.
     Another sentence is appended if no reader recognises the form.
@@ -326,9 +341,12 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
 
 
 def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSection | None:
-    """Declare a tool section that contains `calls`. Return None if the section is invalid.
+    """Declare the part of the format that contains tool calls, or return None if it is invalid.
 
-    `close` is the closing text of the section, without the markers that end the turn.
+    Args:
+        calls: The inferred format of the tool calls.
+        close: The text after all tool calls, without the markers that end the turn.
+        undecided: The sentences that the report shows as "Not decided".
 
     Mutates: `undecided`. The reason is appended if the section is invalid.
     """
@@ -357,11 +375,11 @@ class _TextAfterCalls(NamedTuple):
 
 
 def _split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
-    """Split the text after the tool calls at the end of the tool section.
+    """Split the text after the tool calls into the closing text and the markers that end the turn.
 
-    The text after the tool calls is `markup.close`. The part that closes the section has the same
-    number of markers as `markup.open`. If `markup.open` consists only of words, the closing part
-    has one marker.
+    The text after the tool calls is `markup.close`. The closing text has the same number of markers
+    as `markup.open`, the text before the tool calls. If `markup.open` consists only of words, the
+    closing text has one marker.
 
     >>> _split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     _TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
@@ -369,7 +387,8 @@ def _split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
     num_opening_markers = len(markers(markup.open))
     consists_of_words = num_opening_markers == 0 and bool(markup.open.strip())
     num_closing_markers = 1 if consists_of_words else num_opening_markers
-    turn_ends = list(MARKER.finditer(markup.close))[num_closing_markers:]
+    markers_after_calls = list(MARKER.finditer(markup.close))
+    turn_ends = markers_after_calls[num_closing_markers:]
     if not turn_ends:
         return _TextAfterCalls(markup.close, [])
     section_close = markup.close[: turn_ends[0].start()]

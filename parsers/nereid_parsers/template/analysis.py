@@ -96,7 +96,13 @@ def analyze_template(
     eos_token: str = "",
     **template_kwargs: Any,  # noqa: ANN401  # a template may read variables of any type
 ) -> TemplateAnalysis:
-    """Infer the format that a chat template implies.
+    """Infer how a model writes reasoning, content and tool calls, from its chat template.
+
+    The result contains a `Format`, with which the parser splits the output of the model. It also
+    contains the comparisons of rendered conversations that show this format.
+
+    Example: a template that renders `<think>REASONING</think>CONTENT` implies a format in which
+    `<think>` and `</think>` enclose reasoning.
 
     Args:
         jinja_source: The template.
@@ -120,7 +126,10 @@ def analyze_checkpoint_template(
     template_kwargs: Mapping[str, Any] | None = None,
     added_tokens: Collection[str] = (),
 ) -> TemplateAnalysis:
-    """Infer the format that a chat template and the added tokens of the tokenizer imply.
+    """Infer how a model writes reasoning, content and tool calls, as `analyze_template` does.
+
+    This function also uses the added tokens of the tokenizer. If the template renders no tool
+    calls, the added tokens can show the format of the tool calls.
 
     Args:
         jinja_source: The template.
@@ -128,11 +137,10 @@ def analyze_checkpoint_template(
         eos_token: The tokenizer's token for the end of a turn, if known.
         template_kwargs: Template variables that are set in every rendering.
         added_tokens: The tokens that were added to the tokenizer's vocabulary, such as
-            "<tool_call>". If the template renders no tool calls, the tokens can show the format of
-            the tool calls.
+            "<tool_call>".
     """
     template = CompiledTemplate(jinja_source, Budget())
-    prober = Prober(
+    prober = Prober(  # It renders test conversations with the template.
         template,
         bos=bos_token or BOS_TOKEN,
         eos=eos_token or EOS_TOKEN,
@@ -143,49 +151,55 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
-    has_calls = _set_form(prober)
+    has_calls = _choose_message_form(prober)
     turn = compare_generation_prompt(prober)
-    entry = find_quarantined(jinja_source)
-    return _infer(turn) if entry is None else _recognise(turn, entry, has_calls=has_calls)
+    known_format = find_quarantined(jinja_source)
+    if known_format is None:
+        return _infer(turn)
+    return _use_known_format(turn, known_format, has_calls=has_calls)
 
 
-def _set_form(prober: Prober) -> bool:
-    """Find the form of messages that the template accepts, and store the form in `prober.form`.
+def _choose_message_form(prober: Prober) -> bool:
+    """Find a form of messages that the template can render, and store the form in `prober.form`.
 
-    In this form, the template renders content and tool calls. If the template never renders tool
-    calls, the form is one in which the template renders content.
+    Templates expect the same message in different forms. For example, content is a string or a list
+    of parts. The chosen form is one in which the template renders content and tool calls. If the
+    template never renders tool calls, the template renders only content in the chosen form.
 
-    If the template never renders content, append the reason to `prober.undecided`.
+    Mutates: `prober.form`, and `prober.undecided` if the template never renders content.
 
     Returns:
         Whether the template renders tool calls.
     """
     content_form = prober.find_content_form()
     if content_form is None:
-        why = next(iter(prober.refusals.values()), "the rendering does not contain the content")
+        error_messages = list(prober.refusals.values())
+        why = error_messages[0] if error_messages else "the rendering does not contain the content"
         prober.undecided.append(f"The template does not render plain content: {why}")
     else:
         prober.form = content_form
     call_form = prober.find_call_form()  # This form is a variant of `prober.form`.
-    if call_form is not None:
-        prober.form = call_form
-    return call_form is not None
+    if call_form is None:
+        return False
+    prober.form = call_form
+    return True
 
 
-def _recognise(turn: ModelTurn, entry: QuarantineEntry, *, has_calls: bool) -> TemplateAnalysis:
+def _use_known_format(
+    turn: ModelTurn, known_format: QuarantineEntry, *, has_calls: bool
+) -> TemplateAnalysis:
     """Return the analysis of a template whose format is declared in known_formats.py.
 
-    The report shows the comparisons, although the format is not inferred from these comparisons.
+    The report shows comparisons of rendered conversations, although the format is not inferred from
+    these comparisons.
 
     Args:
         turn: The model's turn in the renderings. `turn.prober` renders the conversations.
-        entry: The declaration of the format.
+        known_format: The declaration of the format.
         has_calls: Whether the template renders tool calls.
     """
-    fmt = entry.make_format()
-    prober = turn.prober
-    prober.undecided.append(
-        f"The format was recognised, not inferred ({entry.model}). {entry.reason}"
+    turn.prober.undecided.append(
+        f"The format was recognised, not inferred ({known_format.model}). {known_format.reason}"
     )
     reasoning = find_rendered_reasoning(turn)
     renderer = CallRenderer(turn)
@@ -194,20 +208,32 @@ def _recognise(turn: ModelTurn, entry: QuarantineEntry, *, has_calls: bool) -> T
     tools = ToolFindings(form="recognised" if has_calls else NO_CALLS, is_parallel=bool(two_calls))
     content = compare_content(turn, ReasoningFindings())
     turn = replace(turn, end_markers=content.end_markers)
-    if isinstance(fmt.layout, Messages):
-        # `turn.end_markers` contains all markers that end the turn. The layout already declares
-        # some of these markers, so `Format.ends` contains only the other markers.
-        message_ends = fmt.layout.ends
-        turn_ends = tuple(end for end in turn.end_markers if end not in message_ends)
-        fmt = replace(fmt, ends=turn_ends)
-    return _result(turn, fmt, reasoning, tools, parse_renderings(fmt, turn, reasoning, tools))
+    fmt = _with_turn_ends(known_format.make_format(), turn.end_markers)
+    proofs = parse_renderings(fmt, turn, reasoning, tools)
+    return _result(turn, fmt, reasoning, tools, proofs)
+
+
+def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
+    """Return a copy of a known format that declares the markers that end the model's turn.
+
+    A layout of messages already declares some of these markers, so only the other markers are
+    added. A format with another layout is returned unchanged.
+    """
+    if not isinstance(fmt.layout, Messages):
+        return fmt
+    message_ends = fmt.layout.ends
+    return replace(fmt, ends=tuple(end for end in end_markers if end not in message_ends))
 
 
 def _infer(turn: ModelTurn) -> TemplateAnalysis:
-    """Infer the format from all comparisons, and check the format by parsing renderings.
+    """Infer the format of a model's output from rendered conversations, and check the format.
 
-    If a tool call is parsed wrongly, the result contains no format of tool calls. The parser then
-    returns tool calls as content.
+    To check the format, the parser parses rendered messages. If a tool call is parsed wrongly, the
+    result contains no format of tool calls, and the parser then returns tool calls as content.
+
+    Args:
+        turn: The text around the model's answers in the renderings. `turn.prober` renders the
+            conversations. It also stores the comparisons and the open questions for the report.
     """
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
@@ -225,31 +251,39 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
         tools = ToolFindings(inner_headers=tools.inner_headers)
         fmt = _make_format(turn, reasoning, wrapper, tools)
         proofs = parse_renderings(fmt, turn, reasoning, tools)
-    turn.prober.undecided += [
+    turn.prober.undecided += [_wrong_parts(proof) for proof in proofs if proof.differs]
+    return _result(turn, fmt, reasoning, tools, proofs)
+
+
+def _wrong_parts(proof: Proof) -> str:
+    """Return a text for the report that names the wrongly parsed parts of a message."""
+    return (
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
         f"The template renders the message as {proof.text!r}."
-        for proof in proofs
-        if proof.differs
-    ]
-    return _result(turn, fmt, reasoning, tools, proofs)
+    )
 
 
 def _make_format(
     turn: ModelTurn, reasoning: ReasoningFindings, wrapper: Wrapper | None, tools: ToolFindings
 ) -> Format:
-    """Return a `Format` that consists of the inferred parts.
+    """Combine the inferred parts into a `Format`, with which the parser reads a model's output.
 
-    If the parts contradict each other, return the format for plain content, and append the reason
-    to the list `undecided` of the prober.
+    If the parts contradict each other, return the format for plain content.
+
+    Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
+
+    Args:
+        turn: The text around the model's answers in the renderings.
+        reasoning: The findings about reasoning, such as its markers.
+        wrapper: The markers around the content, or None.
+        tools: The findings about tool calls.
     """
-    # The parser removes end markers from the text. It must also remove headers inside a message, so
-    # these headers are declared as end markers.
-    inner_headers = tools.inner_headers or reasoning.inner_headers
-    headers = (*inner_headers, header_after_result(turn))
-    ends = [end for end in (*turn.end_markers, *tools.end_markers, *headers) if end]
-    sources = (Source("inferred from the chat template"),)
-    distinct_ends = tuple(dict.fromkeys(ends))
-    plain = Format("plain", Sections(), ends=distinct_ends, sources=sources)
+    plain = Format(
+        "plain",
+        Sections(),
+        ends=_ends_of_format(turn, reasoning, tools),
+        sources=(Source("inferred from the chat template"),),
+    )
     part = reasoning.part
     reasoning_markers = (*part.opens, *part.closes) if part is not None else ()
     openings = turn_markers(turn, [marker.strip() for marker in reasoning_markers])
@@ -261,6 +295,20 @@ def _make_format(
         return plain
 
 
+def _ends_of_format(
+    turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
+) -> tuple[str, ...]:
+    """Return the texts that the parser removes from the output because they end a turn.
+
+    The result also contains headers that the model itself writes inside its output, because the
+    parser must also remove these headers.
+    """
+    inner_headers = tools.inner_headers or reasoning.inner_headers
+    headers = (*inner_headers, header_after_result(turn))
+    ends = [end for end in (*turn.end_markers, *tools.end_markers, *headers) if end]
+    return tuple(dict.fromkeys(ends))  # without duplicates
+
+
 def _result(
     turn: ModelTurn,
     fmt: Format,
@@ -268,7 +316,15 @@ def _result(
     tools: ToolFindings,
     proofs: list[Proof],
 ) -> TemplateAnalysis:
-    """Combine all findings into a `TemplateAnalysis`."""
+    """Return the result of the whole analysis, which the report shows to the user.
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` has recorded the comparisons.
+        fmt: The format of the model's output.
+        reasoning: The findings about reasoning.
+        tools: The findings about tool calls.
+        proofs: The rendered messages that were parsed to check the format.
+    """
     prober = turn.prober
     supports = Supports(
         content=True,

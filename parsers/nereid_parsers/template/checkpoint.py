@@ -66,6 +66,9 @@ class CheckpointText:
 def read_checkpoint(path: str | Path) -> CheckpointText:
     """Read the chat template and the special tokens from a checkpoint or from a template file.
 
+    These texts show the format in which the model writes its output. A template file contains only
+    the chat template.
+
     The chat template is read from chat_template.jinja, or else from chat_template.json, or else
     from tokenizer_config.json. The order is the same as in transformers. If a file contains several
     named templates, the template "tool_use" is used, or else the template "default".
@@ -82,8 +85,8 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
             "Check the path."
         )
     config = _read_json(path / "tokenizer_config.json")
-    chat_template = _read_json(path / "chat_template.json")  # This is {} if no file exists.
-    templates_in_json = chat_template.get("chat_template", config.get("chat_template"))
+    template_file = _read_json(path / "chat_template.json")  # This is {} if no file exists.
+    templates_in_json = template_file.get("chat_template", config.get("chat_template"))
     response_template = config.get("response_template")
     return CheckpointText(
         template=_select_template(_read_jinja_templates(path) or templates_in_json),
@@ -108,10 +111,11 @@ def _read_jinja_templates(path: Path) -> dict[str, str]:
 
 
 def _select_template(templates: object) -> str | None:
-    """Select the template for requests with tools. Return None if there is no template.
+    """Return the source of the chat template for requests with tools, or None.
 
-    If there are several templates, `templates` is a dict of names and sources. Some files contain a
-    list instead of a dict.
+    The value `templates` comes from the files of a checkpoint. It is the source of the only
+    template, a dict of names and sources, or a list of objects with a name and a source. The
+    template with the name "tool_use" is preferred, then "default", then the first template.
 
     >>> _select_template({"default": "source of one", "tool_use": "source of another"})
     'source of another'
@@ -120,17 +124,16 @@ def _select_template(templates: object) -> str | None:
     """
     if isinstance(templates, str):
         return templates  # The checkpoint has only one template.
-    by_name: dict[object, object] = {}
+    source_by_name: dict[object, object] = {}
     if isinstance(templates, dict):
-        by_name = templates
+        source_by_name = templates
     elif isinstance(templates, list):
         entries = [entry for entry in templates if isinstance(entry, dict)]
-        by_name = {entry.get("name"): entry.get("template") for entry in entries}
-    first_name = next(iter(by_name), None)
-    for name in ("tool_use", "default", first_name):
-        if name in by_name:
-            template = by_name[name]
-            return template if isinstance(template, str) else None
+        source_by_name = {entry.get("name"): entry.get("template") for entry in entries}
+    for name in ("tool_use", "default", *source_by_name):
+        if name in source_by_name:
+            source = source_by_name[name]
+            return source if isinstance(source, str) else None
     return None
 
 
@@ -146,18 +149,21 @@ def _token_text(value: object) -> str:
 
 
 def _added_tokens(config: dict[str, Any], path: Path) -> frozenset[str]:
-    """Return the tokens that were added to the vocabulary of the checkpoint's tokenizer.
+    """Return the texts of the tokens that were added to the vocabulary of the tokenizer.
+
+    Example: {"added_tokens_decoder": {"7": {"content": "<tool_call>"}}} gives {"<tool_call>"}.
 
     Args:
         config: The content of tokenizer_config.json. It may contain the added tokens.
-        path: The folder of the checkpoint. Its tokenizer.json is read if `config` has no tokens.
+        path: The folder of the checkpoint. The file tokenizer.json in this folder is read if
+            `config` does not contain the added tokens.
     """
     token_by_id = config.get("added_tokens_decoder")
     if isinstance(token_by_id, dict):
         tokens = list(token_by_id.values())
     else:
         tokens = _read_json(path / "tokenizer.json").get("added_tokens") or []
-    return frozenset(map(_token_text, tokens))
+    return frozenset(_token_text(token) for token in tokens)
 
 
 def _read_text(path: Path) -> str:
@@ -198,7 +204,7 @@ def format_for_checkpoint(
     name: str | None = None,
     chat_template: str | None = None,
 ) -> ChosenFormat:
-    """Choose the format of a checkpoint. Return the format and the reason for the choice.
+    """Choose the format with which the parser reads the output of a checkpoint's model.
 
     The first available source determines the format: the names that the user chose, the
     checkpoint's response_template, or its chat template. If no source is available, the format is
@@ -207,11 +213,15 @@ def format_for_checkpoint(
 
     Args:
         path: The folder of the checkpoint, or a file that contains only the chat template.
-        reasoning: A name of the registry. The reasoning part of that format is used.
-        tools: A name of the registry. The tool section of that format is used. If only one of
-            `reasoning` and `tools` is given, the other sources determine the other part.
-        name: A name of the registry. The whole format is used.
+        reasoning: The name of a registered format, such as "qwen3". The reasoning part of that
+            format is used.
+        tools: The name of a registered format. The tool section of that format is used. If only
+            one of `reasoning` and `tools` is given, the other sources determine the other part.
+        name: The name of a registered format. The whole format is used.
         chat_template: The source of a chat template. It replaces the checkpoint's chat template.
+
+    Returns:
+        The format, and the reason for the choice.
 
     Raises:
         FormatError: A name is unknown, or the path is neither a checkpoint nor a template.
@@ -232,50 +242,54 @@ def format_for_checkpoint(
 
 
 def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Replace the reasoning or the tools of `file_format` with the part that the user chose.
+    """Replace one part of `file_format`, the reasoning or the tools, with the user's choice.
 
     Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
-    `file_format`. If the layout of one of the formats is `Messages`, the two formats cannot be
-    combined, and the chosen format is returned.
+    `file_format`. Only formats whose layout is `Sections` can be combined. For other formats, the
+    result is the whole chosen format.
 
     Args:
         file_format: The format that the files of the checkpoint declare or imply.
-        reasoning: The name of the chosen reasoning part, or None.
-        tools: The name of the chosen tool section, or None. Exactly one of the names is given.
+        reasoning: The name of the registered format whose reasoning part is used, or None.
+        tools: The name of the registered format whose tool section is used, or None. Exactly one of
+            the two names is given.
     """
     chosen = get_format(reasoning=reasoning, tools=tools)
-    inferred = file_format.format
-    why = f"The user chose the format {reasoning or tools!r}."
-    if not isinstance(chosen.layout, Sections) or not isinstance(inferred.layout, Sections):
-        why += " It is used completely, because formats of this kind cannot be combined."
-        return ChosenFormat(chosen, "chosen", why)
+    from_files = file_format.format
+    why_chosen = f"The user chose the format {reasoning or tools!r}."
+    if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
+        why_whole = "It is used completely, because formats of this kind cannot be combined."
+        return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
     if reasoning is not None:
         reasoning_part = chosen.layout.reasoning
     else:
         # The registry may declare reasoning for the chosen tools (`ToolEntry.reasoning`). This
         # declaration is used if the checkpoint's files show no reasoning.
-        reasoning_part = inferred.layout.reasoning or chosen.layout.reasoning
-    fmt = Format(
-        f"{chosen.name}+{inferred.name}",
-        Sections(
-            reasoning=reasoning_part,
-            content=chosen.layout.content or inferred.layout.content,
-            tools=chosen.layout.tools or inferred.layout.tools,
-        ),
-        ends=(*chosen.ends, *inferred.ends),
-        turn=inferred.turn,
-        sources=(*chosen.sources, *inferred.sources),
+        reasoning_part = from_files.layout.reasoning or chosen.layout.reasoning
+    layout = Sections(
+        reasoning=reasoning_part,
+        content=chosen.layout.content or from_files.layout.content,
+        tools=chosen.layout.tools or from_files.layout.tools,
     )
-    why += f" The source of the other parts: {file_format.why}"
-    return ChosenFormat(fmt, "chosen", why, file_format.analysis)
+    combined = Format(
+        f"{chosen.name}+{from_files.name}",
+        layout,
+        ends=(*chosen.ends, *from_files.ends),
+        turn=from_files.turn,
+        sources=(*chosen.sources, *from_files.sources),
+    )
+    why = f"{why_chosen} The source of the other parts: {file_format.why}"
+    return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
     """Return the format that the checkpoint's files declare or imply, or else plain content.
 
-    The `why` of the result contains the reason for each source that could not be used.
+    The `response_template` declares the format, so it is used first. If it is missing or invalid,
+    the format is inferred from the chat template. The `why` of the result contains the reason for
+    each source that could not be used.
     """
-    problems: list[str] = []
+    problems: list[str] = []  # the reasons why sources cannot be used, as sentences
     if text.response_template is not None:
         try:
             fmt = format_of_response_template(text.response_template)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from nereid_parsers.template.checkpoint import format_for_checkpoint
+from nereid_parsers.template.page import report_page
 from nereid_parsers.template.report import (
     Paint,
     Report,
@@ -46,9 +47,18 @@ _COLOURS = {
 }
 _RESET = "\x1b[0m"
 
+# The exit statuses of the command.
+_PARSED_CORRECTLY = 0
+_PARSED_WRONGLY = 1
+_WRONG_ARGUMENTS = 2
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to `parser`, and store the function `run` as `options.run`."""
+    """Add the arguments of the command `template` to `parser`.
+
+    Mutates: `parser`. Its parsed options then have the attribute `run`, the function that runs the
+    command.
+    """
     parser.description = _DESCRIPTION
     parser.add_argument(
         "words",
@@ -72,33 +82,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status.
+    """Write the report on a template or a checkpoint, and return the exit status of the command.
 
-    The status is 0 if every sample was parsed correctly, 1 if a sample was parsed wrongly, and 2 if
-    the arguments are wrong.
+    The status is 0 if the parser returned every sample message as the template rendered it, 1 if a
+    sample was parsed wrongly, and 2 if the arguments are wrong.
 
     Raises:
         NereidParsersError: The path is neither a template nor a checkpoint.
     """
-    words: list[str] = options.words
-    starts_with_inspect = words[0] == "inspect" and len(words) > 1  # The word may be omitted.
-    paths = words[1:] if starts_with_inspect else words
+    paths = _without_inspect(options.words)
     if len(paths) != 1:
         sys.stderr.write(
             "template: the command accepts exactly one file or checkpoint, "
             f"but {len(paths)} were given: {', '.join(paths)}\n"
         )
-        return 2
+        return _WRONG_ARGUMENTS
     report = inspect(paths[0])
     if options.html:
-        from nereid_parsers.template.page import report_page
-
         Path(options.html).write_text(report_page(report), encoding="utf-8")
     if options.json:
         sys.stdout.write(report_json(report))
     elif not options.html:
         sys.stdout.write(report_text(report, paint_for(options.colour)))
-    return 1 if any(sample.differs for sample in report.samples) else 0
+    is_parsed_wrongly = any(sample.differs for sample in report.samples)
+    return _PARSED_WRONGLY if is_parsed_wrongly else _PARSED_CORRECTLY
+
+
+def _without_inspect(words: list[str]) -> list[str]:
+    """Remove the optional first word "inspect" from the arguments of the command.
+
+    >>> _without_inspect(["inspect", "a.jinja"]), _without_inspect(["a.jinja"])
+    (['a.jinja'], ['a.jinja'])
+    """
+    starts_with_inspect = words[0] == "inspect" and len(words) > 1
+    return words[1:] if starts_with_inspect else words
 
 
 def inspect(path: str) -> Report:
@@ -109,15 +126,21 @@ def inspect(path: str) -> Report:
 
 
 def paint_for(colour: str) -> Paint:
-    """Return the `Paint` for the value of the option --colour: "auto", "always" or "never".
+    """Return a function that adds terminal colours to the texts of a report.
 
-    "auto" colours the text only if stdout is a terminal.
+    Example: `paint_for("always")("title", "Format")` returns "Format" between two escape sequences,
+    which a terminal shows in bold.
+
+    Args:
+        colour: The value of the option --colour. With "never", the function adds no colours. With
+            "auto", the function adds colours only if stdout is a terminal.
     """
-    if colour == "never" or (colour == "auto" and not sys.stdout.isatty()):
+    is_coloured = colour == "always" or (colour == "auto" and sys.stdout.isatty())
+    if not is_coloured:
         return no_colour
 
     def paint(kind: str, text: str) -> str:
-        """Return `text` between the escape sequences of its colour."""
+        """Return `text` between the escape sequences for its kind, such as "title"."""
         return f"{_COLOURS.get(kind, '')}{text}{_RESET}" if text else text
 
     return paint

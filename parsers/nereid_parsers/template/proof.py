@@ -55,10 +55,17 @@ class Proof:
 def parse_renderings(
     fmt: Format, turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
-    """Parse one rendered message of each kind, such as a message with reasoning.
+    """Check the format: parse one rendered message of each kind, and record what differs.
 
-    Example: "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed as
-    reasoning and content.
+    The kinds are, for example, a message with reasoning and a message with a tool call. Example:
+    the rendered message "<think>Numbat thinks about it.</think>Wombat gives the answer." must be
+    parsed as reasoning and content. Messages that the template does not render are omitted.
+
+    Args:
+        fmt: The inferred format, which may be wrong.
+        turn: The text around the model's answers. `turn.prober` renders the messages.
+        reasoning: The findings about reasoning.
+        tools: The findings about tool calls.
     """
     proofs = [
         _parse_rendering(fmt, turn, reasoning.part, name, conversation)
@@ -70,17 +77,21 @@ def parse_renderings(
 def _parse_rendering(
     fmt: Format, turn: ModelTurn, reasoning: Reasoning | None, name: str, conversation: Conversation
 ) -> Proof | None:
-    """Parse the rendered answer of `conversation`, and compare the result with the answer.
+    """Parse the rendered answer of a conversation, and compare the result with the answer.
 
-    Return None if the template does not render the conversation.
+    Return None if the template does not render the conversation. `name` is the kind of message,
+    which the report shows.
     """
+    if conversation.answer is None:
+        return None
     question = replace(conversation, answer=None, generation_prompt=True)
     masked_prompt = turn.prober.render(question)
-    if masked_prompt is None or conversation.answer is None:
+    if masked_prompt is None:
         return None
-    masked_text = _output(turn, reasoning, conversation, masked_prompt)
+    masked_text = _text_after_prompt(turn, reasoning, conversation, masked_prompt)
     if masked_text is None:
         return None
+    # In a rendering, placeholders replace the ids of tool calls. The parser needs the real ids.
     prompt = unmask_call_ids(masked_prompt)
     text = unmask_call_ids(masked_text)
     offered_tools = TOOLS if conversation.tools else []
@@ -91,7 +102,12 @@ def _parse_rendering(
 def _conversations(
     reasoning: ReasoningFindings, tools: ToolFindings
 ) -> Iterator[tuple[str, Conversation]]:
-    """Yield a name and a conversation for each kind of message that the template renders."""
+    """Yield a name and a conversation for each kind of message that the template renders.
+
+    The analysis checks the inferred format with these conversations. Example: if the template
+    renders tool calls, one pair is the name "one call" and a conversation whose answer has a tool
+    call.
+    """
     content = AssistantMessage(CONTENT_TEXT)
     has_calls = tools.form != NO_CALLS
     yield "content", Conversation(content)
@@ -107,7 +123,7 @@ def _conversations(
         yield "content after a result", Conversation(content, tools=True, after_tool_result=True)
 
 
-def _output(
+def _text_after_prompt(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
     """Return the answer of `conversation` as the text that a model would generate after `prompt`.
@@ -118,20 +134,20 @@ def _output(
     template does not render the answer after the prompt.
     """
     if conversation.after_tool_result:
-        text = _output_after_result(turn, conversation, prompt)
+        text = _text_after_tool_result(turn, conversation, prompt)
     else:
-        text = _output_after_header(turn, reasoning, conversation, prompt)
+        text = _text_after_question(turn, reasoning, conversation, prompt)
     if text is None or reasoning is None:
         return text
     return _close_open_reasoning(text, prompt, reasoning)
 
 
-def _output_after_header(
+def _text_after_question(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
     """Render the answer. Omit the start of the answer if `prompt` already contains this start.
 
-    Return None if the template refuses the conversation.
+    Return None if the template fails to render the conversation.
     """
     text = turn.generated_text(conversation)
     if text is None:
@@ -139,7 +155,7 @@ def _output_after_header(
     return _drop_repetition(text, prompt_after_header(prompt, turn.header).strip(), reasoning)
 
 
-def _output_after_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
+def _text_after_tool_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
     """Render a conversation that starts with `prompt`, and return the answer after the prompt.
 
     Return None if the rendered conversation does not start with the prompt. Example: the prompt
@@ -153,7 +169,9 @@ def _output_after_result(turn: ModelTurn, conversation: Conversation, prompt: st
 
 
 def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:
-    r"""Remove the start of `text`, if this start repeats the end of the prompt.
+    r"""Remove the start of a rendered answer, if this start repeats the end of the prompt.
+
+    A model would not write this start again.
 
     >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
     '\nI see.</think>Hello.'
@@ -161,17 +179,19 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
     'Hello.'
 
     Args:
-        text: The text of a rendered message after the header.
-        prompt_end: The text of the prompt after the header.
+        text: The rendered answer without the header, which is the text that opens the answer.
+        prompt_end: The end of the prompt, after the same header.
         reasoning: The reasoning part of the format.
     """
+    rest = text
     if prompt_end and text.lstrip().startswith(prompt_end):
-        text = text.lstrip().removeprefix(prompt_end)
-    if reasoning is not None and prompt_end.endswith(reasoning.close.strip()):
-        # The prompt already closes the empty reasoning, but the message also contains the closing
-        # marker.
-        text = text.lstrip().removeprefix(reasoning.close.strip())
-    return text
+        rest = text.lstrip().removeprefix(prompt_end)
+    if reasoning is None:
+        return rest
+    closing = reasoning.close.strip()
+    is_closed_in_prompt = prompt_end.endswith(closing)
+    # The answer may repeat only the closing marker of the empty reasoning.
+    return rest.lstrip().removeprefix(closing) if is_closed_in_prompt else rest
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
@@ -187,18 +207,23 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
 
 
 def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:
-    """Yield the name of each part that differs between the parsed message and `answer`."""
+    """Yield the name of each part of `answer` that the parser returned wrongly.
+
+    The names are "reasoning", "content", "tool names" and "tool arguments". The arguments are
+    compared only if the names of the tool calls are equal.
+    """
     if (parsed.reasoning or "").strip() != answer.reasoning:
         yield "reasoning"
     if (parsed.content or "").strip() != answer.content:
         yield "content"
-    if [call.name for call in parsed.tool_calls] != [call.name for call in answer.calls]:
+    parsed_names = [call.name for call in parsed.tool_calls]
+    names = [call.name for call in answer.calls]
+    if parsed_names != names:
         yield "tool names"
         return
-    for call, parsed_call in zip(answer.calls, parsed.tool_calls, strict=True):
-        if not _has_arguments(call, parsed_call.arguments):
-            yield "tool arguments"
-            return
+    pairs = zip(answer.calls, parsed.tool_calls, strict=True)
+    if not all(_has_arguments(call, parsed_call.arguments) for call, parsed_call in pairs):
+        yield "tool arguments"
 
 
 def _has_arguments(call: ProbeCall, arguments: str) -> bool:

@@ -141,12 +141,17 @@ def report_of(title: str, why: str, fmt: Format, analysis: TemplateAnalysis | No
 
 
 def _sample(fmt: Format, proof: Proof) -> Sample:
-    """Parse a rendered message, and return its spans of reasoning, content, calls and markup."""
+    """Parse a rendered message again, and return the message split into spans for the report.
+
+    A span is a pair of a kind and a text, such as ("reasoning", "Numbat thinks about it."). The
+    report shows in this way how the parser with the format `fmt` reads the message.
+    """
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
         fmt,
         tools=TOOLS,
         prompt=proof.prompt,
+        # The parser calls this function with the kind and the text of each piece.
         trace=lambda kind, text: spans.append((kind, text)),
     )
     parser.feed(proof.text)
@@ -186,11 +191,20 @@ def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
 
 def report_text(report: Report, paint: Paint = no_colour) -> str:
     """Return the report as text, with the colours that `paint` adds."""
-    return "\n".join(_lines(report, paint)) + "\n"
+    return "\n".join(_report_lines(report, paint)) + "\n"
 
 
-def _lines(report: Report, paint: Paint) -> Iterator[str]:
-    """Yield the lines of the report, section by section."""
+def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
+    """Yield the lines of the whole report.
+
+    The sections are the title, the comparisons of the analysis, the format, the parsed samples,
+    what the analysis could not decide, and the constraint of a tool call. Empty lines separate the
+    sections.
+
+    Args:
+        report: The contents of the report.
+        paint: A function that adds colour to a text of the given kind, such as "title".
+    """
     analysis = report.analysis
     if report.title:
         yield paint("title", report.title)
@@ -251,7 +265,8 @@ def _sample_lines(sample: Sample, paint: Paint) -> Iterator[str]:
 def difference_lines(comparison: Comparison, paint: Paint = no_colour) -> Iterator[str]:
     """Yield two lines that show where two renderings differ, one line for each rendering.
 
-    Each line also shows some text before and after the difference. Yields nothing if the renderings
+    The minus sign marks the first rendering, and the plus sign marks the second rendering. Each
+    line also shows some text before and after the difference. There are no lines if the renderings
     are equal.
 
     >>> list(difference_lines(Comparison("T", "", "<a>yes</a>", "<a>no</a>", "")))
@@ -276,37 +291,40 @@ def _on_one_line(text: str) -> str:
 
 
 def supports_rows(analysis: TemplateAnalysis) -> list[tuple[str, str]]:
-    """Return one row for each attribute of `Supports`: a name and a text.
+    """Return the rows of a table that shows what the template supports: pairs of name and text.
 
     Example: `Supports(parallel_calls=True)` gives the pair ("parallel calls", "yes").
     """
     rows = []
     for supported in fields(analysis.supports):
+        name = supported.name.replace("_", " ")
         value = getattr(analysis.supports, supported.name)
-        rows.append((supported.name.replace("_", " "), _value_text(value)))
+        rows.append((name, _value_text(value)))
     return rows
 
 
 def _value_text(value: object) -> str:
-    """Return the text that the report shows for an attribute of `Supports`.
+    """Return the text that the report shows for a value, such as "yes" for True.
+
+    The value is an attribute of `Supports`. An empty dict or tuple gives "none".
 
     >>> _value_text(("reasoning", "thinking")), _value_text(True)
     ('reasoning, thinking', 'yes')
     """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return "; ".join(f"{key} -> {text!r}" for key, text in value.items()) or "none"
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     return str(value)
 
 
 def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  # any dataclass
-    """Yield the lines that describe a part of a format. Fields with default values are omitted.
+    """Yield the lines that describe a part of a format, which is a dataclass with inner parts.
 
-    Example: `Reasoning("<think>", "</think>")` gives the lines "Reasoning", "  open: '<think>'" and
-    "  close: '</think>'".
+    Fields with default values are omitted. Example: `Reasoning("<think>", "</think>")` gives the
+    lines "Reasoning", "  open: '<think>'" and "  close: '</think>'".
     """
     yield f"{indent}{type(part).__name__}"
     for declared in fields(part):
@@ -314,13 +332,14 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
         if value == _default_of(declared):
             continue
         values = value if isinstance(value, tuple) else (value,)
-        if values and is_dataclass(values[0]):  # The field contains one or more inner parts.
+        contains_inner_parts = bool(values) and is_dataclass(values[0])
+        if contains_inner_parts:
             yield f"{indent}  {declared.name}:"
             for inner_part in values:
                 yield from part_lines(inner_part, indent + "    ")
         else:
-            shown = value.value if isinstance(value, Enum) else value
-            yield f"{indent}  {declared.name}: {shown!r}"
+            shown_value = value.value if isinstance(value, Enum) else value
+            yield f"{indent}  {declared.name}: {shown_value!r}"
 
 
 def _default_of(declared: Field[Any]) -> object:
@@ -334,7 +353,10 @@ def _default_of(declared: Field[Any]) -> object:
 
 
 def report_json(report: Report) -> str:
-    """Return the report as a JSON object."""
+    """Return the report as the text of a JSON object, for programs that read the report.
+
+    The comparisons are included only if the format was inferred from a template.
+    """
     analysis = report.analysis
     data: dict[str, Any] = {
         "title": report.title,
@@ -351,12 +373,13 @@ def report_json(report: Report) -> str:
 
 
 def as_data(value: Any) -> Any:  # noqa: ANN401  # any value of a report
-    """Return a value of a report as JSON data.
+    """Convert a value of a report into dicts, lists and plain values, which JSON can contain.
 
-    A dataclass becomes an object whose key `part` is the name of the class. Example:
+    A dataclass becomes a dict whose key `part` is the name of the class. Example:
     `Wrapper("<a>", "</a>")` gives `{"part": "Wrapper", "open": "<a>", "close": "</a>"}`.
     """
-    if is_dataclass(value) and not isinstance(value, type):
+    is_dataclass_object = is_dataclass(value) and not isinstance(value, type)
+    if is_dataclass_object:
         members = {member.name: as_data(getattr(value, member.name)) for member in fields(value)}
         return {"part": type(value).__name__, **members}
     if isinstance(value, list | tuple):

@@ -54,15 +54,15 @@ class RequestTemplate:
         self._of_thread = threading.local()
 
     def render(self, variables: Mapping[str, Any], *, continue_final_message: bool = False) -> str:
-        """Render the template with the variables of one request and return the text.
+        """Render the messages of one request as the prompt for the model, and return the prompt.
 
         Args:
             variables: The variables `messages`, `tools`, `documents`, `add_generation_prompt`,
                 `bos_token`, `eos_token`, and the variables that the request adds, such as
                 `enable_thinking`.
-            continue_final_message: Whether the text ends with the content of the last message, so
+            continue_final_message: Whether the prompt ends with the content of the last message, so
                 that the model continues this message. Example: if the user writes "Hi" and the
-                assistant writes "Well,", the text may be "<user>Hi</user><assistant>Well,".
+                assistant writes "Well,", the prompt may be "<user>Hi</user><assistant>Well,".
 
         Raises:
             ContinuationRefused: The last message has no content, or the template does not write
@@ -90,7 +90,9 @@ class RequestTemplate:
     def _mark_final_message(self, messages: Sequence[dict[str, Any]]) -> _MarkedMessages:
         """Append `_END_OF_MESSAGE` to the content of the last message, in a copy of the messages.
 
-        If the content is a list of parts, `_END_OF_MESSAGE` is appended to the last part with text.
+        In the rendered text, `_END_OF_MESSAGE` then shows where the content of the last message
+        ends. If the content is a list of parts, `_END_OF_MESSAGE` is appended to the last part with
+        text.
 
         Raises:
             ContinuationRefused: The last message contains no text, or the template does not write
@@ -104,15 +106,15 @@ class RequestTemplate:
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
         parts = list(content) if isinstance(content, list) else []
-        text_indices = [index for index, part in enumerate(parts) if _has_text(part)]
-        if not text_indices:
+        indices_of_texts = [index for index, part in enumerate(parts) if _has_text(part)]
+        if not indices_of_texts:
             raise ContinuationRefused(
                 "the content of the last message contains no text to continue"
             )
-        last_part = parts[text_indices[-1]]
-        text: str = last_part["text"]
-        parts[text_indices[-1]] = {**last_part, "text": text + _END_OF_MESSAGE}
-        return _replace_content(messages, parts, final_text=text)
+        last_index = indices_of_texts[-1]
+        last_text: str = parts[last_index]["text"]
+        parts[last_index] = {**parts[last_index], "text": last_text + _END_OF_MESSAGE}
+        return _replace_content(messages, parts, final_text=last_text)
 
 
 def _replace_content(
@@ -132,7 +134,7 @@ def _has_text(part: object) -> bool:
 
 
 def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the null members of a message, and add the fields that contain the reasoning.
+    """Return a copy of a message without null members, and with the fields that templates read.
 
     Some templates read the field `thinking`, and others read `reasoning_content`, so the result
     contains both fields. Example: `{"content": None, "reasoning": "Hm"}` gives
@@ -140,19 +142,20 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
     field `thinking`, this field is not changed.
     """
     prepared = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((prepared[name] for name in _REASONING_FIELDS if name in prepared), None)
-    if reasoning is not None:
+    sent_fields = [name for name in _REASONING_FIELDS if name in prepared]
+    if sent_fields:
+        reasoning = prepared[sent_fields[0]]
         prepared.setdefault("thinking", reasoning)
         prepared["reasoning_content"] = reasoning
     return prepared
 
 
 def _cut_after(final_text: str, text: str) -> str:
-    r"""Return the rendered `text` up to the end of the final message.
+    r"""Cut off the rendered `text` at the end of the final message, so that a model continues it.
 
-    `_END_OF_MESSAGE` is the end of the final message, and is not a part of the result. Some
-    templates remove the white space at the end of a message. If so, the result does not end with
-    white space either. Example: in the text
+    `_END_OF_MESSAGE` was appended to the final message before the rendering, and is not a part of
+    the result. Some templates remove the white space at the end of a message. If so, the result
+    does not end with white space either. Example: in the text
     `"<assistant>Well, CONTINUE_FINAL_MESSAGE_TAG</assistant>"`, the template has removed the space
     at the end of `_END_OF_MESSAGE`, so the result is `"<assistant>Well,"`.
 
@@ -163,12 +166,14 @@ def _cut_after(final_text: str, text: str) -> str:
     Raises:
         ContinuationRefused: The text does not contain the whole content of the last message.
     """
-    # `_END_OF_MESSAGE` ends with a space. If the space is missing in the text, the template removes
-    # the white space at the end of a message.
-    end = text.rfind(_END_OF_MESSAGE.rstrip())
-    if end < 0 or final_text.strip() not in text:
+    message_end = text.rfind(_END_OF_MESSAGE.rstrip())
+    is_marked = message_end >= 0
+    if not is_marked or final_text.strip() not in text:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    keeps_whitespace = text.startswith(_END_OF_MESSAGE, end)
-    return text[:end] if keeps_whitespace else text[:end].rstrip()
+    up_to_message_end = text[:message_end]
+    # `_END_OF_MESSAGE` ends with a space. If the space is missing in the text, the template removes
+    # the white space at the end of a message.
+    keeps_whitespace = text.startswith(_END_OF_MESSAGE, message_end)
+    return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()

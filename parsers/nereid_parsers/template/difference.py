@@ -318,8 +318,9 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 def compound_closing(text: str, opening: str) -> str:
     """Return the text that closes a block, if several markers and words open the block.
 
-    In such a block, the opening text and the closing text differ only in their first marker. Return
-    "" if only one marker opens the block, or if `text` does not start with a closing text.
+    A block is a part of a message, such as the reasoning. In such a block, the opening text and the
+    closing text differ only in their first marker. Return "" if only one marker opens the block, or
+    if `text` does not start with a closing text.
 
     >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'

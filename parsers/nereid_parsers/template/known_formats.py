@@ -154,12 +154,13 @@ def add_family_variants(section: ToolSection) -> ToolSection:
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """Yield the variants of a tool call that a model family declares, except the first variant.
 
-    The body of a tool call declares the text between the markers. If a variant and the first
-    variant of the family have equal bodies, the yielded variant has the body of `inferred_call`,
+    A variant declares another way in which models of the family write a tool call, for example
+    without a marker. The body of a variant declares the text between the markers. If a variant and
+    the first variant have equal bodies, the yielded variant has the body of `inferred_call`,
     because `inferred_call` shows how this template writes the body.
 
     Args:
-        family: A registered section with the markers of the inferred section.
+        family: The tool section of the model family, from the registry of formats.
         inferred_call: The tool call that was inferred from the template.
     """
     first_of_family, *others = family.calls

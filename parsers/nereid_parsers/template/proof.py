@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nereid_parsers.events import Message
 from nereid_parsers.format import Format, Reasoning
@@ -67,36 +68,55 @@ def parse_renderings(
         reasoning: The findings about reasoning.
         tools: The findings about tool calls.
     """
-    proofs = [
-        _parse_rendering(fmt, turn, reasoning.part, name, conversation)
-        for name, conversation in _conversations(reasoning, tools)
-    ]
-    return [proof for proof in proofs if proof is not None]
+    proofs = []
+    for name, conversation in _conversations(reasoning, tools):
+        rendered = _render_answer(turn, reasoning.part, conversation)
+        if rendered is not None:
+            proofs.append(_parse_answer(fmt, name, conversation, rendered))
+    return proofs
 
 
-def _parse_rendering(
-    fmt: Format, turn: ModelTurn, reasoning: Reasoning | None, name: str, conversation: Conversation
-) -> Proof | None:
-    """Parse the rendered answer of a conversation, and compare the result with the answer.
+class _RenderedAnswer(NamedTuple):
+    """The prompt of a conversation, and the text that a model would generate after the prompt."""
 
-    Return None if the template does not render the conversation. `name` is the kind of message,
-    which the report shows.
+    prompt: str
+    text: str
+
+
+def _render_answer(
+    turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation
+) -> _RenderedAnswer | None:
+    """Render the prompt of a conversation, and the answer that a model would generate.
+
+    Return None if the template does not render the conversation.
     """
-    if conversation.answer is None:
-        return None
     question = replace(conversation, answer=None, generation_prompt=True)
-    masked_prompt = turn.prober.render(question)
-    if masked_prompt is None:
+    prompt = turn.prober.render(question)
+    if prompt is None:
         return None
-    masked_text = _text_after_prompt(turn, reasoning, conversation, masked_prompt)
-    if masked_text is None:
+    text = _text_after_prompt(turn, reasoning, conversation, prompt)
+    if text is None:
         return None
     # In a rendering, placeholders replace the ids of tool calls. The parser needs the real ids.
-    prompt = unmask_call_ids(masked_prompt)
-    text = unmask_call_ids(masked_text)
+    return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(text))
+
+
+def _parse_answer(
+    fmt: Format, name: str, conversation: Conversation, rendered: _RenderedAnswer
+) -> Proof:
+    """Parse a rendered answer with the inferred format, and compare the result with the answer.
+
+    Args:
+        fmt: The inferred format.
+        name: The kind of message for the report, such as "one call".
+        conversation: The conversation with the answer.
+        rendered: The rendered prompt and the rendered answer.
+    """
     offered_tools = TOOLS if conversation.tools else []
-    message = parse(text, format=fmt, tools=offered_tools, prompt=prompt)
-    return Proof(name, prompt, text, differs=tuple(_differing_parts(conversation.answer, message)))
+    message = parse(rendered.text, format=fmt, tools=offered_tools, prompt=rendered.prompt)
+    answer = conversation.answer or AssistantMessage()
+    differing_parts = tuple(_differing_parts(answer, message))
+    return Proof(name, rendered.prompt, rendered.text, differs=differing_parts)
 
 
 def _conversations(
@@ -126,7 +146,7 @@ def _conversations(
 def _text_after_prompt(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Return the answer of `conversation` as the text that a model would generate after `prompt`.
+    """Render the answer of `conversation` as the text that a model would generate after `prompt`.
 
     If the prompt already contains the start of the answer, this start is not a part of the result.
     Example: if the prompt is "..<|assistant|><think>" and the rendered answer is

@@ -47,11 +47,7 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import (
-    MARKER,
-    ListMarkup,
-    markers,
-)
+from nereid_parsers.template.difference import MARKER, ListMarkup, markers
 from nereid_parsers.template.known_formats import (
     add_family_variants,
     markers_of_phrases,
@@ -102,7 +98,6 @@ def find_tools(
         reasoning: The reasoning part of the format.
         wrapper: The markers around the content, or None.
     """
-    undecided = turn.prober.undecided
     renderer = CallRenderer(turn, reasoning, wrapper)
     one_call = compare_call_presence(renderer)
     if not one_call:
@@ -116,9 +111,23 @@ def find_tools(
         with_content=content_before_call.is_rendered,
         inner_headers=content_before_call.inner_headers,
     )
+    undecided = turn.prober.undecided
     call_format = infer_call_format(mask_call_numbers(texts), undecided)
-    if call_format is None:
-        return findings
+    return findings if call_format is None else _add_format(findings, call_format, undecided)
+
+
+def _add_format(
+    findings: ToolFindings, call_format: CallFormat, undecided: list[str]
+) -> ToolFindings:
+    """Return a copy of `findings` with the format of tool calls that a reader has inferred.
+
+    Args:
+        findings: The findings without a format.
+        call_format: The format of one tool call, and the markup around all tool calls.
+        undecided: The sentences that the report shows as "Not decided".
+
+    Mutates: `undecided`. A sentence is appended if the format is invalid.
+    """
     after_calls = _split_text_after_calls(call_format.markup)
     section = _tool_section(call_format, after_calls.section_close, undecided)
     return replace(

@@ -1,4 +1,4 @@
-"""Find the markers around the content, and the markers that end a turn: comparisons C1 and C2."""
+"""Find the markers around the content, and the markers that end a turn."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
-    # If the second marker (`<|eot|>`) also ends a user's message, this marker ends the turn. If
-    # not, this marker may open the next turn.
+    # The second marker (`<|eot|>`) ends the turn if a user's message ends with the same marker.
+    # Otherwise, the second marker may open the next turn.
     is_another_marker = second not in ("", first)
     ends_user_message = second == leading_marker(after_user_message)
     opens_next_turn = second in turn.header
@@ -244,8 +244,9 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     marker = leading_marker(after)
     if not marker:
         return ""
-    # A marker that also follows the user's message ends a turn. But if the marker has the name of
-    # the opening marker, as `</answer>` has the name of `<answer>`, the marker closes the content.
+    # If a marker also follows the user's message, the marker usually ends a turn. Exception: a
+    # marker such as `</answer>`, which has the same name as the opening marker `<answer>`, closes
+    # the content.
     follows_user_message = marker == EOS_TOKEN or marker in turn.trailing_text
     has_name_of_opening = marker in closing_spellings(opening)
     if follows_user_message and not has_name_of_opening:

@@ -326,13 +326,13 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 
 
 def forms_of_content() -> Iterator[InputForm]:
-    """Yield the possible forms of plain content, starting with the most common form."""
+    """Yield all forms in which a template may expect content. The most common form is first."""
     for content_in_parts, always_tools in product((False, True), (False, True)):
         yield InputForm(content_in_parts, always_tools)
 
 
 def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
-    """Yield the possible forms of tool calls, starting with the most common form."""
+    """Yield all forms in which a template may expect tool calls. The most common form is first."""
     for flat_calls, ids, arguments, empty_content in product(
         (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
     ):

@@ -337,8 +337,8 @@ def compound_closing(text: str, opening: str) -> str:
     if shared_end not in text:
         return ""
     before_shared_end, _, _ = text.partition(shared_end)  # `<|close|>`
-    # In a closing text, only one marker precedes `shared_end`. If a longer text precedes
-    # `shared_end`, then `shared_end` belongs to a later part of the message.
+    # If the text before `shared_end` is longer than `opening`, it is not just one marker.
+    # `shared_end` then belongs to a later part of the message.
     is_closing_text = len(before_shared_end) <= len(opening)
     return before_shared_end + shared_end if is_closing_text else ""
 

@@ -1,4 +1,4 @@
-r"""Find the header of the model's messages by comparing two renderings: comparison G.
+r"""Find the header of the model's messages by comparing two renderings.
 
 Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of two parts. Every
 assistant message has the header `<|im_start|>assistant\n`. The rest, `<think>\n`, belongs to the

@@ -265,7 +265,8 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 # ---- tool calls that a template does not render --------------------------------------------------
 
 _MARKERS_OF_PHRASES = {
-    # The phrase of LFM2.5. Older templates of this family contain markers around the tools instead.
+    # The templates of LFM2.5 contain this phrase. Older templates of the family contain markers
+    # around the tools instead of the phrase.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
 """The tool call markers of some model families. A key is a phrase in the templates of the family.
@@ -275,7 +276,7 @@ These templates contain no markers of tool calls. They use the phrase when they 
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the tool call markers of the model families whose phrases occur in `text`.
+    """Return the markers of all phrases in `_MARKERS_OF_PHRASES` that `text` contains.
 
     Args:
         text: The literal text of the template.

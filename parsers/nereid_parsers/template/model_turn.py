@@ -113,7 +113,7 @@ class ModelTurn:
         return after_header
 
     def generated_text(self, conversation: Conversation) -> str | None:
-        r"""Return the answer of `conversation` as the text that a model would generate.
+        r"""Return the text that a model would generate to give the answer in `conversation`.
 
         This is the text after the header, without the markers that end the turn. Example: the
         rendering "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello".

@@ -35,7 +35,7 @@ from nereid_parsers.template.sandbox.environment import CompiledTemplate, Render
 # and ids cause no difference between two renderings.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
-# The description of the change in a comparison of two equal renderings.
+# A comparison has this description if the two compared conversations are equal.
 UNCHANGED = "Nothing is changed."
 _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
@@ -189,7 +189,7 @@ class Prober:
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm | None:
-        """Return the first form in which the template renders plain content.
+        """Return the first form of the input for which the template renders plain content.
 
         Return None if there is no such form.
         """

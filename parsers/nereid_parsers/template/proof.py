@@ -215,7 +215,7 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """If the prompt opens reasoning, add the closing marker to the start of `text`.
+    """If reasoning is open at the end of `prompt`, add the closing marker before `text`.
 
     A model would write the marker first, because the message has no reasoning.
 

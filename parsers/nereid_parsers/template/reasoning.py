@@ -1,4 +1,4 @@
-"""Find the markers of reasoning: comparisons R1 to R5.
+"""Find the markers that a template writes around reasoning.
 
 R1, R2, R3 and R5 each compare two renderings. R4 searches the source of the template. The left
 column of the table shows what is compared or searched, and the right column shows what is found.
@@ -75,7 +75,7 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
 
 def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
-    """Make the comparisons R1 to R4 in this order. Return the first markers that are found.
+    """Search for the markers of reasoning in up to four ways, and return the first result.
 
     Return None if no comparison shows markers. `conversation` is a conversation whose reasoning the
     template renders, or None.
@@ -88,7 +88,7 @@ def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasoni
 
 
 def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
-    r"""Return Opener.PROMPT if the default prompt opens reasoning, or else Opener.MODEL.
+    r"""Return `Opener.PROMPT` if reasoning starts in the default prompt, or else `Opener.MODEL`.
 
     Example: the prompt "<|im_start|>assistant\n<think>\n" opens reasoning.
     """

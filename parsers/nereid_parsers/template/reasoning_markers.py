@@ -78,8 +78,9 @@ def last_opening(before: str) -> str:
     are_words_after_space = bool(after_marker.strip()) and after_marker[0].isspace()
     if are_words_after_space:
         return after_marker  # These words open the reasoning.
-    # The opening starts after the last white space, as in `Hello. <|open|>think<|sep|>`, unless the
-    # last marker itself contains white space, as in `<start think>`.
+    # The opening usually starts after the last white space: `<|open|>think<|sep|>` in `Hello.
+    # <|open|>think<|sep|>`. If the last marker contains white space, as in `<start think>`, the
+    # opening starts with this marker.
     last_word = text_to_marker.split()[-1]
     word_start = len(text_to_marker) - len(last_word)
     opening_start = min(last_marker.start(), word_start)
@@ -231,7 +232,8 @@ def named_pair(literal: str) -> MarkerPair | None:
     all_markers = markers(literal)
     thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
     for marker in thinking_markers:
-        # For an opening marker, such as `<think>`, this list is empty.
+        # If `closing` is actually an opening marker, such as `<think>`, the list
+        # `possible_openings` is empty.
         possible_openings = [opening for opening in opening_spellings(marker) if opening != marker]
         for opening in possible_openings:
             if opening in all_markers:

@@ -27,8 +27,8 @@ from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 _PRINTED_PART = re.compile(r"""['"](?:thinking|text|thoughts)\\?['"]\s*:""")
 _MAX_SWITCHES_TRIED = 6
 
-# The answers with reasoning, in the order in which they are tried. Some templates render reasoning
-# only in messages with tool calls.
+# Assistant messages with reasoning, in the order in which they are rendered. Some templates render
+# reasoning only in messages with tool calls.
 _ANSWERS = (
     AssistantMessage(CONTENT_TEXT, REASONING_TEXT),
     AssistantMessage("", REASONING_TEXT, ONE_CALL),
@@ -169,7 +169,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # Settings with few switches come first, so that `reported` contains the smallest settings.
+    # Settings with fewer switches come first, so that a setting with superfluous switches is not
+    # added to `reported`.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
@@ -179,7 +180,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether the switches of `smaller` alone cause the effect of `prompt`.
+    """Return whether `smaller` has the same effect as `prompt` with a subset of the switches.
 
     The result is True if `smaller` has the same effect as `prompt`, and sets only switches that
     `prompt` also sets.

@@ -69,7 +69,7 @@ class Supports:
 
 @dataclass(frozen=True, slots=True)
 class TemplateAnalysis:
-    """The format that a chat template implies, and the comparisons that show this format.
+    """The inferred format of a chat template, and the comparisons from which it was inferred.
 
     Attributes:
         format: The inferred format. It is plain content if nothing could be inferred.

@@ -1,4 +1,4 @@
-"""Infer how a template writes tool calls: comparisons T1 to T8.
+"""Compare rendered messages to infer how a template writes tool calls.
 
 Each comparison renders two messages. The table shows what the messages contain, and what the
 difference between the renderings shows.
@@ -56,8 +56,9 @@ from nereid_parsers.template.known_formats import (
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
-# Words that occur in the markers of tools and of their results. In the markers of tool calls, the
-# word "call" replaces such a word. Example: `<|tool_list_start|>` and `<|tool_call_start|>`.
+# Some markers of tools or of their results contain one of these words. The corresponding markers of
+# tool calls contain the word "call" instead. Example: `<|tool_list_start|>` and
+# `<|tool_call_start|>`.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
 
@@ -139,7 +140,7 @@ def _add_format(
 
 
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
-    """Render the tool calls from which the readers in `calls/` infer the format."""
+    """Render the tool calls from which the functions in `calls/` infer the format."""
     number = ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))
     special_value = ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))
     return CallTexts(

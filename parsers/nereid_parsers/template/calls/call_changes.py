@@ -1,4 +1,4 @@
-"""Compare tool calls that differ in one thing, for the report: comparisons T3 to T7b."""
+"""For the report, compare tool calls that differ only in one part, such as the name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import Difference, difference
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
-# The comparisons T3 to T7b: the label, the description of the change, and the changed tool call.
+# For each comparison: its name, a description of the change, and the changed tool call.
 _CALL_CHANGES = (
     ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
     ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),

@@ -22,7 +22,7 @@ from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 # A body of one of these types contains only the arguments. The name precedes the body.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# The form of the tool call ids that some templates render instead of the function's name.
+# Some templates render an id of this form instead of the function's name.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 

@@ -110,8 +110,8 @@ def _read_object_or_array(
     opening = texts.one_call[: object_span.start]
     closing = texts.one_call[object_span.end :]
     if opening.strip() == array_format.markup.open.strip():
-        # The same marker precedes the object and the array. The section already declares this
-        # marker, so the object is declared without a marker.
+        # The marker before the object is the same as the marker before the array. The array's
+        # section already declares this marker, so the declaration of the object has no marker.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -175,13 +175,13 @@ def _call(body: JsonObject | JsonArray, markup: ListMarkup) -> Call:
 
 
 def _find_json_call(text: str, name: str) -> _JsonSpan | None:
-    """Find the first JSON object or array that contains a call of the function `name`.
+    """Find the first JSON object or array that contains a tool call with the name `name`.
 
     >>> _find_json_call('<call>{"name": "f"}</call>', "f")
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
     name_start = text.find(name)
-    # The JSON value starts with a bracket that precedes the name.
+    # The JSON value that contains the name starts with a bracket before the name.
     possible_starts = [index for index in range(name_start) if text[index] in "{["]
     for start in possible_starts:
         span = _decode_json(text, start)
@@ -304,7 +304,7 @@ def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str
 
 
 def _has_first_argument(value: object) -> bool:
-    """Return whether `value` is an object or a JSON string that contains the key `FIRST_KEY`."""
+    """Return whether the key `FIRST_KEY` occurs in `value`, which may be an object or JSON text."""
     return isinstance(value, str | dict) and FIRST_KEY in value
 
 

@@ -136,7 +136,7 @@ def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
 
 
 def _text_after_call(text: str, value: str, last_character: str) -> str:
-    """Return the text after a tool call, which ends at the first `last_character` after `value`.
+    """Return the text after a tool call. The call ends at the first `last_character` after `value`.
 
     >>> _text_after_call('(a="x"), g()]', "x", ")")
     ', g()]'

@@ -36,7 +36,8 @@ from nereid_parsers.template.difference import (
 
 _WORDS = re.compile(r"[^\W_]+|[\W_]")  # Matches a word or one other character.
 _NUMBER_TEXT = str(NUMBER_VALUE)
-# The words of each probe call, in the order in which templates render them: name, key and value.
+# For both tool calls of the probe conversations: the name, the key and the value, in the order in
+# which templates render them.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
 _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
 # Tags that are named after the arguments, as in `<zqKeyOne>zqValueOne</zqKeyOne>`.
@@ -168,7 +169,7 @@ def _open_pattern(before_key: str, before_value: str = "") -> str:
 
 
 def _text_after_string(texts: CallTexts) -> str:
-    """Return the text after the value of a tool call whose only argument is a string.
+    """In a tool call whose only argument is a string, return the text after this string.
 
     Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
     """

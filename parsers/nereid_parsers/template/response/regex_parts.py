@@ -119,7 +119,7 @@ class _Reader:
     """
 
     def __init__(self, regex: str) -> None:
-        """Create a parser at the start of `regex`."""
+        """Create a parser for `regex`. The parser starts at the first character."""
         self.regex = regex
         self.position = 0
 

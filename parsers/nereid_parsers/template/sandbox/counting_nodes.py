@@ -29,7 +29,7 @@ class Generation(ext.Extension):
     tags = {"generation"}  # noqa: RUF012  # the base class declares a mutable attribute
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
-        """Yield the tokens of a template, and raise LimitError if the time is over."""
+        """Yield the tokens of a template, and raise LimitError if the time limit is exceeded."""
         for token in stream:
             self.environment.budget.check_time()  # type: ignore[attr-defined]
             yield token
@@ -60,7 +60,7 @@ class AddCounting(NodeTransformer):
     """
 
     def __init__(self, budget: Budget) -> None:
-        """Create a transformer that checks the time of `budget` at each node."""
+        """Create a transformer that calls `budget.check_time` at each node."""
         self._budget = budget
         self.literals: list[str] = []
         self.literal_size = 0
@@ -68,7 +68,7 @@ class AddCounting(NodeTransformer):
         self.compared: dict[str, list[object]] = {}
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Visit a node, and raise LimitError if the time is over."""
+        """Visit a node, and raise LimitError if the time limit is exceeded."""
         self._budget.check_time()
         return super().visit(node, *args, **kwargs)
 
@@ -152,6 +152,6 @@ class TimedCodeGenerator(CodeGenerator):
     """A code generator of jinja2 that raises LimitError when the time limit is exceeded."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        """Write the code of a node, and raise LimitError if the time is over."""
+        """Write the code of a node, and raise LimitError if the time limit is exceeded."""
         self.environment.budget.check_time()  # type: ignore[attr-defined]
         return super().visit(node, *args, **kwargs)

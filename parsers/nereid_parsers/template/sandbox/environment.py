@@ -91,7 +91,7 @@ def tojson(
 
 
 def _raise_exception(message: object) -> NoReturn:
-    """Raise the exception that a template demands, for example for a wrong order of roles."""
+    """Raise an error with the given message, because the template called `raise_exception`."""
     raise jinja2.exceptions.TemplateError(str(message)[:_MAX_RAISED_MESSAGE])
 
 
@@ -203,7 +203,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         """
         budget = __self.budget
         is_macro = isinstance(__obj, jinja2.runtime.Macro)
-        # A macro can write all literal text of the template. Other functions write none of it.
+        # One call of a macro can write any of the template's literal text. A call of another
+        # function writes no literal text of the template.
         budget.step(__self.literal_size if is_macro else 0)
         function = getattr(__obj, "__wrapped__", __obj)
         # The object whose method is called, such as `text` in `text.replace(..)`, or None.
@@ -261,7 +262,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             yield item
 
     def _count_step(self, _: object = None) -> None:
-        """Count one step. In one step, a template can write at most all of its literal text."""
+        """Count one step. One step can write each literal text of the template at most once."""
         self.budget.step(self.literal_size)
 
     def _concatenate(self, parts: list[Any]) -> Any:  # noqa: ANN401

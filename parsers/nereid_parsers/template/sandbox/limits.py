@@ -18,8 +18,8 @@ from typing import Any
 from nereid_parsers.errors import TemplateError
 
 MAX_SOURCE = 1_000_000  # the largest number of characters of a template
-# The largest number of characters of Python code into which jinja2 may translate a template. Python
-# compiles this number of characters in up to 0.5 seconds, and compiling cannot be interrupted.
+# The maximum length, in characters, of the Python code that jinja2 may generate from a template.
+# Compiling code of this length takes up to 0.5 seconds, and cannot be interrupted.
 MAX_CODE = 1_000_000
 MAX_NUMBER = 10_000  # the largest length or width that an operation may demand
 MAX_BITS = 4096  # the largest number of bits of an integer
@@ -93,7 +93,7 @@ class Budget:
     __slots__ = ("_deadline_s", "_num_time_checks", "_size_left", "_steps_left", "limits")
 
     def __init__(self, limits: Limits = ANALYSIS_LIMITS) -> None:
-        """Create a budget with the given limits. Its time starts now."""
+        """Create a budget with the given limits, and start to measure the time."""
         self.limits = limits
         self._steps_left = limits.steps
         self._size_left = limits.made
@@ -101,7 +101,7 @@ class Budget:
         self._deadline_s = time.thread_time() + limits.seconds
 
     def check_time(self) -> None:
-        """Raise LimitError if the time is over. Only every 64th call reads the clock."""
+        """Raise LimitError if the time limit is exceeded. Only every 64th call reads the clock."""
         self._num_time_checks += 1
         is_clock_read = self._num_time_checks % _STEPS_PER_CLOCK == 0
         if is_clock_read and time.thread_time() > self._deadline_s:
@@ -164,7 +164,7 @@ class Budget:
         return value
 
     def check_size(self, size: int) -> None:
-        """Raise LimitError if a value of this size would be too large."""
+        """Raise LimitError if `size`, the size of a value, exceeds the limit for one value."""
         _check_size(size, self.limits.value)
 
     # ---- operations that are rejected before they run --------------------------------------------
@@ -262,7 +262,7 @@ class Budget:
 
 
 def _check_size(size: int, max_size: int) -> None:
-    """Raise LimitError if a value of this size would be too large."""
+    """Raise LimitError if `size`, the size of a value, is larger than `max_size`."""
     if size > max_size:
         raise LimitError(f"the template makes a value of size {size}, but the limit is {max_size}")
 
@@ -344,7 +344,7 @@ def check_format(text: object) -> None:
 
 
 def _text_size(value: object) -> int:
-    """Return the length of the text in an option of the filter `tojson`, such as `indent`."""
+    """Return the number of characters in `value`, an option of the filter `tojson`."""
     if isinstance(value, list | tuple):
         return sum(_text_size(part) for part in value)
     return len(value) if isinstance(value, str) else 0

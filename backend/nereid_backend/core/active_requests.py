@@ -68,40 +68,43 @@ class ActiveRequests:
         return request is not None and not request.is_prepared
 
     def add(self, sequences: list[Sequence], *, is_prepared: bool) -> None:
-        """Add a new request.
+        """Add a new request. If the request is prepared, put it into the waiting queue.
 
         The caller must set the rank of each sequence before the call.
 
         Args:
             sequences: all sequences of the request.
-            is_prepared: whether the request can enter the queue at once. If False, the request
+            is_prepared: False while the grammar of the request is being compiled. The request then
                 enters the queue when `start` is called.
         """
-        self.num_sequences += len(sequences)
-        self.waiting.enter(sequences[0], len(sequences))
-        request = self._requests[sequences[0].request_id] = Request(sequences)
+        first_sequence = sequences[0]
+        request = Request(sequences)
         request.is_prepared = is_prepared
+        self._requests[first_sequence.request_id] = request
+        self.num_sequences += len(sequences)
+        self.waiting.register(first_sequence, len(sequences))
         if is_prepared:
             self._enqueue(request)
 
     def start(self, request_id: str, guide: Guide | None) -> None:
         """Attach a guide to a request, and put the request into the waiting queue.
 
-        Do nothing if the request has ended.
+        A guide limits the next tokens of a sequence to those that a grammar allows. Call this
+        method when the grammar is compiled. Do nothing if the request has ended.
 
         Args:
             request_id: a request that was added with is_prepared=False.
             guide: the guide of the first sequence; None if the request needs no guide. Every other
-                sequence gets a fork of `guide`.
+                sequence gets a copy of `guide`, because a guide advances with its own sequence.
         """
         request = self._requests.get(request_id)
         if request is None:
             return
         request.is_prepared = True
-        leader, *others = request.sequences.values()
-        for other in others:
-            other.guide = None if guide is None else guide.fork()
-        leader.guide = guide
+        first_sequence, *other_sequences = request.sequences.values()
+        first_sequence.guide = guide
+        for sequence in other_sequences:
+            sequence.guide = None if guide is None else guide.fork()
         self._enqueue(request)
 
     def admit(self, sequence: Sequence) -> None:
@@ -112,44 +115,46 @@ class ActiveRequests:
         self.waiting.remove(sequence)
 
     def share_prompt(self, sequence: Sequence) -> None:
-        """Put the followers of a request into the queue, because the prompt is computed.
+        """Let the other sequences of a request reuse the prompt that `sequence` has computed.
 
-        Do nothing if the followers are already in the queue.
+        The other sequences (the followers) have waited outside the queue until the prompt was
+        computed. Now they enter the queue. Do nothing if they are already in the queue.
 
-        `sequence` is the sequence that has computed the prompt. Example: sequence 0 of a request
-        with n=3 has computed the prompt. The sequences 1 and 2 enter the queue, and the request
-        keeps the blocks of the prompt for these two sequences.
+        Example: sequence 0 of a request with n=3 has computed the prompt. The sequences 1 and 2
+        enter the queue, and the request keeps the blocks of the prompt for these two sequences.
         """
         request = self.of(sequence)
-        if request.followers and not request.is_split:
+        if request.waits_for_prompt:
             self._tables.hold_prompt(request, sequence)
-            self._split(request)
+            self._enqueue_followers(request)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove an ended sequence from the list of its request and from the queue.
+        """Remove an ended sequence from its request and from the waiting queue.
 
-        If the leader ends before it has computed the prompt, the next follower becomes the leader.
+        The leader of a request computes the prompt for the other sequences (the followers). If the
+        leader ends before the prompt is computed, the next follower becomes the leader.
         """
-        self.num_sequences -= 1
         request = self.of(sequence)
         if _is_queued(request, sequence):
             self.waiting.remove(sequence)
-        self.waiting.leave(sequence)
+        self.waiting.unregister(sequence)
+        self.num_sequences -= 1
         del request.sequences[sequence.index]
         if not request.sequences:
             del self._requests[sequence.request_id]
         if sequence in request.followers:
             self._remove_follower(request, sequence)
-        elif request.followers and request.is_prepared and not request.is_split:
-            # The leader ended before it computed the prompt. If the grammar of the request is still
-            # being compiled, `_enqueue` selects the new leader later.
+        elif request.waits_for_prompt:
+            # While the grammar of a request is being compiled, `waits_for_prompt` is false. The
+            # call of `_enqueue` after the compilation selects the leader.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
 
     def check(self, num_running: int) -> None:
         """Check that no sequence was lost.
 
-        Every sequence runs, is in the queue, or waits until its prompt or its grammar is ready.
+        Every sequence runs, is in the queue, or is held back until its prompt or its grammar is
+        ready.
 
         Args:
             num_running: the number of running sequences.
@@ -159,9 +164,11 @@ class ActiveRequests:
         """
         requests = self._requests.values()
         assert self.num_sequences == sum(len(request.sequences) for request in requests)
-        num_waiting = len(self.waiting) + sum(map(_num_held_back, requests))
-        assert self.num_sequences == num_running + num_waiting
-        assert all(r.row is None and not any(r.block_tables) for r in self.waiting)
+        num_held_back = sum(_num_held_back(request) for request in requests)
+        assert self.num_sequences == num_running + len(self.waiting) + num_held_back
+        for sequence in self.waiting:
+            assert sequence.row is None, "A waiting sequence has a row."
+            assert not any(sequence.block_tables), "A waiting sequence has blocks."
 
     def _enqueue(self, request: Request) -> None:
         """Put the leader of a request into the waiting queue, so that it computes the prompt.
@@ -171,11 +178,11 @@ class ActiveRequests:
         leader, *request.followers = request.sequences.values()
         self.waiting.add(leader)
         if not self._shares_prompts:
-            self._split(request)
+            self._enqueue_followers(request)
 
-    def _split(self, request: Request) -> None:
+    def _enqueue_followers(self, request: Request) -> None:
         """Put the followers of a request into the waiting queue."""
-        request.is_split = True
+        request.has_queued_followers = True
         for follower in request.followers:
             self.waiting.add(follower)
 
@@ -193,11 +200,11 @@ def _is_queued(request: Request, sequence: Sequence) -> bool:
     """Return whether a sequence of a request is in the waiting queue."""
     if sequence.row is not None or not request.is_prepared:
         return False
-    return request.is_split or sequence not in request.followers
+    return request.has_queued_followers or sequence not in request.followers
 
 
 def _num_held_back(request: Request) -> int:
     """Return the number of sequences of a request that are neither running nor in the queue."""
     if not request.is_prepared:
         return len(request.sequences)
-    return 0 if request.is_split else len(request.followers)
+    return 0 if request.has_queued_followers else len(request.followers)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import StepPlan
+from nereid_backend.core.step import Chunk, StepPlan
 
 # The id of a token that is still being sampled while the next step is planned.
 _PENDING = -1
@@ -46,12 +46,13 @@ class PendingPlans:
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
         """Plan the next step while the current step is still running.
 
-        Example: `before` computes the last known token of a sequence with 20 tokens. The step will
-        sample the token at index 20, so the next plan computes a chunk of one token that starts at
-        20. The indices of this chunk and of the sampled token are added to `StepPlan.pending`.
+        Each sequence that samples in the running step gets a placeholder token until `plan_step`
+        has returned. The plan therefore assumes that the running step adds one token to it.
 
-        Before `plan_step` is called, each sequence that samples in the running step gets a
-        placeholder token. The placeholders are removed afterwards.
+        Example: the running step computes the last known token of a sequence with 20 tokens. The
+        step will sample the token at index 20, so the next plan computes a chunk of one token that
+        starts at 20. The pair (index of the chunk, index of the sampled token) is added to
+        `StepPlan.pending`.
 
         Args:
             before: the plan of the running step. The plan must not contain draft tokens. If the
@@ -60,38 +61,31 @@ class PendingPlans:
 
         Returns:
             The plan of the next step. A plan without chunks needs no commit.
+
+        Mutates: `num_computed_tokens` of the sequences in `before`, as if the step had ended.
         """
-        sampling: list[Sequence] = []
-        # Unpacking a tuple takes less time than reading its fields by name.
-        for sequence, start, num_tokens, samples, _is_first, _num_logits in before.chunks:
-            sequence.num_computed_tokens = start + num_tokens
-            if samples:
-                sequence.token_ids.append(_PENDING)
-                sampling.append(sequence)
+        sampling_sequences = _assume_step_ended(before)
         self.is_planning = True
         try:
             plan = plan_step()
         finally:
             self.is_planning = False
-            for sequence in sampling:
-                sequence.token_ids.pop()
-        if not plan.chunks:
-            return plan
-        # Maps each sampling sequence to the index of its token in the result of the running step.
-        sources = {sequence: source for source, sequence in enumerate(sampling)}
-        for index, chunk in enumerate(plan.chunks):
-            if chunk.sequence in sources:
-                plan.pending.append((index, sources[chunk.sequence]))
-        self._plans = [before, plan]
+            for sequence in sampling_sequences:
+                sequence.token_ids.pop()  # the placeholder
+        if plan.chunks:
+            _add_pending_tokens(plan, sampling_sequences)
+            self._plans = [before, plan]
         return plan
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct a plan that was made ahead. The previous step must have ended.
+        """Correct a plan that was made before the previous step ended. Now the step has ended.
 
-        Example: a sequence had 20 tokens. The plan assumed that the previous step adds one token,
-        and the plan has a chunk for this token. If the grammar forced a second token, the sequence
-        now has 22 tokens. The chunk must not sample, because it no longer contains the last token
-        of the sequence.
+        The plan assumed that the previous step adds exactly one token to each sequence, and it has
+        a chunk of one token for each of these tokens.
+
+        Example: a sequence had 20 tokens, but the previous step added two tokens, because the
+        grammar forced a second token. The sequence now has 22 tokens. The chunk for the token at
+        index 20 must not sample, because it no longer contains the last token of the sequence.
 
         Args:
             plan: the plan that `plan_next` returned.
@@ -99,22 +93,23 @@ class PendingPlans:
                 `StepResult.device_token_ids`.
 
         Returns:
-            The corrected plan. If the input token of a chunk was wrong, the chunk has no tokens and
-            does not sample. If a chunk no longer contains the last token of its sequence, the chunk
-            does not sample.
+            The corrected plan, or `plan` if nothing was wrong. If the input token of a chunk was
+            wrong, the chunk has no tokens and does not sample. If a chunk no longer contains the
+            last token of its sequence, the chunk does not sample.
         """
-        chunks = plan.chunks
-        for index, source in plan.pending:
-            chunk = chunks[index]
+        corrected: dict[int, Chunk] = {}
+        for chunk_index, sampled_index in plan.pending:
+            chunk = plan.chunks[chunk_index]
             token_ids = chunk.sequence.token_ids
-            has_right_input = token_ids[chunk.start] == device_token_ids[source]
-            if has_right_input and len(token_ids) == chunk.start + 1:
-                continue
-            if chunks is plan.chunks:
-                chunks = list(chunks)
-            chunks[index] = chunk._replace(num_tokens=int(has_right_input), samples=False)
-        if chunks is plan.chunks:
+            has_right_input = token_ids[chunk.start] == device_token_ids[sampled_index]
+            has_last_token = len(token_ids) == chunk.start + 1
+            if not has_right_input:
+                corrected[chunk_index] = chunk._replace(num_tokens=0, samples=False)
+            elif not has_last_token:
+                corrected[chunk_index] = chunk._replace(samples=False)
+        if not corrected:
             return plan
+        chunks = [corrected.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
         settled = replace(plan, chunks=chunks, num_tokens=sum(c.num_tokens for c in chunks))
         self._plans = [settled]
         return settled
@@ -134,3 +129,31 @@ class PendingPlans:
         for sequence in free:
             del self.leaving[sequence]
         return free
+
+
+def _assume_step_ended(plan: StepPlan) -> list[Sequence]:
+    """Change the sequences of a running step as if the step had ended.
+
+    The chunks count as computed, and each sampling sequence gets the placeholder `_PENDING` in
+    place of the token that is still being sampled. Return the sampling sequences in order.
+    """
+    sampling_sequences = []
+    # Unpacking a tuple takes less time than reading its fields by name.
+    for sequence, start, num_tokens, samples, _is_first, _num_logits in plan.chunks:
+        sequence.num_computed_tokens = start + num_tokens
+        if samples:
+            sequence.token_ids.append(_PENDING)
+            sampling_sequences.append(sequence)
+    return sampling_sequences
+
+
+def _add_pending_tokens(plan: StepPlan, sampling_sequences: list[Sequence]) -> None:
+    """Add a pair to `plan.pending` for each chunk whose token the running step is sampling.
+
+    The pair contains the index of the chunk and the index of the token, which is the position of
+    the sequence in `sampling_sequences`.
+    """
+    sampled_indices = {sequence: index for index, sequence in enumerate(sampling_sequences)}
+    for chunk_index, chunk in enumerate(plan.chunks):
+        if chunk.sequence in sampled_indices:
+            plan.pending.append((chunk_index, sampled_indices[chunk.sequence]))

@@ -8,7 +8,7 @@ stores and copies guides.
 
 import json
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from nereid_backend.errors import RequestError
 
@@ -42,17 +42,18 @@ class GrammarSpec(NamedTuple):
         Raises:
             RequestError: if the fields are not a valid specification.
         """
-        values = tuple(fields) if isinstance(fields, list | tuple) else (fields,)
-        if len(values) not in (2, 3) or not all(isinstance(value, str) for value in values):
+        values = _as_tuple(fields)
+        are_strings = all(isinstance(value, str) for value in values)
+        if len(values) not in (2, 3) or not are_strings:
             raise RequestError(
                 "grammar: the value must be a list of two or three strings (kind, source, after), "
                 f"but it is {values!r}."
             )
         spec = cls(*values)
         if spec.kind not in KINDS:
-            known = ", ".join(KINDS)
+            known_kinds = ", ".join(KINDS)
             raise RequestError(
-                f"grammar: the kind must be one of {known}, but it is {spec.kind!r}."
+                f"grammar: the kind must be one of {known_kinds}, but it is {spec.kind!r}."
             )
         return spec
 
@@ -94,17 +95,30 @@ class ThinkingSpec(NamedTuple):
         Raises:
             RequestError: if the fields are not a valid specification.
         """
-        values = tuple(fields) if isinstance(fields, list | tuple) else (fields,)
+        values = _as_tuple(fields)
         match values:
-            case (str(start), str(end), list() | tuple() as token_ids, bool(is_open), budget) if (
-                all(type(token_id) is int for token_id in token_ids)
-                and (budget is None or (type(budget) is int and budget >= 0))
-            ):
-                return cls(start, end, tuple(token_ids), is_open, budget)
+            case str(start), str(end), list() | tuple() as token_ids, bool(is_open), budget:
+                are_token_ids = all(type(token_id) is int for token_id in token_ids)
+                if are_token_ids and _is_budget(budget):
+                    return cls(start, end, tuple(token_ids), is_open, budget)
         raise RequestError(
             "thinking: the value must be a list of start marker, end marker, token ids, a boolean "
             f"and a budget (an integer of at least 0, or null), but it is {values!r}."
         )
+
+
+def _as_tuple(fields: object) -> tuple[Any, ...]:
+    """Return a list as a tuple. Another value, which is not valid, becomes a tuple with one value.
+
+    The value comes from another process. An error message can show the tuple in both cases.
+    """
+    return tuple(fields) if isinstance(fields, list | tuple) else (fields,)
+
+
+def _is_budget(value: object) -> bool:
+    """Return whether a value is a token budget: an integer of at least 0, or None for no limit."""
+    # `isinstance` would accept booleans, because bool is a subclass of int.
+    return value is None or (type(value) is int and value >= 0)
 
 
 class Guide(Protocol):

@@ -22,7 +22,7 @@ class InvalidBlocks:
         pending_plans: PendingPlans,
         planner: StepPlanner,
     ) -> None:
-        """Create an object without blocks. The arguments are objects of the scheduler."""
+        """Create an object without blocks. The arguments are objects that the scheduler owns."""
         self._tables = tables
         self._running = running
         self._pending_plans = pending_plans
@@ -41,18 +41,21 @@ class InvalidBlocks:
             cache.invalid += sequence.block_hashes
 
     def purge(self) -> None:
-        """Remove the invalid blocks from the prefix cache and from all block tables.
+        """Remove the blocks of failed sequences from the prefix cache and from all block tables.
 
         If a running sequence shares one of these blocks, preempt the sequence. It then computes all
-        its tokens again.
+        its tokens again. Afterwards, this object contains no blocks.
         """
         if not self._blocks:
             return
-        blocks, self._blocks = self._blocks, set()
-        self._tables.drop_prompts_with(blocks)
+        invalid_blocks = self._blocks
+        self._blocks = set()
+        self._tables.drop_prompts_with(invalid_blocks)
         for sequence in list(self._running):
             has_ended = sequence in self._pending_plans.leaving
-            if not has_ended and not blocks.isdisjoint(sequence.all_blocks()):
+            has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())
+            if has_invalid_block and not has_ended:
+                # The sequence has computed its later tokens from the invalid blocks.
                 self._tables.forget(self._tables.blocks_of(sequence))
                 self._planner.preempt(sequence)
-        self._tables.forget(blocks)
+        self._tables.forget(invalid_blocks)

@@ -9,11 +9,11 @@ from nereid_backend.core.sequence import Sequence
 
 
 def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -> Sequence:
-    """Choose a sequence to preempt. Its blocks are needed for the sequence at `index`.
+    """Choose a sequence to preempt, because the sequence at `index` needs blocks of the KV cache.
 
-    If only one client has requests, the result is the cheapest sequence after `index`. If no
-    sequence comes after `index`, the result is the sequence at `index`. `_preemption_cost` defines
-    the cost.
+    A preempted sequence loses its blocks and computes its tokens again later. If only one client
+    has requests, the result is the cheapest sequence after `index`. `_preemption_cost` defines the
+    cost. If no sequence comes after `index`, the result is the sequence at `index` itself.
 
     Args:
         index: the position of the sequence in the order of the running sequences.
@@ -23,20 +23,24 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
             `index` may be preempted, too.
     """
     sequence = running[index]
-    later = running.after(index)
+    later_sequences = running.after(index)
+    if not later_sequences:
+        return sequence
     if not by_client:
-        return min(later or [sequence], key=_preemption_cost)
-    num_blocks: Counter[str] = Counter()
+        return min(later_sequences, key=_preemption_cost)
+    num_blocks_of_client: Counter[str] = Counter()
     for other in running:
-        num_blocks[other.params.client_id] += other.num_blocks
+        num_blocks_of_client[other.params.client_id] += other.num_blocks
 
     def client_cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
-        params = other.params
-        return -num_blocks[params.client_id] / params.client_weight, _preemption_cost(other)
+        """Return a sort key, which is smallest for the client with the most blocks."""
+        client = other.params
+        weighted_blocks = num_blocks_of_client[client.client_id] / client.client_weight
+        return -weighted_blocks, _preemption_cost(other)
 
     # The first running sequence is never preempted for a later sequence, so it always finishes.
-    may_preempt_itself = index > 0 or not later
-    candidates = [*later, sequence] if may_preempt_itself else later
+    is_first = index == 0
+    candidates = later_sequences if is_first else [*later_sequences, sequence]
     return min(candidates, key=client_cost)
 
 
@@ -73,23 +77,20 @@ def fair_victim(
     def size(other: Sequence) -> int:
         return 1 if by_rows else other.num_blocks
 
-    used: Counter[str] = Counter()
+    used_by_client: Counter[str] = Counter()
     for other in running:
-        used[other.params.client_id] += size(other)
+        used_by_client[other.params.client_id] += size(other)
     own = sequence.params
-    own_share_after_gain = (used[own.client_id] + num_needed) / own.client_weight
+    own_share_after_gain = (used_by_client[own.client_id] + num_needed) / own.client_weight
 
-    def share_after_loss(other: Sequence) -> float:
-        params = other.params
-        return (used[params.client_id] - size(other)) / params.client_weight
+    def may_lose(other: Sequence) -> bool:
+        client = other.params
+        share_after_loss = (used_by_client[client.client_id] - size(other)) / client.client_weight
+        is_other_client = client.client_id != own.client_id
+        return is_other_client and share_after_loss >= own_share_after_gain
 
-    candidates = [
-        other
-        for other in running.after(0)  # all sequences except the first in the order
-        if other.params.client_id != own.client_id
-        and other not in leaving
-        and share_after_loss(other) >= own_share_after_gain
-    ]
+    all_except_first = running.after(0)
+    candidates = [other for other in all_except_first if other not in leaving and may_lose(other)]
     return min(candidates, key=_preemption_cost, default=None)
 
 

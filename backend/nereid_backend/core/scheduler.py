@@ -30,7 +30,7 @@ from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.core.step_planner import StepPlanner
-from nereid_backend.core.updates import append_sampled, common_prefix_len, make_update
+from nereid_backend.core.updates import append_sampled, count_accepted_drafts, make_update
 
 
 class Scheduler:
@@ -163,14 +163,15 @@ class Scheduler:
         return bool(self._requests or self._ended or self._pending_plans.leaving)
 
     def add(self, sequence: Sequence, *, is_prepared: bool = True) -> None:
-        """Add a request, and set the ranks of its sequences.
+        """Add a request to the waiting queue.
 
-        The id of the request must be new. The pool must have enough blocks to run each sequence
-        alone.
+        The rank of each sequence is set, which determines the order in which sequences run. The id
+        of the request must be new. The pool must have enough blocks to run each sequence alone.
 
         Args:
             sequence: the first sequence of the request. The method creates the other sequences.
-            is_prepared: if False, the request waits until `start` or `refuse` is called.
+            is_prepared: False while the grammar of the request is being compiled. The request then
+                enters the queue when `start` is called, or ends when `refuse` is called.
         """
         sequences = sequence.all_sequences()
         self._ranks.assign(sequences)
@@ -185,7 +186,9 @@ class Scheduler:
         self._requests.start(request_id, guide)
 
     def refuse(self, request_id: str, error: str, *, is_refused: bool = True) -> None:
-        """End a request whose guide could not be created.
+        """End a request whose grammar could not be compiled. The next commit reports the end.
+
+        Do nothing if the request has ended.
 
         Args:
             request_id: a request that was added with is_prepared=False.
@@ -216,7 +219,7 @@ class Scheduler:
         return self._plan_step()
 
     def plan_ahead(self, before: StepPlan) -> StepPlan:
-        """Plan the next step before the current step has ended.
+        """Plan the next step before the current step has ended, so that the GPU never waits.
 
         Args:
             before: the plan of the running step. The plan must not contain draft tokens. If the
@@ -244,24 +247,24 @@ class Scheduler:
         self._release_ended()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """Apply the result of a step and return the updates of its sequences.
+        """Append the sampled tokens of a step to the sequences, and return their updates.
 
         The list also contains the last update of each sequence that was aborted or refused after
-        the previous commit.
+        the previous commit. If a sequence ended while the step was running, its tokens are ignored.
         """
-        updates = self._ended
-        self._ended = []
+        updates = self._take_ended()
         self._pending_plans.remove(plan)
-        leaving = self._pending_plans.leaving
-        for index, logprobs in result.prompt_logprobs.items():
-            plan.chunks[index].sequence.prompt_logprobs += logprobs
-        sampled = iter(result.sampled)
+        ended_sequences = self._pending_plans.leaving
+        for chunk_index, logprobs in result.prompt_logprobs.items():
+            plan.chunks[chunk_index].sequence.prompt_logprobs += logprobs
+        sampled = iter(result.sampled)  # one entry for each chunk that samples
         for chunk in plan.chunks:
             outcome = next(sampled) if chunk.samples else None
             if outcome is not None and outcome.error is not None:
                 # Other sequences may share the blocks of this sequence, even if it has ended.
                 self._invalid_blocks.add(chunk.sequence)
-            if leaving and chunk.sequence in leaving:
+            # Testing `ended_sequences` first takes less time, because it is usually empty.
+            if ended_sequences and chunk.sequence in ended_sequences:
                 continue
             update = self._commit_chunk(chunk, outcome)
             if update is not None:
@@ -271,9 +274,11 @@ class Scheduler:
         return updates
 
     def fail(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
-        """End all sequences of a plan, because its step failed. Return their last updates."""
-        updates = self._ended
-        self._ended = []
+        """End all sequences of a plan, because its step failed. Return their last updates.
+
+        The blocks of these sequences may contain wrong values, so the prefix cache forgets them.
+        """
+        updates = self._take_ended()
         self._pending_plans.remove(plan)
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
@@ -293,11 +298,13 @@ class Scheduler:
         """
         if self.drafter is None:
             return
-        num_drafts = plan.num_tokens - len(plan.chunks)
         # A decode needs the logits of all its tokens, which are the last known token and the draft
         # tokens. A chunk of a prompt needs fewer logits than it has tokens.
-        if all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks):
-            self.drafter.lengths.costs.add_step(len(plan.chunks), num_drafts, seconds)
+        are_all_decodes = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
+        if are_all_decodes:
+            num_sequences = len(plan.chunks)
+            num_drafts = plan.num_tokens - num_sequences
+            self.drafter.lengths.costs.add_step(num_sequences, num_drafts, seconds)
 
     def check(self) -> None:
         """Check that the block tables, the reference counts and the rows are consistent.
@@ -317,6 +324,12 @@ class Scheduler:
         self._ranks.note_step()
         return self._planner.plan()
 
+    def _take_ended(self) -> list[RequestUpdate]:
+        """Return the updates in `_ended`, and clear the list."""
+        updates = self._ended
+        self._ended = []
+        return updates
+
     def _commit_chunk(self, chunk: Chunk, outcome: Sampled | None) -> RequestUpdate | None:
         """Apply the result of one chunk to its sequence, and return the update of the sequence.
 
@@ -325,8 +338,10 @@ class Scheduler:
         # Unpacking a tuple takes less time than reading its fields by name.
         sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
         num_known = len(sequence.token_ids)
-        computed_end = start + num_tokens
-        sequence.num_computed_tokens = computed_end if computed_end < num_known else num_known
+        chunk_end = start + num_tokens
+        # Draft tokens at the end of the chunk do not count before they are verified. This
+        # expression takes less time than `min`.
+        sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
         update = None
         if outcome is not None:
             update = self._append(sequence, outcome)
@@ -348,30 +363,19 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         reason, stop_reason = append_sampled(sequence, sampled)
         new_token_ids = sequence.token_ids[num_known:]
-        if sequence.draft_token_ids:
-            self._verify_drafts(sequence, new_token_ids)
+        if sequence.draft_token_ids and self.drafter is not None:
+            count_accepted_drafts(sequence, new_token_ids, self.drafter)
         if self.cache is not None:
             self.cache.add(sequence)
         if sequence.params.n > 1:
             self._requests.share_prompt(sequence)
-        top = sampled.top[: len(new_token_ids)] if sampled.top is not None else None
-        update = make_update(sequence, new_token_ids, top)
+        top_logprobs = sampled.top
+        if top_logprobs is not None:
+            top_logprobs = top_logprobs[: len(new_token_ids)]
+        update = make_update(sequence, new_token_ids, top_logprobs)
         if reason is None:
             return update
         return self._end(sequence, reason, update=update, stop_reason=stop_reason)
-
-    def _verify_drafts(self, sequence: Sequence, new_token_ids: list[int]) -> None:
-        """Record how many draft tokens of a sequence were accepted, and clear the draft tokens.
-
-        The accepted draft tokens are the longest common prefix of the draft tokens and the new
-        tokens.
-        """
-        drafts, sequence.draft_token_ids = sequence.draft_token_ids, []
-        num_accepted = common_prefix_len(drafts, new_token_ids)
-        # The step has already computed the keys and values of the accepted draft tokens.
-        sequence.num_computed_tokens += num_accepted
-        assert self.drafter is not None
-        self.drafter.lengths.learn(sequence, len(drafts), num_accepted)
 
     def _end(
         self,
@@ -385,23 +389,33 @@ class Scheduler:
     ) -> RequestUpdate:
         """Remove an ended sequence, and return the last update of the sequence.
 
+        If `update` is given, the reason of the end is added to `update`. Otherwise, a new update
+        without tokens is returned.
+        """
+        self._remove(sequence)
+        if update is None:
+            update = make_update(sequence, [], None)
+        update.finish_reason = reason
+        update.stop_reason = stop_reason
+        update.error = error
+        update.is_refused = is_refused
+        return update
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Remove an ended sequence, and release its row and its blocks.
+
         If an uncommitted plan contains the sequence, the sequence keeps its row and its blocks
         until the plan is committed.
         """
         if self.drafter is not None:
             self.drafter.forget(sequence)
         self._requests.remove(sequence)
-        if sequence.row is not None:
-            if sequence in self._pending_plans:
-                self._pending_plans.leaving[sequence] = None
-            else:
-                self._planner.release(sequence)
-        update = update or make_update(sequence, [], None)
-        update.finish_reason = reason
-        update.stop_reason = stop_reason
-        update.error = error
-        update.is_refused = is_refused
-        return update
+        if sequence.row is None:
+            return
+        if sequence in self._pending_plans:
+            self._pending_plans.leaving[sequence] = None
+        else:
+            self._planner.release(sequence)
 
     def _release_ended(self) -> None:
         """Release the rows and blocks of ended sequences that no uncommitted plan contains.

@@ -13,6 +13,7 @@ from nereid_backend.core.sampling_params import SamplingParams
 # increment that the random number generator SplitMix64 uses. It is odd, so no two sequences have
 # the same seed.
 _SEED_STEP = 0x9E3779B97F4A7C15
+_NUM_SEEDS = 2**64  # seeds have 64 bits
 
 
 class Sequence:
@@ -151,26 +152,28 @@ class Sequence:
         )
 
     def all_sequences(self) -> list["Sequence"]:
-        """Return the n sequences of the request.
+        """Return the n sequences of the request, which generate n different outputs.
 
         The first sequence is this sequence, with index 0. The others are copies with the indices 1
         to n - 1 and with other seeds.
         """
-        others = []
-        for index in range(1, self.params.n):
-            other = Sequence(
-                self.request_id,
-                self.token_ids,
-                self.params,
-                max_total_tokens=self.max_total_tokens,
-                seed=(self.seed + index * _SEED_STEP) % 2**64,
-            )
-            other.index = index
-            other.stop_token_ids = self.stop_token_ids
-            other.adapter = self.adapter
-            other.images = self.images
-            others.append(other)
-        return [self, *others]
+        copies = [self._copy(index) for index in range(1, self.params.n)]
+        return [self, *copies]
+
+    def _copy(self, index: int) -> "Sequence":
+        """Return a copy of this new sequence, with another index and another seed."""
+        copy = Sequence(
+            self.request_id,
+            self.token_ids,
+            self.params,
+            max_total_tokens=self.max_total_tokens,
+            seed=(self.seed + index * _SEED_STEP) % _NUM_SEEDS,
+        )
+        copy.index = index
+        copy.stop_token_ids = self.stop_token_ids
+        copy.adapter = self.adapter
+        copy.images = self.images
+        return copy
 
     def __repr__(self) -> str:
         return (

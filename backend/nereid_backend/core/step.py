@@ -33,6 +33,34 @@ class Chunk(NamedTuple):
     num_logits: int
 
 
+def make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
+    """Return a chunk of the next `num_tokens` known tokens, followed by the draft tokens.
+
+    Draft tokens are guesses for the tokens after the last known token. `is_first` is whether this
+    is the first chunk since the sequence got its row.
+
+    Example: a sequence has 20 known tokens and 3 draft tokens. The first 19 tokens are computed,
+    and `num_tokens` is 1. The chunk starts at index 19 and has 4 tokens. The draft tokens are
+    verified with the logits of all 4 tokens.
+    """
+    start = sequence.num_computed_tokens
+    has_last_known_token = start + num_tokens == len(sequence.token_ids)
+    num_drafts = len(sequence.draft_token_ids)
+    if sequence.wants_prompt_logprobs:
+        # The log-probability of a prompt token is computed from the logits of the previous token.
+        num_known_with_logits = num_tokens
+    else:
+        num_known_with_logits = int(has_last_known_token)
+    return Chunk(
+        sequence=sequence,
+        start=start,
+        num_tokens=num_tokens + num_drafts,
+        samples=has_last_known_token,
+        is_first=is_first,
+        num_logits=num_known_with_logits + num_drafts,
+    )
+
+
 class SnapshotPlan(NamedTuple):
     """Lists the snapshots that a step loads, saves and deletes.
 

@@ -45,7 +45,7 @@ from nereid_backend.core.preemption import cheapest_victim, fair_victim
 from nereid_backend.core.queues.fair_queue import fair_shares
 from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Chunk, StepPlan
+from nereid_backend.core.step import Chunk, StepPlan, make_chunk
 
 
 @dataclass(slots=True)
@@ -87,8 +87,11 @@ class StepPlanner:
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks.
 
-        If several clients have requests, the rows, the blocks and the token budget are shared
-        fairly. The tokens of the step are then added to the service of their clients.
+        A row is a place in the batch. If several clients have requests, the rows, the blocks and
+        the token budget are shared fairly. The tokens of the step are then added to the service of
+        their clients; the client with the least service is served next.
+
+        Mutates: running sequences can be preempted, and waiting sequences can start to run.
         """
         if self.drafter is not None:
             self.drafter.prepare(self.running.sequences)
@@ -102,7 +105,8 @@ class StepPlanner:
             for chunk in chunks:
                 waiting.charge(chunk.sequence, chunk.num_tokens)
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
-        if num_tokens > len(chunks):
+        has_long_chunk = num_tokens > len(chunks)
+        if has_long_chunk:
             # Move the chunks with one token to the front, because the attention kernels process all
             # these chunks together.
             chunks.sort(key=_has_many_tokens)
@@ -114,7 +118,8 @@ class StepPlanner:
     def _plan_chunks(self) -> list[Chunk]:
         """Plan the running sequences, then plan waiting sequences, and return the chunks.
 
-        If `has_overdue_prompt` is true, plan only the first waiting prompt.
+        The overdue prompt is a prompt that must be computed in one step, but did not fit into the
+        previous step. If there is an overdue prompt, plan only this prompt.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -122,8 +127,8 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # There are not enough free blocks for the overdue prompt, so plan the running
-            # sequences.
+            # There are not enough free blocks for the overdue prompt. The running sequences free
+            # blocks when they end, so plan the running sequences.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -141,7 +146,10 @@ class StepPlanner:
         self.tables.release(sequence)
 
     def _plan_running(self, chunks: list[Chunk], budget: int) -> int:
-        """Append the chunks of the running sequences to `chunks`.
+        """Append a chunk for each running sequence to `chunks`, as long as the budget suffices.
+
+        The budget is the number of tokens that the step may still compute. The method stops if a
+        sequence gets no blocks.
 
         Returns:
             The rest of the budget.
@@ -156,17 +164,17 @@ class StepPlanner:
                 index += 1
                 continue
             start = sequence.num_computed_tokens
-            chunk: Chunk | None
-            if (
+            is_usual_decode = (
                 start + 1 == len(sequence.token_ids)
                 and self.tables.has_block(sequence, start)
                 and self.drafter is None
-            ):
-                # Most chunks contain one token and need no new block. This branch creates such a
-                # chunk in less time than `_plan_next_tokens`. The arguments are positional, because
-                # keyword arguments take more time.
-                num_tokens, samples, is_first, num_logits = 1, True, False, 1
-                chunk = Chunk(sequence, start, num_tokens, samples, is_first, num_logits)
+            )
+            chunk: Chunk | None
+            if is_usual_decode:
+                # Most chunks contain one token and need no new block. `_plan_next_tokens` and
+                # keyword arguments would take more time. The arguments after `start` are
+                # num_tokens, samples, is_first and num_logits.
+                chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
                 # Keep one token of the budget for each later running sequence. Otherwise, a long
                 # chunk could leave no budget for the later sequences.
@@ -180,7 +188,10 @@ class StepPlanner:
         return budget
 
     def _plan_next_tokens(self, index: int, limit: int) -> Chunk | None:
-        """Plan the next chunk of the running sequence at `index`.
+        """Plan the next chunk of the running sequence at `index`, and allocate its blocks.
+
+        Other sequences are preempted if there are not enough free blocks. If speculative decoding
+        is on, a chunk with the last known token also gets draft tokens.
 
         Example: the sequence has 100 known tokens, 64 of them are computed, and `limit` is 16. The
         chunk consists of the 16 tokens from index 64 on.
@@ -196,24 +207,33 @@ class StepPlanner:
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
         # If `whole_prefill` is true, the first step of a sequence has computed its whole prompt, so
         # only the last sampled token remains.
-        num_tokens = min(num_remaining, 1 if self.whole_prefill else limit)
-        # If several clients have prompts, each client gets only its share of the budget.
-        num_tokens = self._take_share(sequence, num_tokens)
-        if self.tables.snapshots is not None:
-            num_tokens = self.tables.snapshots.chunk_length(sequence, num_tokens)
+        max_tokens = 1 if self.whole_prefill else limit
+        num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
             if not self._free_some_blocks(index):
                 return None
-        if self.drafter is not None and num_tokens == num_remaining:
+        has_last_known_token = num_tokens == num_remaining
+        if self.drafter is not None and has_last_known_token:
             self._propose_drafts(self.drafter, sequence, limit - num_tokens)
-        return _make_chunk(sequence, num_tokens, is_first=False)
+        return make_chunk(sequence, num_tokens, is_first=False)
+
+    def _chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the number of tokens in the next chunk of a sequence, at most `num_tokens`.
+
+        The share of the sequence's client and the positions of snapshots can shorten the chunk.
+        """
+        num_tokens = self._take_share(sequence, num_tokens)
+        if self.tables.snapshots is None:
+            return num_tokens
+        return self.tables.snapshots.chunk_length(sequence, num_tokens)
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int) -> None:
         """Give rows and blocks to waiting sequences, and append their chunks to `chunks`.
 
-        Stop at the first sequence for which the budget, the rows or the blocks do not suffice. With
-        `whole_prefill`, a prompt that exceeds the rest of the budget becomes the overdue prompt.
-        The next step starts with the overdue prompt.
+        Stop at the first sequence for which the budget, the rows or the blocks do not suffice. The
+        budget is the number of tokens that the step may still compute. With `whole_prefill`, a
+        prompt must be computed in one step. A prompt that exceeds the rest of the budget then
+        becomes the overdue prompt, with which the next step starts.
 
         A sequence gets blocks for all its known tokens at once. Otherwise, two sequences could each
         get half of the blocks that they need, and wait for each other forever.
@@ -227,17 +247,16 @@ class StepPlanner:
         waiting = self.requests.waiting
         while waiting and self.running.free_rows and budget > 0:
             sequence = waiting.first()
-            if self.whole_prefill and chunks and len(sequence.token_ids) > budget:
+            exceeds_budget = len(sequence.token_ids) > budget
+            if self.whole_prefill and exceeds_budget and chunks:
                 self.has_overdue_prompt = True
                 break
             if not self._try_admit(sequence):
                 break
             num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            num_tokens = num_remaining if self.whole_prefill else min(num_remaining, budget)
-            num_tokens = self._take_share(sequence, num_tokens)
-            if self.tables.snapshots is not None:
-                num_tokens = self.tables.snapshots.chunk_length(sequence, num_tokens)
-            chunks.append(_make_chunk(sequence, num_tokens, is_first=True))
+            max_tokens = num_remaining if self.whole_prefill else min(num_remaining, budget)
+            num_tokens = self._chunk_length(sequence, max_tokens)
+            chunks.append(make_chunk(sequence, num_tokens, is_first=True))
             budget -= num_tokens
             if starts_with_overdue_prompt:
                 # The running sequences have no chunks in this step. Plan no second prompt, because
@@ -245,7 +264,9 @@ class StepPlanner:
                 break
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Give a row and blocks to a waiting sequence, if possible.
+        """Give a row of the batch and blocks of the KV cache to a waiting sequence, if possible.
+
+        The sequence then runs and is no longer in the waiting queue.
 
         Returns:
             True if the sequence got a row and blocks. False if there are not enough free blocks.
@@ -270,15 +291,19 @@ class StepPlanner:
     def _make_room(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
 
-        `preemption.fair_victim` selects the sequences. If it finds none, nothing is preempted.
+        A preempted sequence returns to the waiting queue and computes its tokens again later.
+        `fair_victim` selects the sequences so that no client gets less than a fair share. If it
+        returns None, nothing more is preempted.
         """
         num_blocks = self.tables.num_first_blocks(sequence)
-        leaving = self.pending_plans.leaving
+        ended_sequences = self.pending_plans.leaving
         while True:
             if not self.running.free_rows:
-                victim = fair_victim(sequence, 1, self.running, leaving, by_rows=True)
+                victim = fair_victim(sequence, 1, self.running, ended_sequences, by_rows=True)
             elif self.pool.num_free < num_blocks:
-                victim = fair_victim(sequence, num_blocks, self.running, leaving, by_rows=False)
+                victim = fair_victim(
+                    sequence, num_blocks, self.running, ended_sequences, by_rows=False
+                )
             else:
                 return
             if victim is None:
@@ -293,47 +318,52 @@ class StepPlanner:
         """Divide the token budget of this step among the clients that have uncomputed prompts.
 
         Return a dictionary that maps each of these clients to a number of tokens. If fewer than two
-        clients have uncomputed prompts, return an empty dictionary.
+        clients have uncomputed prompts, or if prompts must be computed in one step, return an empty
+        dictionary.
         """
         if self.whole_prefill:
             return {}
-        demands: Counter[str] = Counter()
-        weights: dict[str, float] = {}
         sequences = list(self.running)
         if self.running.free_rows:
             sequences += self.requests.waiting.firsts()
+        demands: Counter[str] = Counter()
+        weights: dict[str, float] = {}
         for sequence in sequences:
             num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
             # A sequence with one remaining token needs no share, because at least one token of each
             # running sequence is computed.
             if num_remaining > 1:
-                demands[sequence.params.client_id] += num_remaining
-                weights[sequence.params.client_id] = sequence.params.client_weight
+                params = sequence.params
+                demands[params.client_id] += num_remaining
+                weights[params.client_id] = params.client_weight
         if len(demands) < 2:
             return {}
         # Every running sequence gets at least one token of the budget.
-        return fair_shares(demands, weights, self.max_num_batched_tokens - len(self.running))
+        budget_for_prompts = self.max_num_batched_tokens - len(self.running)
+        return fair_shares(demands, weights, budget_for_prompts)
 
     def _take_share(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the number of tokens that a sequence may compute, at most `num_tokens`.
 
-        The number is limited by the rest of the client's share of the budget, but it is at least 1.
-        It is subtracted from the rest of the share.
+        The number is at most the rest of the client's share of the budget, but at least 1. If only
+        one client has prompts, there are no shares, and the result is `num_tokens`.
+
+        Mutates: `self.shares`. The result is subtracted from the client's share.
         """
         if num_tokens <= 1 or not self.shares:
             return num_tokens
         client = sequence.params.client_id
-        share = self.shares.get(client, num_tokens)
-        num_allowed = max(1, min(num_tokens, share))
-        self.shares[client] = share - num_allowed
+        remaining_share = self.shares.get(client, num_tokens)
+        num_allowed = max(1, min(num_tokens, remaining_share))
+        self.shares[client] = remaining_share - num_allowed
         return num_allowed
 
     def _free_some_blocks(self, index: int) -> bool:
         """Free blocks of the KV cache for the running sequence at `index`.
 
-        The call releases the prompt blocks of one request. If no request keeps prompt blocks, the
-        call preempts the sequence at `index` or a later sequence. These sequences have no chunk in
-        the current plan yet.
+        A request with several sequences keeps the blocks of its prompt for the sequences that wait.
+        The call releases the blocks of one such prompt. If there is none, the call preempts the
+        sequence at `index` or a later sequence. These sequences have no chunk in the current plan.
 
         Returns:
             False if the sequence at `index` was preempted. Also False if a preemption is needed,
@@ -342,6 +372,7 @@ class StepPlanner:
         if self.tables.drop_oldest_prompt():
             return True
         if self.pending_plans.is_planning:
+            # A plan that is made ahead must not preempt a sequence.
             self.is_held_up = True
             return False
         sequence = self.running[index]
@@ -357,30 +388,6 @@ class StepPlanner:
         drafts = drafter.propose(sequence, min(limit, num_allowed))
         if self.tables.try_extend(sequence, len(sequence.token_ids) + len(drafts)):
             sequence.draft_token_ids = drafts
-
-
-def _make_chunk(sequence: Sequence, num_tokens: int, *, is_first: bool) -> Chunk:
-    """Return a chunk of the next `num_tokens` known tokens, followed by the draft tokens.
-
-    Example: a sequence has 20 known tokens and 3 draft tokens. The first 19 tokens are computed,
-    and `num_tokens` is 1. The chunk starts at index 19 and has 4 tokens. The draft tokens are
-    verified with the logits of all 4 tokens.
-    """
-    start = sequence.num_computed_tokens
-    has_last_known_token = start + num_tokens == len(sequence.token_ids)
-    num_drafts = len(sequence.draft_token_ids)
-    # The log-probability of a prompt token is computed from the logits of the previous token.
-    num_known_with_logits = (
-        num_tokens if sequence.wants_prompt_logprobs else int(has_last_known_token)
-    )
-    return Chunk(
-        sequence=sequence,
-        start=start,
-        num_tokens=num_tokens + num_drafts,
-        samples=has_last_known_token,
-        is_first=is_first,
-        num_logits=num_known_with_logits + num_drafts,
-    )
 
 
 def _has_many_tokens(chunk: Chunk) -> bool:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 
+from nereid_backend.core.draft_tokens.drafter import Drafter
 from nereid_backend.core.outputs import FinishReason, RequestUpdate, TokenLogprobs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Sampled
@@ -17,8 +18,11 @@ def append_sampled(sequence: Sequence, sampled: Sampled) -> tuple[FinishReason |
     Returns:
         The finish reason and the id of the stop token. If the sequence continues, both are None. If
         the length limit ended the sequence, the id is None.
+
+    Mutates: `sequence.token_ids` and `sequence.cumulative_logprob`.
     """
-    token_ids, logprobs = sequence.token_ids, sampled.logprobs
+    token_ids = sequence.token_ids
+    logprobs = sampled.logprobs
     # This function runs for every sequence in every step. `enumerate` takes less time than `zip`.
     for index, token_id in enumerate(sampled.token_ids):
         token_ids.append(token_id)
@@ -30,18 +34,33 @@ def append_sampled(sequence: Sequence, sampled: Sampled) -> tuple[FinishReason |
     return None, None
 
 
+def count_accepted_drafts(sequence: Sequence, new_token_ids: list[int], drafter: Drafter) -> None:
+    """Record how many draft tokens of a sequence were accepted, and clear the draft tokens.
+
+    The accepted draft tokens are the longest common prefix of the draft tokens and the new tokens.
+    Example: for the draft tokens [5, 2, 9] and the new tokens [5, 2, 7], 2 tokens are recorded.
+
+    Mutates: `sequence.draft_token_ids`, and `sequence.num_computed_tokens`, because the step has
+        already computed the keys and values of the accepted draft tokens.
+    """
+    draft_token_ids = sequence.draft_token_ids
+    sequence.draft_token_ids = []
+    num_accepted = common_prefix_len(draft_token_ids, new_token_ids)
+    sequence.num_computed_tokens += num_accepted
+    drafter.lengths.learn(sequence, len(draft_token_ids), num_accepted)
+
+
 def make_update(
     sequence: Sequence, new_token_ids: list[int], top: list[TokenLogprobs] | None
 ) -> RequestUpdate:
-    """Create the update that reports new tokens of a sequence.
-
-    The first update of a sequence contains the number of cached tokens. The first update of
-    sequence 0 also contains the log-probabilities of the prompt.
+    """Create the update that reports new tokens of a sequence to the caller of the engine.
 
     Args:
-        sequence: the sequence. `sequence.was_reported` and `sequence.prompt_logprobs` are mutated.
+        sequence: the sequence.
         new_token_ids: the new tokens; empty if the sequence ended without a new token.
         top: one entry for each new token; None if the request did not ask for log-probabilities.
+
+    Mutates: `sequence.was_reported`, and `sequence.prompt_logprobs` in the first update.
     """
     # Assigning the fields takes less time than passing them as keyword arguments.
     update = RequestUpdate(sequence.request_id, new_token_ids)
@@ -50,12 +69,24 @@ def make_update(
     update.logprobs = top
     if not sequence.was_reported:
         sequence.was_reported = True
-        update.num_cached_tokens = sequence.num_cached_tokens or 0
-        if new_token_ids and sequence.index == 0:
-            if sequence.params.prompt_logprobs is not None:
-                update.prompt_logprobs = [None, *sequence.prompt_logprobs]
-            sequence.prompt_logprobs = []
+        _add_prompt_fields(update, sequence)
     return update
+
+
+def _add_prompt_fields(update: RequestUpdate, sequence: Sequence) -> None:
+    """Add the fields about the prompt, which only the first update of a sequence contains.
+
+    These fields are the number of cached tokens and, for sequence 0 of a request, the requested
+    log-probabilities of the prompt.
+
+    Mutates: `update`, and `sequence.prompt_logprobs`, which is cleared.
+    """
+    update.num_cached_tokens = sequence.num_cached_tokens or 0
+    if update.new_token_ids and sequence.index == 0:
+        if sequence.params.prompt_logprobs is not None:
+            # The first token of a prompt has no log-probability.
+            update.prompt_logprobs = [None, *sequence.prompt_logprobs]
+        sequence.prompt_logprobs = []
 
 
 def common_prefix_len(first: Iterable[int], second: Iterable[int]) -> int:
@@ -63,9 +94,9 @@ def common_prefix_len(first: Iterable[int], second: Iterable[int]) -> int:
 
     Example: `common_prefix_len([5, 7, 9], [5, 7, 8, 9])` returns 2.
     """
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
+    length = 0
+    for first_number, second_number in zip(first, second, strict=False):
+        if first_number != second_number:
             break
-        count += 1
-    return count
+        length += 1
+    return length

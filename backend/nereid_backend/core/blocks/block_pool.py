@@ -65,7 +65,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks of the KV cache and return the ids of the blocks.
 
-        Free blocks are allocated before idle blocks. Each block gets the reference count 1.
+        Free blocks are allocated first, and then the oldest idle blocks. An idle block is in the
+        prefix cache, but no sequence uses it. Each allocated block gets the reference count 1.
         The caller must make sure that `count` is at most `num_free`.
 
         Example: the stack of free blocks is [5, 3], with 3 on top. The idle blocks are [1, 4], with
@@ -74,16 +75,21 @@ class BlockPool:
         assert count <= self.num_free, (
             f"{count} blocks were requested, but only {self.num_free} blocks are free."
         )
-        blocks = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        num_from_free = min(count, len(self._free))
+        blocks = [self._free.pop() for _ in range(num_from_free)]
         while len(blocks) < count:
-            block = self.idle.pop()
-            self._cached.remove(block)
-            if self._on_reuse is not None:
-                self._on_reuse(block)
-            blocks.append(block)
+            blocks.append(self._evict_idle())
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
+
+    def _evict_idle(self) -> int:
+        """Remove the oldest idle block from the prefix cache, and return its id."""
+        block = self.idle.pop()
+        self._cached.remove(block)
+        if self._on_reuse is not None:
+            self._on_reuse(block)
+        return block
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Increment the reference count of each block.
@@ -97,17 +103,18 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Decrement the reference count of each block.
+        """Decrement the reference count of each block, because a sequence stops using it.
 
-        If the count of a block becomes 0, the block becomes idle if it is cached, and free
-        otherwise. The blocks are released from the last to the first. Cached blocks at the end of a
-        sequence are therefore allocated again before cached blocks at its beginning.
+        If the reference count of a block becomes 0, the block can be allocated again. A block in
+        the prefix cache becomes idle, and another block becomes free. The blocks are released from
+        the last to the first. Cached blocks at the end of a sequence are therefore allocated again
+        before cached blocks at its beginning.
         """
         for block in reversed(blocks):
-            count = self._ref_counts[block] - 1
-            assert count >= 0, f"Block {block} was released, but no block table contains it."
-            self._ref_counts[block] = count
-            if count > 0:
+            ref_count = self._ref_counts[block] - 1
+            assert ref_count >= 0, f"Block {block} was released, but no block table contains it."
+            self._ref_counts[block] = ref_count
+            if ref_count > 0:
                 continue
             if block in self._cached:
                 self.idle.add(block)
@@ -159,14 +166,16 @@ class BlockPool:
         assert len(free) == len(self._free), "The stack of free blocks contains a block twice."
         assert free.isdisjoint(self._cached), "A free block is marked as cached."
         assert self._cached.issuperset(self.idle), "An idle block is not marked as cached."
-        for block, count in enumerate(self._ref_counts):
-            is_free = block in free or block in self.idle
-            assert (count == 0) == is_free, (
-                f"Block {block} has the reference count {count}, but the block is "
-                f"{'free or idle' if is_free else 'neither free nor idle'}."
+        for block, ref_count in enumerate(self._ref_counts):
+            is_unused = block in free or block in self.idle
+            assert (ref_count == 0) == is_unused, (
+                f"Block {block} has the reference count {ref_count}, but the block is "
+                f"{'free or idle' if is_unused else 'neither free nor idle'}."
             )
         if block_tables is None:
             return
-        counts = Counter(block for table in block_tables for block in table)
-        expected = [counts[block] for block in range(self.num_blocks)]
-        assert expected == self._ref_counts, "The reference counts do not match the block tables."
+        num_uses = Counter(block for table in block_tables for block in table)
+        expected_ref_counts = [num_uses[block] for block in range(self.num_blocks)]
+        assert expected_ref_counts == self._ref_counts, (
+            "The reference counts do not match the block tables."
+        )

@@ -68,8 +68,12 @@ class BlockTables:
 
         The sequence shares the blocks of its longest cached prefix. If another sequence of the
         request has already computed the prompt, the sequence shares the blocks of the prompt
-        instead. In a group with an attention window, the sequence gets only the blocks that it
-        needs at the same time.
+        instead.
+
+        A sequence has one block table for each group of layers. In a group with an attention
+        window, no token attends to the blocks before the window. The null block (a placeholder)
+        replaces these blocks, and the sequence gets only the new blocks that it needs at the same
+        time.
 
         Example with one group: block_size is 16, and the sequence has 35 tokens. The cache contains
         the first block of the sequence as block 4, and the pool allocates the blocks 9 and 2. The
@@ -78,32 +82,32 @@ class BlockTables:
         Returns:
             Whether enough blocks were free. If False, nothing has changed.
 
-        Mutates: the sequence's block tables and its number of computed tokens. The call may add
-            block copies, which the next call of `take_copies` returns.
+        Mutates: the block tables of `sequence`, its number of computed tokens, and its snapshot.
+            The call may add block copies, which the next call of `take_copies` returns.
         """
         if request.block_tables and sequence in request.followers:
             return self._try_share_prompt(sequence, request)
-        tables = self._find_cached(sequence)
-        num_cached = len(tables[0])
-        num_reused = num_cached * self._block_size
-        num_new = [
-            self._num_first_blocks(sequence, num_reused, window) - num_cached
+        tables = self._find_cached(sequence)  # one table for each group of layers
+        num_cached_blocks = len(tables[0])
+        num_cached_tokens = num_cached_blocks * self._block_size
+        num_new_blocks = [
+            self._num_first_blocks(sequence, num_cached_tokens, window) - num_cached_blocks
             for window in self._windows
         ]
-        num_dropped = self._nums_null(tables)
-        shared = _used(tables, num_dropped)
+        num_null_blocks = self._count_null_blocks(tables)
+        shared_blocks = _used_blocks(tables, num_null_blocks)
         # `num_free` includes the idle blocks that the sequence shares. These blocks cannot be
         # allocated as new blocks.
-        num_available = self._pool.num_free - self._pool.count_idle(shared)
-        if sum(num_new) > num_available:
+        num_available = self._pool.num_free - self._pool.count_idle(shared_blocks)
+        if sum(num_new_blocks) > num_available:
             return False
-        self._pool.hold(shared)
-        for table, count in zip(tables, num_new, strict=True):
-            table += self._pool.allocate(count)
+        self._pool.hold(shared_blocks)
+        for table, num_new in zip(tables, num_new_blocks, strict=True):
+            table += self._pool.allocate(num_new)
         sequence.block_tables = tables
-        self._set_reused(sequence, num_reused, num_dropped)
+        self._set_reused(sequence, num_cached_tokens, num_null_blocks)
         if self.snapshots is not None:
-            self.snapshots.use(sequence, num_reused)
+            self.snapshots.use(sequence, num_cached_tokens)
         self._count_cached_tokens(sequence)
         return True
 
@@ -146,6 +150,7 @@ class BlockTables:
     def try_extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Append blocks to the block tables of a sequence until they suffice for `num_tokens`.
 
+        A sequence has one block table for each group of layers; most models have one group.
         Example with one group and 16 tokens in a block: a sequence has 2 blocks. If `num_tokens` is
         33, the sequence gets 1 more block. If `num_tokens` is 32, it gets no block.
 
@@ -170,36 +175,46 @@ class BlockTables:
     def free_blocks_before_window(self, sequence: Sequence) -> None:
         """Free the blocks of a running sequence that no later token attends to.
 
+        Only groups of layers with an attention window have such blocks. The null block (a
+        placeholder) replaces each freed block in the block table of the group.
+
         Example: block_size is 4, the group has a sliding window of 4 tokens, and 10 tokens are
         computed. The next token is at position 10 and attends to positions 7 to 10. Position 7 is
         in the second block, so the block table [8, 3, 6] becomes [null, 3, 6].
         """
-        first_needed = 0  # the index of the first block in the window
+        first_needed_block = 0
         previous_window = None
-        for group, (window, table) in enumerate(
-            zip(self._windows, sequence.block_tables, strict=True)
-        ):
+        for group, window in enumerate(self._windows):
             if window is None:
                 continue
-            # Consecutive groups often have the same window. In this case, compute `first_needed`
-            # only once.
+            # Consecutive groups often have the same window. In this case, compute the first needed
+            # block only once.
             if window is not previous_window:
                 first_position = window.first_visible(sequence.num_computed_tokens)
-                first_needed = first_position // self._block_size
+                first_needed_block = first_position // self._block_size
                 previous_window = window
-            # The block table may end before the window starts, because the block of the next token
-            # is not allocated yet.
-            end = min(first_needed, len(table))
-            num_dropped = sequence.num_dropped_blocks[group]
-            if end > num_dropped:
-                self._pool.release(table[num_dropped:end])
-                table[num_dropped:end] = [self._pool.null_block] * (end - num_dropped)
-                sequence.num_dropped_blocks[group] = end
-                sequence.table_version += 1
+            if first_needed_block > sequence.num_dropped_blocks[group]:
+                self._drop_leading_blocks(sequence, group, first_needed_block)
+
+    def _drop_leading_blocks(self, sequence: Sequence, group: int, num_blocks: int) -> None:
+        """Free the first `num_blocks` blocks of a sequence in one group of layers.
+
+        The null block replaces each freed block in the block table of the group.
+        """
+        table = sequence.block_tables[group]
+        num_dropped = sequence.num_dropped_blocks[group]
+        # The block table may end before the window starts, because the block of the next token is
+        # not allocated yet.
+        end = min(num_blocks, len(table))
+        if end > num_dropped:
+            self._pool.release(table[num_dropped:end])
+            table[num_dropped:end] = [self._pool.null_block] * (end - num_dropped)
+            sequence.num_dropped_blocks[group] = end
+            sequence.table_version += 1
 
     def blocks_of(self, sequence: Sequence) -> set[int]:
         """Return the blocks of a sequence, including cached blocks that it has already freed."""
-        blocks = set(_used(sequence.block_tables, sequence.num_dropped_blocks))
+        blocks = set(_used_blocks(sequence.block_tables, sequence.num_dropped_blocks))
         if self.cache is not None and any(sequence.num_dropped_blocks):
             blocks |= self.cache.cached_blocks(sequence.block_hashes)
         return blocks
@@ -210,7 +225,7 @@ class BlockTables:
             self.snapshots.discard(sequence)
         if self.cache is not None and sequence.params.retention_s > 0:
             self.cache.retain(sequence)
-        self._pool.release(_used(sequence.block_tables, sequence.num_dropped_blocks))
+        self._pool.release(_used_blocks(sequence.block_tables, sequence.num_dropped_blocks))
         sequence.block_tables = [[] for _ in self._windows]
         self._set_reused(sequence, 0, [0] * len(self._windows))
 
@@ -223,6 +238,8 @@ class BlockTables:
 
         Example with one group: the prompt has 10 tokens, block_size is 4, and the leader's block
         table is [4, 9, 1, 6]. The request keeps the blocks [4, 9, 1], even if the leader ends.
+
+        Mutates: the followers, which get the block hashes of the prompt, and `request`.
         """
         # The followers have the same prompt as the leader, so they also have the same block hashes
         # and the same number of cached tokens.
@@ -230,27 +247,32 @@ class BlockTables:
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
-        if self.snapshots is not None:
-            return
+        if self.snapshots is None:
+            request.block_tables = self._prompt_tables(leader)
+            self._pool.hold(self._blocks_in(request.block_tables))
+            self._requests_with_prompt[id(request)] = request
+
+    def _prompt_tables(self, leader: Sequence) -> list[list[int]]:
+        """Return block tables with the blocks that the followers of `leader` share with it.
+
+        In a group with an attention window, the null block replaces the blocks before the window.
+        """
         num_blocks = self._num_blocks(leader.num_prompt_tokens)
         tables = [table[:num_blocks] for table in leader.block_tables]
+        # A follower computes only the last prompt token again, so it needs only the blocks that
+        # this token attends to. These blocks still exist, because the leader has just used them for
+        # the same token.
+        last_position = leader.num_prompt_tokens - 1
         for window, table in zip(self._windows, tables, strict=True):
             if window is not None:
-                # A follower computes only the last prompt token again, so it needs only the blocks
-                # that this token attends to. These blocks still exist, because the leader has just
-                # used them for the same token.
-                last_position = leader.num_prompt_tokens - 1
                 first_needed = window.first_visible(last_position) // self._block_size
                 table[:first_needed] = [self._pool.null_block] * first_needed
-        self._pool.hold(_used(tables, self._nums_null(tables)))
-        request.block_tables = tables
-        self._requests_with_prompt[id(request)] = request
+        return tables
 
     def drop_prompt(self, request: Request) -> None:
         """Release the prompt blocks that a request keeps. Do nothing if the request keeps none."""
         if self._requests_with_prompt.pop(id(request), None) is not None:
-            tables = request.block_tables
-            self._pool.release(_used(tables, self._nums_null(tables)))
+            self._pool.release(self._blocks_in(request.block_tables))
             request.block_tables = []
 
     def drop_oldest_prompt(self) -> bool:
@@ -289,53 +311,66 @@ class BlockTables:
     def check(self, running: abc.Iterable[Sequence]) -> None:
         """Check the block tables of the running sequences.
 
-        Every sequence must have one table for each group. Entries of freed blocks must be null
-        blocks, and other entries must not be null blocks.
+        Every sequence must have one table for each group of layers, and the tables must have blocks
+        for all computed tokens.
 
         Raises:
             AssertionError: if a block table is wrong.
         """
-        null = self._pool.null_block
         for sequence in running:
             tables = sequence.block_tables
             assert len(tables) == len(sequence.num_dropped_blocks) == len(self._windows)
             assert self._num_tokens(tables) == sequence.num_tokens_with_blocks
             assert sequence.num_computed_tokens <= sequence.num_tokens_with_blocks
-            for window, table, num_dropped in zip(
-                self._windows, tables, sequence.num_dropped_blocks, strict=True
-            ):
-                assert all((block == null) == (i < num_dropped) for i, block in enumerate(table))
-                first = 0 if window is None else window.first_visible(sequence.num_computed_tokens)
-                assert num_dropped * self._block_size <= first, (
-                    f"{sequence} has freed {num_dropped} blocks, but attends to position {first}."
-                )
+            for group in range(len(tables)):
+                self._check_freed_blocks(sequence, group)
+
+    def _check_freed_blocks(self, sequence: Sequence, group: int) -> None:
+        """Check that a sequence has freed only blocks that its next token does not attend to.
+
+        In the block table of the group, the leading null blocks represent the freed blocks.
+        """
+        window = self._windows[group]
+        num_dropped = sequence.num_dropped_blocks[group]
+        for index, block in enumerate(sequence.block_tables[group]):
+            is_null = block == self._pool.null_block
+            assert is_null == (index < num_dropped)
+        first = 0 if window is None else window.first_visible(sequence.num_computed_tokens)
+        assert num_dropped * self._block_size <= first, (
+            f"{sequence} has freed {num_dropped} blocks, but attends to position {first}."
+        )
 
     def _try_share_prompt(self, sequence: Sequence, request: Request) -> bool:
-        """Give the prompt blocks of a request and new blocks to a sequence of the request.
+        """Give a sequence the computed prompt blocks of its request, and new blocks.
+
+        A block that the sequence writes to cannot be shared. If the prompt ends within a block,
+        the sequence gets a copy of this block; the copy is added to `_copies`.
 
         Example with one group: block_size is 4, and the prompt has 10 tokens in the blocks
         [4, 9, 1]. The sequence computes the last prompt token again, so it reuses 9 tokens. The
-        blocks 4 and 9 are shared. Block 1 is copied to the new block 7, because the sequence writes
-        into this block. The block table of the sequence becomes [4, 9, 7].
+        blocks 4 and 9 are shared. Block 1 is copied to the new block 7. The block table of the
+        sequence becomes [4, 9, 7].
 
         Returns:
-            Whether the blocks were allocated.
+            Whether enough blocks were free. If False, nothing has changed.
         """
         # The last prompt token is computed again, because its logits are needed.
-        num_reused = sequence.num_prompt_tokens - 1
-        num_shared = num_reused // self._block_size
+        num_reused_tokens = sequence.num_prompt_tokens - 1
+        num_shared = num_reused_tokens // self._block_size
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
         if num_new * len(self._windows) > self._pool.num_free:
             return False
         tables = [table[:num_shared] for table in request.block_tables]
-        num_dropped = self._nums_null(tables)
-        self._pool.hold(_used(tables, num_dropped))
-        for table, prompt_table in zip(tables, request.block_tables, strict=True):
+        num_null_blocks = self._count_null_blocks(tables)
+        self._pool.hold(_used_blocks(tables, num_null_blocks))
+        for table in tables:
             table += self._pool.allocate(num_new)
-            if num_reused % self._block_size:
+        needs_copy = num_reused_tokens % self._block_size > 0
+        if needs_copy:
+            for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))
         sequence.block_tables = tables
-        self._set_reused(sequence, num_reused, num_dropped)
+        self._set_reused(sequence, num_reused_tokens, num_null_blocks)
         return True
 
     def _set_reused(self, sequence: Sequence, num_reused: int, num_dropped: list[int]) -> None:
@@ -366,12 +401,13 @@ class BlockTables:
         has 100 tokens. The sequence gets blocks for 164 tokens.
         """
         num_tokens = len(sequence.token_ids)
-        if window is not None and self._max_step_tokens is not None:
-            first = window.first_visible(num_cached)
-            num_tokens = min(num_tokens, first + window.max_visible_tokens + self._max_step_tokens)
-        return self._num_blocks(num_tokens)
+        if window is None or self._max_step_tokens is None:
+            return self._num_blocks(num_tokens)
+        window_start = window.first_visible(num_cached)
+        end_of_first_step = window_start + window.max_visible_tokens + self._max_step_tokens
+        return self._num_blocks(min(num_tokens, end_of_first_step))
 
-    def _nums_null(self, tables: list[list[int]]) -> list[int]:
+    def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
         """Return the number of null blocks in each block table."""
         null = self._pool.null_block
         return [
@@ -379,17 +415,22 @@ class BlockTables:
             for window, table in zip(self._windows, tables, strict=True)
         ]
 
+    def _blocks_in(self, tables: list[list[int]]) -> list[int]:
+        """Return the entries of all block tables, without the null blocks."""
+        return _used_blocks(tables, self._count_null_blocks(tables))
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
 
-def _used(tables: list[list[int]], num_dropped: list[int]) -> list[int]:
+def _used_blocks(tables: list[list[int]], num_null_blocks: list[int]) -> list[int]:
     """Return the entries of all block tables, without the leading null blocks.
 
-    Example: the tables [[4, 9], [null, 3]] and num_dropped=[0, 1] give [4, 9, 3].
+    Example: the tables [[4, 9], [null, 3]] and num_null_blocks=[0, 1] give [4, 9, 3].
     """
     if len(tables) == 1:
-        return tables[0][num_dropped[0] :]
-    return [
-        block for table, first in zip(tables, num_dropped, strict=True) for block in table[first:]
-    ]
+        return tables[0][num_null_blocks[0] :]
+    used_blocks: list[int] = []
+    for table, num_null in zip(tables, num_null_blocks, strict=True):
+        used_blocks += table[num_null:]
+    return used_blocks

@@ -58,6 +58,7 @@ class DiskStore:
         self._folder = folder
         self._max_bytes = max_bytes
         self._identity = {"format": str(_FORMAT), **identity}
+        # `_name` computes the names of files with this key, so two identities never use one name.
         self._name_key = hashlib.blake2b(
             json.dumps(self._identity).encode(), digest_size=16
         ).digest()
@@ -90,27 +91,26 @@ class DiskStore:
         return self._num_bytes
 
     def read(self, key: bytes) -> bytes | None:
-        """Return the bytes that are stored under a key, or None if there is no valid file."""
+        """Return the bytes that are stored under a key, or None if there is no valid file.
+
+        The file becomes the most recently used file. A damaged file is deleted.
+        """
         name = self._name(key)
         with self._lock:
             if name in self._pending:
                 # The writer thread has not written or deleted this file yet.
                 waiting_data = self._pending[name]
-                return None if waiting_data is None else waiting_data.partition(b"\n")[2]
+                return None if waiting_data is None else _split_header(waiting_data)[1]
             if name not in self._sizes:
                 return None
             self._sizes.move_to_end(name)
-        path = self._folder / name
-        try:
-            data = path.read_bytes()
-            os.utime(path)
-        except OSError as error:
-            self._warn(f"The file {path} of the prefix cache cannot be read: {error}.")
-            self._forget(name)
+        data = self._read_file(name)
+        if data is None:
             return None
-        header, separator, content = data.partition(b"\n")
-        if separator and header == self._header(key, content):
+        header, content = _split_header(data)
+        if header == self._header(key, content):
             return content
+        path = self._folder / name
         self._warn(
             f"The file {path} of the prefix cache is damaged or belongs to another model, so it is "
             "deleted and its tokens are computed again. Further such files are not reported."
@@ -119,8 +119,23 @@ class DiskStore:
         self._forget(name)
         return None
 
+    def _read_file(self, name: str) -> bytes | None:
+        """Return the content of a file, and set its modification time to the current time.
+
+        If the file cannot be read, log a warning, forget the file, and return None.
+        """
+        path = self._folder / name
+        try:
+            data = path.read_bytes()
+            os.utime(path)
+        except OSError as error:
+            self._warn(f"The file {path} of the prefix cache cannot be read: {error}.")
+            self._forget(name)
+            return None
+        return data
+
     def write(self, key: bytes, content: bytes) -> bool:
-        """Write the file of a key in the background.
+        """Store bytes under a key. Another thread writes the file in the background.
 
         Returns:
             False if the file is not written, because too many bytes are already waiting.
@@ -128,10 +143,11 @@ class DiskStore:
         name = self._name(key)
         data = self._header(key, content) + b"\n" + content
         with self._lock:
-            if self._num_pending_bytes + len(data) > max(_MAX_PENDING_BYTES, len(data)):
+            is_full = self._num_pending_bytes + len(data) > _MAX_PENDING_BYTES
+            # If no bytes are waiting, a file of any size is written.
+            if is_full and self._num_pending_bytes > 0:
                 return False
-            self._num_pending_bytes += len(data) - len(self._pending.get(name) or b"")
-            self._pending[name] = data
+            self._set_pending(name, data)
         self._queue.put(name)
         return True
 
@@ -139,9 +155,17 @@ class DiskStore:
         """Delete the file of a key in the background, if the file exists."""
         name = self._name(key)
         with self._lock:
-            self._num_pending_bytes -= len(self._pending.get(name) or b"")
-            self._pending[name] = None
+            self._set_pending(name, None)
         self._queue.put(name)
+
+    def _set_pending(self, name: str, data: bytes | None) -> None:
+        """Set the waiting task of a file: its new bytes, or None if the file must be deleted.
+
+        The new task replaces an earlier task of the file. The caller must hold the lock.
+        """
+        self._num_pending_bytes -= _length(self._pending.get(name))
+        self._num_pending_bytes += _length(data)
+        self._pending[name] = data
 
     def flush(self, timeout_s: float) -> None:
         """Write all waiting files, and end the writer thread. Wait at most `timeout_s` seconds."""
@@ -149,18 +173,19 @@ class DiskStore:
         self._writer.join(timeout_s)
 
     def _scan(self) -> None:
-        """Read the sizes of the existing files, and delete unfinished files."""
-        found = []
-        oldest_unfinished = time.time() - _UNFINISHED_S
+        """Fill `_sizes` with the existing files, and delete unfinished files."""
+        existing_files = []
+        min_unfinished_time = time.time() - _UNFINISHED_S
         for path in self._folder.iterdir():
             # Another process that uses the folder may delete a file at any time.
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
                 if path.suffix == _SUFFIX:
-                    found.append((stat.st_mtime_ns, path.name, stat.st_size))
-                elif path.suffix == _TEMPORARY_SUFFIX and stat.st_mtime < oldest_unfinished:
+                    existing_files.append((stat.st_mtime_ns, path.name, stat.st_size))
+                elif path.suffix == _TEMPORARY_SUFFIX and stat.st_mtime < min_unfinished_time:
                     path.unlink()
-        for _, name, size in sorted(found):
+        # The file that was used first has the smallest modification time.
+        for _modified, name, size in sorted(existing_files):
             self._sizes[name] = size
             self._num_bytes += size
 
@@ -188,13 +213,13 @@ class DiskStore:
                 # bytes.
                 if name in self._pending and self._pending[name] is data:
                     del self._pending[name]
-                    self._num_pending_bytes -= len(data or b"")
+                    self._num_pending_bytes -= _length(data)
 
     def _write_or_delete(self, name: str, data: bytes | None) -> None:
         """Write the bytes `data` to the file `name`. If `data` is None, delete the file.
 
-        The bytes are first written to a temporary file, which is then renamed. A crash therefore
-        never leaves an incomplete file with the name `name`.
+        If the folder would become too large, the least recently used files are deleted first. Bytes
+        that exceed the size limit of the whole folder are not written.
         """
         path = self._folder / name
         if data is None:
@@ -204,17 +229,8 @@ class DiskStore:
         if len(data) > self._max_bytes:
             return
         self._make_room(len(data))
-        temporary = path.with_suffix(f".{os.getpid()}{_TEMPORARY_SUFFIX}")
-        try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-            temporary.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        self._forget(name)
+        _write_atomically(path, data)
+        self._forget(name)  # the size of the replaced file
         with self._lock:
             self._sizes[name] = len(data)
             self._num_bytes += len(data)
@@ -248,3 +264,34 @@ class DiskStore:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(message)
+
+
+def _split_header(data: bytes) -> tuple[bytes, bytes]:
+    """Split the content of a file into its header, which is the first line, and the bytes after it.
+
+    Example: a file with the lines '{"size": 2}' and 'ab' gives b'{"size": 2}' and b"ab".
+    """
+    header, _newline, content = data.partition(b"\n")
+    return header, content
+
+
+def _length(data: bytes | None) -> int:
+    return 0 if data is None else len(data)
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a crash never leaves an incomplete file at `path`.
+
+    The bytes are first written to a temporary file, which is then renamed. Only the current user
+    can read the file.
+    """
+    temporary = path.with_suffix(f".{os.getpid()}{_TEMPORARY_SUFFIX}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

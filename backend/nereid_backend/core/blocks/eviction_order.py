@@ -97,12 +97,13 @@ class EvictionOrder(Generic[Item]):
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
         # Maps each retained item to its session.
         self._session_of: dict[Item, _Session[Item]] = {}
-        self._num_retained = 0  # idle items of all sessions
-        self._num_changes = 0
+        self._num_retained = 0  # the number of idle items of all sessions
+        self._num_changes = 0  # a number that increases, so that older entries have lower numbers
         # The session from which the last retained item was evicted. The next items are evicted from
         # the same session until it has fewer items than the mean. Most evictions therefore need no
         # search.
         self._victim: _Session[Item] | None = None
+        # The time of the next search for expired sessions, as a value of the clock.
         self._expiry_due = clock()
 
     def __contains__(self, item: Item) -> bool:
@@ -181,28 +182,39 @@ class EvictionOrder(Generic[Item]):
             key: identifies the session.
             seconds: the time for which the items are retained.
         """
-        expires = self._clock() + seconds
-        session = self._sessions.get(key)
-        self._num_changes += 1
-        if session is None:
-            session = self._sessions[key] = _Session(key, expires, self._num_changes)
-        self._sessions.move_to_end(key)
-        if self._victim is session:
-            self._victim = None
-        session.last_use = self._num_changes
-        session.expires = max(session.expires, expires)
+        session = self._use_session(key, expires=self._clock() + seconds)
         for item in items:
             owner = self._session_of.get(item)
-            if owner is session or (owner is not None and owner.expires >= session.expires):
-                continue
-            # Remove the item from its current session, if it has one, and add it to this session.
-            is_idle = item in self
-            self.forget(item)
-            self._session_of[item] = session
-            session.used.add(item)
-            if is_idle:
-                self.add(item)
+            if owner is None or owner.expires < session.expires:
+                self._move(item, session)
         self._drop_if_empty(session)
+
+    def _use_session(self, key: SessionKey, expires: float) -> _Session[Item]:
+        """Return a session, which becomes the most recently used one and expires at `expires`.
+
+        Create the session if it does not exist. If it already expires later, it keeps this time.
+        """
+        self._num_changes += 1
+        session = self._sessions.get(key)
+        if session is None:
+            session = _Session(key, expires, self._num_changes)
+            self._sessions[key] = session
+        self._sessions.move_to_end(key)
+        session.last_use = self._num_changes
+        session.expires = max(session.expires, expires)
+        if self._victim is session:
+            # The next item is evicted from a session that was not used recently.
+            self._victim = None
+        return session
+
+    def _move(self, item: Item, session: _Session[Item]) -> None:
+        """Move an item to a session. The item may belong to another session or to no session."""
+        is_idle = item in self
+        self.forget(item)
+        self._session_of[item] = session
+        session.used.add(item)
+        if is_idle:
+            self.add(item)  # moves the item from `used` to `idle`
 
     def extend(self, key: SessionKey, seconds: float) -> bool:
         """Retain the items of a session for at least `seconds` more seconds.
@@ -232,7 +244,7 @@ class EvictionOrder(Generic[Item]):
         ]
 
     def _expire(self) -> None:
-        """Remove the sessions that have expired.
+        """Remove the sessions that have expired, at most once every `_EXPIRY_INTERVAL_S` seconds.
 
         The idle items of these sessions become the oldest items without a session, so these items
         are evicted next.
@@ -243,17 +255,22 @@ class EvictionOrder(Generic[Item]):
         if now < self._expiry_due:
             return
         self._expiry_due = now + _EXPIRY_INTERVAL_S
-        for session in [one for one in self._sessions.values() if one.expires <= now]:
-            # Each item is moved to the front, so the oldest item must be moved last.
-            for item in reversed(session.idle):
-                self._plain[item] = 0
-                self._plain.move_to_end(item, last=False)
-            for item in (*session.idle, *session.used):
-                del self._session_of[item]
-            self._num_retained -= len(session.idle)
-            session.idle.clear()
-            session.used.clear()
-            self._drop_if_empty(session)
+        expired_sessions = [s for s in self._sessions.values() if s.expires <= now]
+        for session in expired_sessions:
+            self._dissolve(session)
+
+    def _dissolve(self, session: _Session[Item]) -> None:
+        """Remove a session, and evict its idle items before all other items without a session."""
+        # Each item is moved to the front, so the oldest item must be moved last.
+        for item in reversed(session.idle):
+            self._plain[item] = 0
+            self._plain.move_to_end(item, last=False)
+        for item in (*session.idle, *session.used):
+            del self._session_of[item]
+        self._num_retained -= len(session.idle)
+        session.idle.clear()
+        session.used.clear()
+        self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
         """Return whether to evict an item of a session before an item without a session."""
@@ -262,18 +279,20 @@ class EvictionOrder(Generic[Item]):
         return self._next_victim().last_use < next(iter(self._plain.values()))
 
     def _next_victim(self) -> _Session[Item]:
-        """Choose the session that loses the next item. At least one session must have idle items.
+        """Return the session that loses the next item. At least one session must have idle items.
 
-        The chosen session has at least the mean number of idle items. A large session therefore
-        cannot displace the items of small sessions.
+        The session has at least the mean number of idle items. A large session therefore cannot
+        displace the items of small sessions. The previous session is chosen again as long as it has
+        enough idle items. Then the least recently used session with enough idle items is chosen.
         """
         mean = self._num_retained / len(self._sessions)
-        if self._victim is None or len(self._victim.idle) < mean or not self._victim.idle:
-            self._victim = next(
-                session
-                for session in self._sessions.values()
-                if session.idle and len(session.idle) >= mean
-            )
+
+        def has_enough_idle_items(session: _Session[Item]) -> bool:
+            return bool(session.idle) and len(session.idle) >= mean
+
+        if self._victim is not None and has_enough_idle_items(self._victim):
+            return self._victim
+        self._victim = next(filter(has_enough_idle_items, self._sessions.values()))
         return self._victim
 
     def _drop_if_empty(self, session: _Session[Item]) -> None:

@@ -20,7 +20,6 @@ group with an attention window needs only the last blocks of the prefix.
 
 import hashlib
 from array import array
-from bisect import bisect_right
 from collections import abc
 from collections.abc import Callable
 
@@ -28,6 +27,7 @@ from nereid_backend.core.blocks.block_pool import BlockPool
 from nereid_backend.core.blocks.eviction_order import SessionKey
 from nereid_backend.core.blocks.state_snapshots import StateSnapshots
 from nereid_backend.core.blocks.window import AttentionWindow
+from nereid_backend.core.blocks.window_search import WindowSearch
 from nereid_backend.core.sequence import Sequence
 
 # Users share the cache. With short hashes, an attacker could construct two prompts with equal
@@ -52,26 +52,33 @@ class PrefixCache:
         windows: abc.Sequence[AttentionWindow | None] = (None,),
         snapshots: StateSnapshots | None = None,
     ) -> None:
-        """Create an empty cache for the blocks of `pool`. Each block has `block_size` tokens.
+        """Create an empty cache.
 
-        `windows` contains one attention window for each group of layers, or None for a group with
-        full attention.
+        Args:
+            pool: the pool of the blocks that are cached.
+            block_size: the number of tokens in one block.
+            windows: the attention window of each group of layers; None for a group with full
+                attention.
+            snapshots: the snapshots of recurrent states; None if the model has no recurrent state.
         """
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.snapshots = snapshots
         # The hashes of the blocks that must still be written to disk; None if there is no cache on
-        # disk.
+        # disk. The dict is used as an ordered set, so all its values are None.
         self.unsaved: dict[bytes, None] | None = None
         # The hashes of the blocks that must be deleted from the cache on disk.
         self.invalid: list[bytes] = []
+        # Called before an unsaved block is allocated for other tokens; see `save_on_disk`.
         self._before_reuse: Callable[[bytes, int], object] | None = None
         self._pool = pool
         self._block_size = block_size
         self._windows = tuple(windows)
+        self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
         self._has_windows = any(window is not None for window in windows)
         # For each group of layers, one dict that maps a hash to the id of the block.
         self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
+        # Maps the id of a cached block to its hash.
         self._hashes: dict[int, bytes] = {}
         pool.on_reuse(self._drop)
 
@@ -85,10 +92,13 @@ class PrefixCache:
         Example with one group: the sequence has 48 tokens, and block_size is 16. The cache contains
         the first two blocks of the sequence as the blocks 7 and 2, so the result is [[7, 2]]. The
         third block is never part of the result, because it contains the last token.
+
+        Mutates: `sequence.block_hashes`, and `sequence.branch_position` if the model has a
+            recurrent state.
         """
-        hashes = self._block_hashes(sequence, (len(sequence.token_ids) - 1) // self._block_size)
+        hashes = self.prefix_hashes(sequence)
         if self._has_windows:
-            return self._find_visible(hashes)
+            return self._find_with_windows(hashes)
         block_table: list[int] = []
         cached_blocks = self._blocks[0]
         for block_hash in hashes:
@@ -102,9 +112,10 @@ class PrefixCache:
         # are computed again. Because `branch_position` is set, a new snapshot is saved at the end
         # of the cached blocks. The next request with this prefix can then reuse all these blocks.
         sequence.branch_position = len(block_table) * self._block_size
-        while block_table and hashes[len(block_table) - 1] not in self.snapshots:
-            block_table.pop()
-        return [block_table]
+        num_blocks = len(block_table)
+        while num_blocks > 0 and hashes[num_blocks - 1] not in self.snapshots:
+            num_blocks -= 1
+        return [block_table[:num_blocks]]
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
         """Record the hashes of new blocks in `unsaved`, so that the blocks can be saved on disk.
@@ -113,7 +124,7 @@ class PrefixCache:
 
         Args:
             before_reuse: called with the hash and the id of an unsaved block before the pool
-                allocates the block for other tokens.
+                allocates the block for other tokens. This call is the last chance to save it.
         """
         assert len(self._windows) == 1, "The cache on disk stores one block for each hash."
         self.unsaved = {}
@@ -134,10 +145,11 @@ class PrefixCache:
         return self._blocks[0].get(block_hash)
 
     def insert(self, hashes: list[bytes]) -> list[tuple[bytes, int]]:
-        """Allocate blocks for tokens that were computed earlier, and add them to the cache.
+        """Allocate blocks for tokens that were computed earlier, and add the blocks to the cache.
 
-        The caller must write the content of the blocks before the next step. The model must have
-        only one group of layers.
+        The call prepares the cache for blocks that were saved on disk. The caller must write the
+        content of the new blocks before the next step. The model must have only one group of
+        layers.
 
         Args:
             hashes: the hashes of the leading blocks of a sequence. If some of these blocks are
@@ -147,59 +159,76 @@ class PrefixCache:
             The hash and the id of each new block. If there are not enough free blocks, only the
             first blocks are added.
         """
-        blocks = self._blocks[0]
-        held = [blocks[block_hash] for block_hash in hashes if block_hash in blocks]
-        self._pool.hold(held)
-        missing = [block_hash for block_hash in hashes if block_hash not in blocks]
-        missing = missing[: self._pool.num_free]
-        new = list(zip(missing, self._pool.allocate(len(missing)), strict=True))
-        for block_hash, block in new:
-            blocks[block_hash] = block
+        cached_blocks = self._blocks[0]
+        # `hold` protects the cached blocks of the sequence, because `allocate` evicts unused ones.
+        held_blocks = [cached_blocks[one] for one in hashes if one in cached_blocks]
+        self._pool.hold(held_blocks)
+        missing_hashes = [one for one in hashes if one not in cached_blocks]
+        new_hashes = missing_hashes[: self._pool.num_free]
+        new_blocks = self._pool.allocate(len(new_hashes))
+        for block_hash, block in zip(new_hashes, new_blocks, strict=True):
+            cached_blocks[block_hash] = block
             self._hashes[block] = block_hash
             self._pool.mark_cached(block)
-        self._pool.release([*held, *(block for _, block in new)])
-        return new
+        self._pool.release([*held_blocks, *new_blocks])
+        return list(zip(new_hashes, new_blocks, strict=True))
 
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
         """Return the ids of the cached blocks whose hashes are in `hashes`."""
         return {blocks[one] for blocks in self._blocks for one in hashes if one in blocks}
 
     def add(self, sequence: Sequence) -> None:
-        """Add the computed full blocks of a sequence to the cache."""
-        num_full = sequence.num_computed_tokens // self._block_size
-        if num_full <= sequence.num_findable_blocks:
+        """Add the computed full blocks of a sequence to the cache, so that requests can reuse them.
+
+        Example: block_size is 16, and 40 tokens are computed. The first two blocks are full. If the
+        first block was added by an earlier call, only the second block is added.
+
+        Mutates: `sequence.block_hashes`, and `sequence.num_findable_blocks`, which is the number of
+            leading blocks in the cache.
+        """
+        first_new = sequence.num_findable_blocks
+        num_full_blocks = sequence.num_computed_tokens // self._block_size
+        if num_full_blocks <= first_new:
             return
-        hashes = self._block_hashes(sequence, num_full)
-        for blocks, table in zip(self._blocks, sequence.block_tables, strict=True):
-            for index in range(sequence.num_findable_blocks, num_full):
-                # If two requests computed the same tokens, keep only the block that was added
-                # first.
+        hashes = self._block_hashes(sequence, num_full_blocks)
+        # A sequence has one block table for each group of layers.
+        for cached_blocks, table in zip(self._blocks, sequence.block_tables, strict=True):
+            for index in range(first_new, num_full_blocks):
                 block_hash = hashes[index]
-                if block_hash in blocks:
+                if block_hash in cached_blocks:
+                    # Another request has computed the same tokens. Its block remains in the cache.
                     continue
                 block = table[index]
-                blocks[block_hash] = block
+                cached_blocks[block_hash] = block
                 self._hashes[block] = block_hash
                 self._pool.mark_cached(block)
                 if self.unsaved is not None:
                     self.unsaved[block_hash] = None
-        sequence.num_findable_blocks = num_full
+        sequence.num_findable_blocks = num_full_blocks
         if self.snapshots is not None:
             self.snapshots.add(sequence)
 
     def retain(self, sequence: Sequence) -> None:
-        """Add the cached blocks and snapshots of a sequence to the session of its request."""
+        """Retain the cached blocks and snapshots of a sequence for the session of its request.
+
+        A session is identified by the client and the `prompt_cache_key` of its requests. Retained
+        blocks are evicted after other blocks for `retention_s` seconds. Blocks that the sequence
+        has freed are not retained, because no token attends to them.
+        """
         params = sequence.params
         key = SessionKey(params.client_id, params.prompt_cache_key)
         end = sequence.num_findable_blocks
-        retained = []
-        for blocks, first in zip(self._blocks, sequence.num_dropped_blocks, strict=True):
-            hashes = sequence.block_hashes[first:end]
+        retained_blocks = []
+        for cached_blocks, num_dropped in zip(
+            self._blocks, sequence.num_dropped_blocks, strict=True
+        ):
+            hashes = sequence.block_hashes[num_dropped:end]
             # The order is reversed, because the last block of the sequence must be evicted first.
-            retained += [blocks[one] for one in reversed(hashes) if one in blocks]
-        self._pool.retain(retained, key, params.retention_s)
+            retained_blocks += [cached_blocks[h] for h in reversed(hashes) if h in cached_blocks]
+        self._pool.retain(retained_blocks, key, params.retention_s)
         if self.snapshots is not None:
-            hashes = sequence.block_hashes[min(sequence.num_dropped_blocks) : end]
+            min_num_dropped = min(sequence.num_dropped_blocks)
+            hashes = sequence.block_hashes[min_num_dropped:end]
             self.snapshots.retain(hashes, key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
@@ -247,84 +276,53 @@ class PrefixCache:
         for blocks in self._blocks:
             assert all(self._hashes[block] == block_hash for block_hash, block in blocks.items())
 
-    def _find_visible(self, hashes: list[bytes]) -> list[list[int]]:
-        """Find the longest cached prefix if the model has attention windows.
+    def _find_with_windows(self, hashes: list[bytes]) -> list[list[int]]:
+        """Find the longest cached prefix of a sequence if the model has attention windows.
 
-        Return one block table for each group of layers. The next token after a prefix attends only
-        to the blocks in its window. The prefix counts as cached if the cache contains these blocks
-        in every group of layers. The null block replaces the blocks before the window.
-
-        Example with one group: block_size is 4, and the window has 4 tokens. The sequence has 3
-        full blocks, and the cache contains the second and the third block as the blocks 8 and 5.
-        The token at position 12 attends to positions 9 to 12, and position 9 is in the third block.
-        The result is [[null, null, 5]].
+        `hashes` contains the hashes of the leading blocks of the sequence. The result has one block
+        table for each group of layers; see `WindowSearch.longest_prefix`.
         """
+        snapshots = self.snapshots
+
+        def can_end_after(num_blocks: int) -> bool:
+            # A recurrent model can continue only from a snapshot.
+            return snapshots is None or hashes[num_blocks - 1] in snapshots
+
+        # In these tables, the null block replaces each block that is not cached.
         null = self._pool.null_block
         tables = [[blocks.get(one, null) for one in hashes] for blocks in self._blocks]
-        missing = self._missing_blocks(tables)
-        # A group of layers with full attention needs all blocks of the prefix.
-        longest = bisect_right(missing.pop(None), -1) if None in missing else len(hashes)
-        for num_blocks in range(longest, 0, -1):
-            if self.snapshots is not None and hashes[num_blocks - 1] not in self.snapshots:
-                continue
-            has_all_blocks = all(
-                last[num_blocks - 1] < min(self._first_block(window, num_blocks), num_blocks - 1)
-                for window, last in missing.items()
-            )
-            if has_all_blocks:
-                firsts = [self._first_block(window, num_blocks) for window in self._windows]
-                return [
-                    [null] * first + table[first:num_blocks]
-                    for first, table in zip(firsts, tables, strict=True)
-                ]
-        return [[] for _ in self._windows]
-
-    def _missing_blocks(self, tables: list[list[int]]) -> dict[AttentionWindow | None, list[int]]:
-        """Find the missing blocks of the groups. The result maps a window to a list.
-
-        Consider the tables of all groups with this window. Element i of the list is the largest
-        index j <= i at which one of these tables contains the null block, or -1. Example: two
-        groups have the same window and the tables [4, null, 9] and [null, 3, 6]. The list is
-        [0, 1, 1].
-        """
-        missing: dict[AttentionWindow | None, list[int]] = {}
-        for window, table in zip(self._windows, tables, strict=True):
-            last = _last_missing(table, self._pool.null_block)
-            missing[window] = list(map(max, missing.get(window, last), last))
-        return missing
-
-    def _first_block(self, window: AttentionWindow | None, num_blocks: int) -> int:
-        """Return the index of the first block to which the next token attends.
-
-        The next token directly follows the first `num_blocks` blocks.
-        """
-        if window is None:
-            return 0
-        return window.first_visible(num_blocks * self._block_size) // self._block_size
+        return self._window_search.longest_prefix(tables, can_end_after)
 
     def _drop(self, block: int) -> None:
+        """Remove a block and its snapshot from the cache. Do nothing if the block is not cached.
+
+        If the block must still be written to disk, call `_before_reuse` first.
+        """
         block_hash = self._hashes.pop(block, None)
-        if block_hash is not None:
-            if self.unsaved is not None and block_hash in self.unsaved:
-                del self.unsaved[block_hash]
-                assert self._before_reuse is not None
-                self._before_reuse(block_hash, block)
-            # A block belongs to exactly one group of layers.
-            del next(one for one in self._blocks if one.get(block_hash) == block)[block_hash]
-            if self.snapshots is not None:
-                self.snapshots.delete(block_hash)
+        if block_hash is None:
+            return
+        if self.unsaved is not None and block_hash in self.unsaved:
+            del self.unsaved[block_hash]
+            assert self._before_reuse is not None
+            self._before_reuse(block_hash, block)
+        for cached_blocks in self._blocks:
+            if cached_blocks.get(block_hash) == block:
+                del cached_blocks[block_hash]
+                break  # A block belongs to exactly one group of layers.
+        if self.snapshots is not None:
+            self.snapshots.delete(block_hash)
 
     def _block_hashes(self, sequence: Sequence, count: int) -> list[bytes]:
         """Return the hashes of the first `count` full blocks of a sequence.
 
-        The hashes are stored in `sequence.block_hashes`. A stored hash never changes, because
-        tokens are only appended to a sequence.
+        The hash of a block depends on the hash of the previous block. New hashes are appended to
+        `sequence.block_hashes`. A stored hash never changes, because tokens are only appended to a
+        sequence.
         """
         hashes = sequence.block_hashes
-        if not hashes and count > 0:
-            hashes.append(self._hash_block(_first_hash(sequence), sequence, 0))
         for index in range(len(hashes), count):
-            hashes.append(self._hash_block(hashes[-1], sequence, index))
+            previous_hash = _first_hash(sequence) if index == 0 else hashes[index - 1]
+            hashes.append(self._hash_block(previous_hash, sequence, index))
         return hashes[:count]
 
     def _hash_block(self, previous_hash: bytes, sequence: Sequence, index: int) -> bytes:
@@ -338,20 +336,6 @@ class PrefixCache:
         images = sequence.images
         key = b"" if images is None or end <= images.first_token else images.digest
         return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=key).digest()
-
-
-def _last_missing(table: list[int], null_block: int) -> list[int]:
-    """For each index i, return the largest j <= i for which table[j] is the null block, or -1.
-
-    Example: the table [4, null, 9, 6] gives [-1, 1, 1, 1].
-    """
-    last_missing = -1
-    result = []
-    for index, block in enumerate(table):
-        if block == null_block:
-            last_missing = index
-        result.append(last_missing)
-    return result
 
 
 def _first_hash(sequence: Sequence) -> bytes:

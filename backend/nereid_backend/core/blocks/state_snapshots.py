@@ -96,22 +96,25 @@ class StateSnapshots:
     def use(self, sequence: Sequence, num_reused: int) -> None:
         """Set the snapshot from which a sequence starts.
 
-        The snapshot contains the state after the first `num_reused` tokens. If `num_reused` is 0,
-        the sequence starts without a snapshot.
+        The snapshot is a copy of the recurrent state after the first `num_reused` tokens. If
+        `num_reused` is 0, the sequence starts without a snapshot.
+
+        Mutates: `sequence.snapshot_id` and `sequence.num_snapshot_tokens`.
         """
         sequence.snapshot_id = None
         sequence.num_snapshot_tokens = num_reused
-        if num_reused:
-            block_hash = sequence.block_hashes[num_reused // self._block_size - 1]
+        if num_reused > 0:
+            block_hash = self._hash_before(sequence, num_reused)
             sequence.snapshot_id = self._ids[block_hash]
             self._note_use(block_hash)
 
     def chunk_length(self, sequence: Sequence, num_tokens: int) -> int:
         """Return the number of tokens in the next chunk, which is at most `num_tokens`.
 
-        A snapshot can be saved only at the end of a chunk. If the chunk would include a position of
-        `_targets`, the chunk therefore ends at this position. Otherwise, a chunk that does not
-        reach the last known token ends at the end of a block, if possible.
+        A snapshot of the recurrent state can be saved only at the end of a chunk. `_targets`
+        returns the positions at which a snapshot should be saved. If the chunk would include such a
+        position, the chunk therefore ends there. Otherwise, a chunk that does not reach the last
+        known token ends at the end of a block, if possible.
 
         Example: block_size is 16, the prompt has 1000 tokens, and the first 512 of them are
         computed. `chunk_length(sequence, 488)` returns 464, because a snapshot is saved after 976
@@ -119,38 +122,41 @@ class StateSnapshots:
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        targets = [target for target in self._targets(sequence) if start < target < end]
-        if targets:
-            return min(targets) - start
-        last_boundary = end // self._block_size * self._block_size
-        if end < len(sequence.token_ids) and last_boundary > start:
-            return last_boundary - start
-        return num_tokens
+        targets_in_chunk = [target for target in self._targets(sequence) if start < target < end]
+        if targets_in_chunk:
+            return min(targets_in_chunk) - start
+        has_last_known_token = end >= len(sequence.token_ids)
+        last_block_end = end // self._block_size * self._block_size
+        if has_last_known_token or last_block_end <= start:
+            return num_tokens
+        return last_block_end - start
 
     def plan(self, chunks: list[Chunk], num_running: int) -> SnapshotPlan:
         """Return the snapshots that the next step loads, saves and deletes.
 
+        A snapshot is a copy of a sequence's recurrent state. Old snapshots are deleted if the
+        memory is not sufficient for the new snapshots and the states of the running sequences.
+
         Args:
-            chunks: the chunks of the step.
+            chunks: the chunks of the step. Each chunk contains the tokens of one sequence.
             num_running: the number of running sequences. Each of them has a state.
 
         Mutates: the sequences of the chunks. If the state of a sequence is saved,
             `unsaved_snapshot_id` is set to the id of the new snapshot.
         """
+        # Running sequences need one state each. The rest of the memory is used for snapshots.
+        self._max_snapshots = self._num_states - num_running
         loads: list[tuple[int, int]] = []
         saves: list[tuple[int, int]] = []
-        # Running sequences need one state each. The rest of the memory is used for snapshots.
-        max_snapshots = self._num_states - num_running
-        self._max_snapshots = max_snapshots
-        for index, chunk in enumerate(chunks):
+        for chunk_index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             if chunk.is_first and sequence.snapshot_id is not None:
-                loads.append((index, sequence.snapshot_id))
-            if len(saves) < max_snapshots and self._is_worth_saving(chunk):
-                sequence.unsaved_snapshot_id = self._num_saved
-                saves.append((index, self._num_saved))
-                self._num_saved += 1
-        while self._ids and len(self._ids) > max_snapshots - len(saves):
+                loads.append((chunk_index, sequence.snapshot_id))
+            if len(saves) < self._max_snapshots and self._is_worth_saving(chunk):
+                sequence.unsaved_snapshot_id = self._new_id()
+                saves.append((chunk_index, sequence.unsaved_snapshot_id))
+        max_old_snapshots = self._max_snapshots - len(saves)
+        while self._ids and len(self._ids) > max_old_snapshots:
             self._evict()
         deleted = self._deleted
         self._deleted = []
@@ -159,15 +165,18 @@ class StateSnapshots:
     def add(self, sequence: Sequence) -> None:
         """Add the snapshot that the last step has saved for a sequence, if there is one.
 
-        If the block already has a snapshot, delete the new snapshot. `sequence.block_hashes` must
-        contain the hash of the last block before the snapshot.
+        Later requests can then continue from this snapshot, which is found by the hash of the last
+        block before it. `sequence.block_hashes` must contain this hash. If the block already has a
+        snapshot, delete the new snapshot. A new snapshot of an answer replaces the previous one.
+
+        Mutates: `sequence.unsaved_snapshot_id` and `sequence.num_snapshot_tokens`.
         """
         snapshot_id = sequence.unsaved_snapshot_id
         if snapshot_id is None:
             return
         sequence.unsaved_snapshot_id = None
         position = sequence.num_computed_tokens
-        block_hash = sequence.block_hashes[position // self._block_size - 1]
+        block_hash = self._hash_before(sequence, position)
         if block_hash in self._ids:
             self._deleted.append(snapshot_id)
             self._note_use(block_hash)
@@ -176,18 +185,19 @@ class StateSnapshots:
             self._order.add(block_hash)
         if position <= sequence.num_prompt_tokens:
             self._write_to_disk_later(block_hash)
+        # The next turn of the chat continues after the whole answer, so only the last snapshot of
+        # the answer is useful. A snapshot from the prefix cache may be useful to other requests.
         previous_position = sequence.num_snapshot_tokens
         if previous_position > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
-            # The next turn of the chat continues after the whole answer, so only the last snapshot
-            # of the answer is useful.
-            self.delete(sequence.block_hashes[previous_position // self._block_size - 1])
+            self.delete(self._hash_before(sequence, previous_position))
         sequence.num_snapshot_tokens = position
 
     def discard(self, sequence: Sequence) -> None:
-        """Delete the unsaved snapshot of a sequence, because its blocks are being released.
+        """Delete the snapshot that the running step saves for a sequence, if there is one.
 
-        If the sequence already has a snapshot in its answer, keep this snapshot, and write it to
-        the cache on disk later. No newer snapshot of the answer can replace it.
+        The blocks of the sequence are being released, so the snapshot cannot be used. If the
+        sequence has an earlier snapshot of its answer, write that snapshot to the cache on disk
+        later, because no newer snapshot of the answer can replace it.
 
         Example: a prompt has 1000 tokens, the last snapshot was saved after 1184 tokens, and the
         running step saves a snapshot after 1200 tokens. The snapshot after 1200 tokens is deleted,
@@ -197,9 +207,9 @@ class StateSnapshots:
             self._deleted.append(sequence.unsaved_snapshot_id)
             sequence.unsaved_snapshot_id = None
         # If the last snapshot covers only the prompt, `add` has already recorded it in `unsaved`.
-        if sequence.num_snapshot_tokens > sequence.num_prompt_tokens:
-            num_blocks = sequence.num_snapshot_tokens // self._block_size
-            self._write_to_disk_later(sequence.block_hashes[num_blocks - 1])
+        last_position = sequence.num_snapshot_tokens
+        if last_position > sequence.num_prompt_tokens:
+            self._write_to_disk_later(self._hash_before(sequence, last_position))
 
     def id_of(self, block_hash: bytes) -> int | None:
         """Return the id of the snapshot at the end of a block, or None if there is no snapshot."""
@@ -208,7 +218,8 @@ class StateSnapshots:
     def insert(self, block_hash: bytes) -> int | None:
         """Insert a snapshot that was read from disk, and return its id.
 
-        The caller must store the state under this id before the next step.
+        If the memory is full, the snapshots that come first in the eviction order are deleted. The
+        caller must store the state under the returned id before the next step.
 
         Returns:
             The id; None if running sequences use the whole memory for states.
@@ -217,10 +228,10 @@ class StateSnapshots:
             return None
         while len(self._ids) >= self._max_snapshots:
             self._evict()
-        self._ids[block_hash] = self._num_saved
+        snapshot_id = self._new_id()
+        self._ids[block_hash] = snapshot_id
         self._order.add(block_hash)
-        self._num_saved += 1
-        return self._ids[block_hash]
+        return snapshot_id
 
     def delete(self, block_hash: bytes) -> None:
         """Delete the snapshot of the block with this hash, if there is one."""
@@ -236,6 +247,19 @@ class StateSnapshots:
     def extend(self, key: SessionKey, seconds: float) -> None:
         """Extend the retention of a session's snapshots; see `EvictionOrder.extend`."""
         self._order.extend(key, seconds)
+
+    def _hash_before(self, sequence: Sequence, position: int) -> bytes:
+        """Return the hash of the block that ends at `position`, which identifies a snapshot.
+
+        Example with 16 tokens in a block: the position 32 is the end of the second block.
+        """
+        return sequence.block_hashes[position // self._block_size - 1]
+
+    def _new_id(self) -> int:
+        """Return an id that no other snapshot has had."""
+        snapshot_id = self._num_saved
+        self._num_saved += 1
+        return snapshot_id
 
     def _note_use(self, block_hash: bytes) -> None:
         """Mark a snapshot as the most recently used snapshot."""
@@ -255,23 +279,25 @@ class StateSnapshots:
         """Return the positions at which the prompt is divided into chunks to save snapshots."""
         if sequence.images is not None:
             return []
-        size = self._block_size
-        last_but_one = (len(sequence.token_ids) // size - 1) * size
-        first = sequence.num_snapshot_tokens + self._min_distance
-        return [p for p in (sequence.branch_position, last_but_one) if p >= max(first, size)]
+        num_full_blocks = len(sequence.token_ids) // self._block_size
+        end_of_second_to_last_block = (num_full_blocks - 1) * self._block_size
+        positions = (sequence.branch_position, end_of_second_to_last_block)
+        min_position = max(sequence.num_snapshot_tokens + self._min_distance, self._block_size)
+        return [position for position in positions if position >= min_position]
 
     def _is_worth_saving(self, chunk: Chunk) -> bool:
-        """Return whether the state should be saved after a chunk.
+        """Return whether to save a snapshot of the recurrent state after a chunk.
 
         A state can be saved only at the end of a block. In an answer, it is saved at the end of
         every block. In a prompt, it is saved at the positions of `_targets`, and also if many
         blocks were computed since the last snapshot.
         """
         sequence = chunk.sequence
-        end = chunk.start + chunk.num_tokens
+        chunk_end = chunk.start + chunk.num_tokens
+        is_end_of_block = chunk_end % self._block_size == 0
         # Sequences with images are computed by another forward path, which cannot copy states.
-        if end % self._block_size or sequence.images is not None:
+        if not is_end_of_block or sequence.images is not None:
             return False
-        is_answer = end > sequence.num_prompt_tokens
-        is_far = end - sequence.num_snapshot_tokens >= self._interval
-        return is_answer or is_far or end in self._targets(sequence)
+        is_in_answer = chunk_end > sequence.num_prompt_tokens
+        is_far_from_last = chunk_end - sequence.num_snapshot_tokens >= self._interval
+        return is_in_answer or is_far_from_last or chunk_end in self._targets(sequence)

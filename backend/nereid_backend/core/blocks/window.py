@@ -70,6 +70,9 @@ def max_sequence_blocks(
 ) -> int:
     """Return the largest number of blocks that a sequence has in all groups at the same time.
 
+    The attention layers of a model are divided into groups, and a sequence has its own blocks in
+    each group. In a group with an attention window, the blocks before the window are freed.
+
     Example with 16 tokens in a block and 100 tokens in a step: a sequence of 1000 tokens has 63
     blocks in a group with full attention. In a group with a window of 64 tokens, the sequence has
     at most 12 blocks.
@@ -81,10 +84,11 @@ def max_sequence_blocks(
             if one step may compute all tokens of a sequence.
         block_size: the number of tokens in one block.
     """
-    num_blocks = -(-num_tokens // block_size)
-    return sum(
-        num_blocks
-        if window is None or max_step_tokens is None
-        else min(num_blocks, window.max_blocks(max_step_tokens, block_size))
-        for window in windows
-    )
+    num_all_blocks = -(-num_tokens // block_size)  # rounded up
+    max_blocks = 0
+    for window in windows:
+        if window is None or max_step_tokens is None:
+            max_blocks += num_all_blocks
+        else:
+            max_blocks += min(num_all_blocks, window.max_blocks(max_step_tokens, block_size))
+    return max_blocks

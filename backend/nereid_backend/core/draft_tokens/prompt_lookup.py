@@ -12,6 +12,7 @@ Source: prompt lookup decoding (Saxena 2023). The drafts are verified as in spec
 
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 from nereid_backend.core.draft_tokens.draft_lengths import DraftLengths
 from nereid_backend.core.sequence import Sequence
@@ -26,7 +27,8 @@ class _Index:
     """The index of the n-grams of one sequence.
 
     Attributes:
-        ends: maps an n-gram to the index of the token that follows its last occurrence.
+        ends: maps an n-gram to the end of its last occurrence, which is the index of the token that
+            follows the n-gram.
         num_indexed: the number of n-grams that were added to `ends`.
     """
 
@@ -67,25 +69,24 @@ class PromptLookup:
         Example: the tokens of the sequence are [1, 2, 3, 4, 5, 1, 2, 3]. The last three tokens also
         occur at the start, where the tokens 4 and 5 follow. With limit=2, the result is [4, 5].
 
-        Args:
-            sequence: the sequence.
-            limit: the largest number of draft tokens.
+        Mutates: the index of the sequence's n-grams, to which the new n-grams are added.
         """
-        limit = min(limit, self.lengths.next_length(sequence))
-        if limit <= 0 or len(sequence.token_ids) <= _NGRAM:
+        num_drafts = min(limit, self.lengths.next_length(sequence))
+        token_ids = sequence.token_ids
+        if num_drafts <= 0 or len(token_ids) <= _NGRAM:
             return []
         index = self._indices.setdefault(sequence, _Index())
-        tokens = sequence.token_ids
-        index.add(tokens)
-        continuation = index.ends.get(tuple(tokens[-_NGRAM:]))
+        index.add(token_ids)
+        last_ngram = tuple(token_ids[-_NGRAM:])
+        continuation = index.ends.get(last_ngram)
         if continuation is None:
             return []
-        # If fewer than `limit` tokens follow the earlier n-gram, the sequence probably repeats
+        # If fewer than `num_drafts` tokens follow the earlier n-gram, the sequence probably repeats
         # these tokens, so the draft repeats these tokens, too. Example: the tokens are
-        # [1, 2, 1, 2, 1, 2], and limit is 5. The last n-gram is [2, 1, 2]. The tokens [1, 2] follow
-        # its earlier occurrence, so the draft is [1, 2, 1, 2, 1].
-        period = tokens[continuation : continuation + limit]
-        return (period * (limit // len(period) + 1))[:limit]
+        # [1, 2, 1, 2, 1, 2], and num_drafts is 5. The last n-gram is [2, 1, 2]. The tokens [1, 2]
+        # follow its earlier occurrence, so the draft is [1, 2, 1, 2, 1].
+        following_tokens = token_ids[continuation : continuation + num_drafts]
+        return list(islice(cycle(following_tokens), num_drafts))
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the index of an ended sequence."""

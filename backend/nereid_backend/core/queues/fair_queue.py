@@ -44,17 +44,17 @@ class FairQueue:
         """Whether more than one client is active."""
         return len(self._service) > 1
 
-    def enter(self, sequence: Sequence, count: int) -> None:
-        """Record that the client of `sequence` has sent a request with `count` sequences.
+    def register(self, sequence: Sequence, num_sequences: int) -> None:
+        """Record that the client of `sequence` has sent a request with `num_sequences` sequences.
 
         If the client was not active, its service is set to the least service of the active clients.
         """
         client = sequence.params.client_id
-        self._num_sequences[client] += count
+        self._num_sequences[client] += num_sequences
         if client not in self._service:
             self._service[client] = min(self._service.values(), default=0.0)
 
-    def leave(self, sequence: Sequence) -> None:
+    def unregister(self, sequence: Sequence) -> None:
         """Record that a sequence has ended. A client without sequences becomes inactive."""
         client = sequence.params.client_id
         self._num_sequences[client] -= 1
@@ -119,9 +119,10 @@ def fair_shares(
     shares: dict[str, int] = {}
     remaining_budget = budget
     remaining_weight = sum(weights[client] for client in demands)
-    # The client with the smallest ratio of demand to weight comes first. If a client does not need
-    # its whole share, the rest of the share is then divided among the next clients.
-    for client in sorted(demands, key=lambda client: demands[client] / weights[client]):
+    # The client with the smallest demand for its weight comes first. If this client does not need
+    # its whole share, the rest of the share remains in the budget of the next clients.
+    smallest_demand_first = sorted(demands, key=lambda client: demands[client] / weights[client])
+    for client in smallest_demand_first:
         fair_share = int(remaining_budget * weights[client] / remaining_weight)
         shares[client] = max(1, min(demands[client], fair_share))
         remaining_budget -= shares[client]

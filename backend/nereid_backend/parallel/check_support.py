@@ -18,10 +18,15 @@ from nereid_backend.parallel.kv_heads import numbers_of_kv_heads
 
 # The names of linear layers that compute queries, keys and values together.
 _FUSED_LAYERS = ("qkv_proj", "query_key_value")
+# If one of these layers is divided, each rank computes only some of the query heads.
+_LAYERS_OF_HEADS = (*_FUSED_LAYERS, "k_proj", "q_proj", "q_b_proj")
 
 
 def check_settings(config: EngineConfig, device: torch.device) -> None:
     """Check that tensor parallelism supports the settings, and that there are enough GPUs.
+
+    With tensor parallelism, several processes (ranks) compute one model together. Each of them
+    loads a part of every divided layer.
 
     Args:
         config: the settings. tensor_parallel_size is larger than 1.
@@ -32,22 +37,23 @@ def check_settings(config: EngineConfig, device: torch.device) -> None:
             few GPUs.
     """
     size = config.tensor_parallel_size
-    is_set_by_name = {
+    is_unsupported_setting_used = {
         "weight_dtype": config.weight_dtype != "auto",
         "compile_forward": config.compile_forward is True,
         "measure_attention": config.measure_attention,
         "async_scheduling": config.async_scheduling,
         "lora_adapters": bool(config.lora_adapters),
     }
-    for name, is_set in is_set_by_name.items():
-        if is_set:
+    for name, is_used in is_unsupported_setting_used.items():
+        if is_used:
             raise ConfigError(
                 f"{name}: this setting cannot be combined with tensor_parallel_size={size}. Remove "
                 f"{name}, or set tensor_parallel_size=1."
             )
     if device.type != "cpu":
         _check_gpus(config)
-    elif torch.cuda.is_available():
+        return
+    if torch.cuda.is_available():
         raise ConfigError(
             f"device: the value cpu cannot be combined with tensor_parallel_size={size} on a "
             "machine with GPUs. To use the CPU, hide the GPUs with an empty environment "
@@ -73,6 +79,9 @@ def _check_gpus(config: EngineConfig) -> None:
 def check_checkpoint(config: EngineConfig) -> None:
     """Check that transformers can divide the model of a checkpoint. No weights are read.
 
+    transformers divides a model with a plan, which describes how to divide the weight of each
+    layer. Every process (rank) loads one part of each weight.
+
     Raises:
         ModelError: if the checkpoint is damaged.
         UnsupportedModelError: if the architecture cannot be divided, or if the weights are
@@ -88,19 +97,24 @@ def check_checkpoint(config: EngineConfig) -> None:
             f"quantised weights cannot be combined with tensor_parallel_size={size}. Use a "
             "checkpoint that is not quantised, or set tensor_parallel_size=1."
         )
-    architecture = (getattr(model_config, "architectures", None) or [model_config.model_type])[0]
     empty_model = model_without_weights(model_config)
     plan = tensor_parallel_plan(empty_model)
     unknown_styles = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES))
     if empty_model is None or not plan or unknown_styles:
         reason = f"a plan with the unknown styles {unknown_styles}" if plan else "no plan"
         raise UnsupportedModelError(
-            f"{architecture} cannot be combined with tensor_parallel_size={size}, because "
-            f"transformers {transformers.__version__} has {reason} for dividing this architecture "
-            "(base_model_tp_plan). Set tensor_parallel_size=1."
+            f"{_architecture(model_config)} cannot be combined with tensor_parallel_size={size}, "
+            f"because transformers {transformers.__version__} has {reason} for dividing this "
+            "architecture (base_model_tp_plan). Set tensor_parallel_size=1."
         )
     _check_heads(model_config.get_text_config(decoder=True), plan, size)
     _check_kv_heads(numbers_of_kv_heads(empty_model, plan), size)
+
+
+def _architecture(config: PretrainedConfig) -> str:
+    """Return the name of a model's class. If config.json has no name, return the model type."""
+    names = getattr(config, "architectures", None)
+    return str(names[0] if names else config.model_type)
 
 
 def model_without_weights(config: PretrainedConfig) -> PreTrainedModel | None:
@@ -131,35 +145,49 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
 
     If one layer computes queries, keys and values together, the number of KV heads must be a
     multiple of `size`, too.
+
+    Args:
+        config: the config of the text model, which contains the numbers of heads.
+        plan: maps the names of layers to styles of division. The style "colwise" means that each
+            rank computes a part of the layer's outputs, so it computes some of the heads.
+        size: the number of ranks, which compute the model together.
     """
-    colwise = {name.rsplit(".", 1)[-1] for name, style in plan.items() if style == "colwise"}
-    names = []
-    if colwise & {*_FUSED_LAYERS, "k_proj", "q_proj", "q_b_proj"}:
-        names.append("num_attention_heads")
-    if colwise & set(_FUSED_LAYERS):
-        names.append("num_key_value_heads")
-    for name in names:
-        count = number_of_heads(config, name)
-        if count is not None and count % size:
+    divided_layers = {
+        name.rsplit(".", 1)[-1]  # "q_proj" of "model.layers.*.self_attn.q_proj"
+        for name, style in plan.items()
+        if style == "colwise"
+    }
+    checked_fields = []
+    if not divided_layers.isdisjoint(_LAYERS_OF_HEADS):
+        checked_fields.append("num_attention_heads")
+    if not divided_layers.isdisjoint(_FUSED_LAYERS):
+        checked_fields.append("num_key_value_heads")
+    for field in checked_fields:
+        num_heads = number_of_heads(config, field)
+        if num_heads is not None and num_heads % size != 0:
             raise ConfigError(
-                f"tensor_parallel_size: the value must divide the model's {name}, which is "
-                f"{count}, but it is {size}. Each GPU computes an equal number of heads."
+                f"tensor_parallel_size: the value must divide the model's {field}, which is "
+                f"{num_heads}, but it is {size}. Each GPU computes an equal number of heads."
             )
 
 
-def _check_kv_heads(counts: list[int], size: int) -> None:
+def _check_kv_heads(numbers: list[int], size: int) -> None:
     """Raise a ConfigError if the KV heads cannot be divided equally among the ranks.
 
+    Example: 8 KV heads can be divided among 4 ranks (two heads each) or 16 ranks (two ranks compute
+    the same head), but not among 6 ranks.
+
     Args:
-        counts: each number of KV heads that occurs in the attention layers.
+        numbers: each number of KV heads that occurs in the attention layers.
         size: the number of ranks.
     """
-    for count in counts:
-        if count % size and size % count:
+    for num_kv_heads in numbers:
+        is_divisible = num_kv_heads % size == 0 or size % num_kv_heads == 0
+        if not is_divisible:
             raise ConfigError(
                 "tensor_parallel_size: the value must be a divisor or a multiple of the model's "
-                f"number of KV heads, which is {count}, but it is {size}. Each GPU computes an "
-                "equal number of KV heads, or several GPUs compute the same KV head."
+                f"number of KV heads, which is {num_kv_heads}, but it is {size}. Each GPU computes "
+                "an equal number of KV heads, or several GPUs compute the same KV head."
             )
 
 

@@ -35,10 +35,10 @@ def numbers_of_kv_heads(model: PreTrainedModel, plan: Mapping[str, str]) -> list
 
 
 def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int) -> dict[str, str]:
-    """Return the rules that are needed if there are fewer KV heads than ranks.
+    """Return the rules that are needed if there are fewer KV heads than ranks (processes).
 
     The rules replace rules of `plan`. With the new rules, each rank loads the whole layers k_proj
-    and v_proj.
+    and v_proj. `keep_own_heads` then deletes the heads of other ranks.
 
     Args:
         model: the model without weights (on the device "meta").
@@ -51,17 +51,22 @@ def replication_rules(model: PreTrainedModel, plan: Mapping[str, str], size: int
     Example for a model with 2 KV heads and 4 ranks:
     {"model.layers.*.self_attn.k_proj": "replicate", "model.layers.*.self_attn.v_proj": "replicate"}
     """
-    if all(count % size == 0 for count in numbers_of_kv_heads(model, plan)):
+    has_enough_heads = all(count % size == 0 for count in numbers_of_kv_heads(model, plan))
+    if has_enough_heads:
         return {}
-    return {
-        replace_layer_number_by_wildcard(f"{name}.{projection}"): _REPLICATE
-        for name, attention in _divided_attention(model, plan)
-        for projection, _ in _projections(attention)
-    }
+    rules = {}
+    for attention_name, attention in _divided_attention(model, plan):
+        for projection_name, _layer in _projections(attention):
+            rule = replace_layer_number_by_wildcard(f"{attention_name}.{projection_name}")
+            rules[rule] = _REPLICATE
+    return rules
 
 
 def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank) -> None:
     """In the layers k_proj and v_proj, delete the rows of KV heads that belong to other ranks.
+
+    Example: a layer k_proj has 256 rows for 2 KV heads. Of 4 ranks, the ranks 0 and 1 keep the rows
+    0 to 127, and the ranks 2 and 3 keep the rows 128 to 255.
 
     Args:
         model: the loaded model.
@@ -70,18 +75,25 @@ def keep_own_heads(model: PreTrainedModel, rules: Mapping[str, str], rank: Rank)
 
     Mutates: the layers k_proj and v_proj of `model`.
     """
-    for _, attention in _divided_attention(model, rules, _REPLICATE):
-        count = _num_kv_heads(attention)
-        first = rank.number * count // rank.size
-        num_own = max(1, count // rank.size)
-        for _, layer in _projections(attention):
-            rows = layer.out_features // count
-            own = slice(first * rows, (first + num_own) * rows)
-            for name, parameter in list(layer.named_parameters(recurse=False)):
-                # Without `clone`, the rows of the other heads would stay in memory.
-                kept = nn.Parameter(parameter.detach()[own].clone(), requires_grad=False)
-                setattr(layer, name, kept)
-            layer.out_features = num_own * rows
+    for _name, attention in _divided_attention(model, rules, _REPLICATE):
+        num_heads = _num_kv_heads(attention)
+        first_own_head = rank.number * num_heads // rank.size
+        num_own_heads = max(1, num_heads // rank.size)
+        for _projection_name, layer in _projections(attention):
+            head_rows = layer.out_features // num_heads
+            _keep_rows(layer, first_own_head * head_rows, num_own_heads * head_rows)
+
+
+def _keep_rows(layer: nn.Linear, start: int, num_rows: int) -> None:
+    """Delete all rows of a layer's weight and bias, except `num_rows` rows from `start` on.
+
+    Mutates: `layer`.
+    """
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        # Without `clone`, the deleted rows would stay in memory.
+        kept_rows = parameter.detach()[start : start + num_rows].clone()
+        setattr(layer, name, nn.Parameter(kept_rows, requires_grad=False))
+    layer.out_features = num_rows
 
 
 def _divided_attention(

@@ -74,7 +74,10 @@ class ShardedPath:
 def load_sharded(
     config: EngineConfig, hook: AttentionHook, progress: Progress
 ) -> tuple[Loaded, Ranks]:
-    """Load a model with tensor parallelism.
+    """Load a model with tensor parallelism: several processes (ranks) compute the model together.
+
+    This process is rank 0. It starts the processes of the other ranks, and loads its own part of
+    the model.
 
     Args:
         config: the settings. tensor_parallel_size is larger than 1.
@@ -92,33 +95,37 @@ def load_sharded(
     device = choose_device(config.device)
     check_settings(config, device)
     check_checkpoint(config)
-    config = _settings_of_ranks(config, device)
+    config_of_rank = _settings_of_ranks(config, device)
     # The undivided model is also loaded into the main memory, because its logits are compared with
     # the logits of the divided model.
-    check_weight_memory(config, device)
-    progress(f"tensor parallelism: starting {config.tensor_parallel_size - 1} more processes")
-    ranks = Ranks(config, device)
+    check_weight_memory(config_of_rank, device)
+    num_other_ranks = config.tensor_parallel_size - 1
+    progress(f"tensor parallelism: starting {num_other_ranks} more processes")
+    ranks = Ranks(config_of_rank, device)
     try:
-        return load(config, hook, progress, partial(_open_sharded, ranks)), ranks
+        loaded = load(config_of_rank, hook, progress, partial(_open_sharded, ranks))
     except BaseException:
         ranks.close()
         raise
+    return loaded, ranks
 
 
 def _settings_of_ranks(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Return the settings of each rank.
+    """Return the settings of each rank, which is one process of a group that computes one model.
 
     The CPUs and the memory of the KV cache are divided among the ranks. Rearranged weights and LoRA
     adapters are turned off, because they require undivided layers. CUDA graphs are turned off,
     because all ranks would have to replay a graph at the same time.
     """
-    size = config.tensor_parallel_size
-    memory = config.kv_cache_bytes
+    num_ranks = config.tensor_parallel_size
+    kv_cache_bytes = config.kv_cache_bytes
+    if kv_cache_bytes is not None:
+        kv_cache_bytes = max(1, kv_cache_bytes // num_ranks)
     return replace(
         config,
         device=device.type,
-        num_threads=config.num_threads or max(1, usable_cpus() // size),
-        kv_cache_memory=None if memory is None else max(1, memory // size),
+        num_threads=config.num_threads or max(1, usable_cpus() // num_ranks),
+        kv_cache_memory=kv_cache_bytes,
         prepack=False,
         cuda_graphs=False,
         lora_memory=0,
@@ -164,18 +171,21 @@ def _open_sharded(
 def _check_logits(
     ranks: Ranks, shard: Shard, config: EngineConfig, hook: AttentionHook, progress: Progress
 ) -> ChosenPath:
-    """Compare the logits of the divided model with the logits of the undivided model.
+    """Return the forward path that computes the model on all ranks, after it has been checked.
+
+    The logits of the divided model are compared with the logits of the undivided model. A rank is
+    one of the processes that compute the divided model; `shard` is the part of this process.
 
     Raises:
         UnsupportedModelError: if the logits differ.
     """
     checkpoint = shard.checkpoint
 
-    def build(sizes: Sizes) -> ForwardPath:
+    def build_on_all_ranks(sizes: Sizes) -> ForwardPath:
         ranks.send("build", sizes)
         return ShardedPath(shard.spec.build(sizes), ranks)
 
-    spec = replace(shard.spec, build=build)
+    spec = replace(shard.spec, build=build_on_all_ranks)
     progress("comparing the logits of the divided model with those of the undivided model")
     try:
         trials = _undivided_trials(config, hook, shard)
@@ -194,7 +204,8 @@ def _check_logits(
 def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -> Trials:
     """Compute the logits of test sequences with the undivided model on the CPU.
 
-    Return the test sequences and the logits.
+    Return the test sequences and the logits. They are the reference for the divided model, of which
+    `shard` is the part of this process.
 
     Raises:
         UnfitError: if the logits of the undivided model are not usable.
@@ -222,35 +233,46 @@ def _undivided_trials(config: EngineConfig, hook: AttentionHook, shard: Shard) -
 def _smallest_budget(ranks: Ranks, config: EngineConfig, activations: int) -> int:
     """Return the size of each rank's KV cache in bytes.
 
-    All ranks need the same number of blocks, so the size is limited by the rank with the least free
-    memory.
+    A rank is one of the processes that compute the model together. All ranks need the same number
+    of blocks, so the size is limited by the rank with the least free memory.
 
     Args:
-        ranks: the other ranks.
+        ranks: the other ranks. Each of them receives a message, and computes its own budget.
         config: the settings of a rank.
         activations: the memory that one step needs, in bytes.
     """
-    device = ranks.rank.device
+    own_rank = ranks.rank
     ranks.send("budget", activations)
-    budget = ranks.rank.smallest(kv_cache_budget(config, device, activations))
-    if device.type == "cpu" and config.kv_cache_bytes is None:
+    own_budget = kv_cache_budget(config, own_rank.device, activations)
+    budget = own_rank.smallest(own_budget)
+    if own_rank.device.type == "cpu" and config.kv_cache_bytes is None:
         # On a CPU, all ranks use the same main memory, so each rank gets an equal share of it.
-        budget //= ranks.rank.size
+        budget //= own_rank.size
     return budget
 
 
 def _describe_heads(shard: Shard, size: int) -> str:
-    """Return a log line that reports how many attention heads each process computes."""
+    """Return a log line that reports how many attention heads each process computes.
+
+    Example of the numbers: "1 KV head and 4 query heads". If the attention layers have different
+    numbers of heads, the word "or" separates the descriptions.
+    """
     heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
     described = " or ".join(
-        f"{kv} KV head{'s' * (kv > 1)} and {query} query head{'s' * (query > 1)}"
-        for kv, query in sorted(heads)
+        f"{_count(num_kv_heads, 'KV head')} and {_count(num_query_heads, 'query head')}"
+        for num_kv_heads, num_query_heads in sorted(heads)
     )
-    num_heads = number_of_heads(shard.checkpoint.text_config, "num_attention_heads")
+    num_all_heads = number_of_heads(shard.checkpoint.text_config, "num_attention_heads")
+    has_undivided_layer = any(num_query_heads == num_all_heads for _, num_query_heads in heads)
     note = ""
-    if any(query == num_heads for _, query in heads):
+    if has_undivided_layer:
         note = " The plan of transformers does not divide all attention layers of this model."
     return (
         f"tensor parallelism: each of the {size} processes computes {described} in a layer.{note} "
         "The following sizes are those of one process."
     )
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with a noun. Example: "1 KV head" or "4 KV heads"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

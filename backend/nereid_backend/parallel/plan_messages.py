@@ -52,7 +52,7 @@ class PlanEncoder:
 
     def __init__(self) -> None:
         """Create an encoder that has not encoded a plan yet."""
-        # Maps a row to the number of blocks that earlier messages contained.
+        # Maps the row of a sequence to the number of its blocks that earlier messages contained.
         self._num_sent: dict[int, int] = {}
 
     def encode(self, plan: StepPlan) -> StepMessage:
@@ -65,21 +65,28 @@ class PlanEncoder:
         return StepMessage([self._encode(chunk) for chunk in plan.chunks], plan.copies)
 
     def _encode(self, chunk: Chunk) -> ChunkMessage:
+        """Convert a chunk, which is the part of one sequence in the step, into a message.
+
+        Example: an earlier message contained the block table [7, 2] of the sequence. The block
+        table is now [7, 2, 9], so the new message contains only the block 9.
+
+        Mutates: `_num_sent`, because the message contains the blocks up to the end of the table.
+        """
         sequence = chunk.sequence
         row = sequence.row
         assert row is not None
-        num_sent = 0 if chunk.is_first else self._num_sent[row]
+        num_sent_blocks = 0 if chunk.is_first else self._num_sent[row]
         # A block table never becomes shorter: new blocks are appended, and the null block replaces
         # a freed block. The message contains the number of freed blocks in num_dropped_blocks.
-        self._num_sent[row] = max(num_sent, len(sequence.block_table))
+        self._num_sent[row] = max(num_sent_blocks, len(sequence.block_table))
         return ChunkMessage(
-            row,
-            chunk.start,
-            tokens_of(chunk),
-            chunk.is_first,
-            chunk.num_logits,
-            sequence.block_table[num_sent:],
-            sequence.num_dropped_blocks[0],
+            row=row,
+            start=chunk.start,
+            token_ids=tokens_of(chunk),
+            is_first=chunk.is_first,
+            num_logits=chunk.num_logits,
+            new_blocks=sequence.block_table[num_sent_blocks:],
+            num_dropped_blocks=sequence.num_dropped_blocks[0],
         )
 
 
@@ -103,6 +110,11 @@ class PlanDecoder:
         return StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks), message.copies)
 
     def _decode(self, message: ChunkMessage) -> Chunk:
+        """Convert a message into a chunk, and add the new tokens and blocks to its sequence.
+
+        The sequence is found by its row. If the chunk is the first chunk since the sequence got the
+        row, a new sequence replaces the earlier sequence of the row.
+        """
         if message.is_first:
             self._sequences[message.row] = empty_sequence()
         sequence = self._sequences[message.row]
@@ -115,9 +127,9 @@ class PlanDecoder:
         sequence.token_ids += [0] * num_missing
         sequence.token_ids[message.start :] = message.token_ids
         return Chunk(
-            sequence,
-            message.start,
-            len(message.token_ids),
+            sequence=sequence,
+            start=message.start,
+            num_tokens=len(message.token_ids),
             samples=message.num_logits > 0,
             is_first=message.is_first,
             num_logits=message.num_logits,

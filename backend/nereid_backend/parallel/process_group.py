@@ -21,6 +21,12 @@ from transformers.utils import logging as transformers_logging
 # weights, so one rank can take minutes longer than another rank.
 _TIMEOUT = datetime.timedelta(minutes=30)
 
+STARTED = "started"
+"""The message that a rank sends to rank 0 when its process has started."""
+
+FAILED = "failed"
+"""The first word of the message that a rank sends to rank 0 if the rank fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -47,7 +53,11 @@ class Rank:
         return torch.device(self.device_type, self.number)
 
     def join(self) -> None:
-        """Add this process to the group, and wait until all processes have been added."""
+        """Add this process to the group, and wait until all processes have been added.
+
+        The processes of the group compute one model together and exchange the results of each layer
+        through torch.distributed.
+        """
         is_on_gpu = self.device_type == "cuda"
         if is_on_gpu:
             torch.cuda.set_device(self.device)
@@ -69,7 +79,11 @@ class Rank:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return a context in which transformers loads only this rank's part of a model."""
+        """Return a context in which transformers loads only this rank's part of a model.
+
+        A rank is one of the processes that compute the model together. transformers reads the
+        number of the rank from the environment variable LOCAL_RANK.
+        """
         # transformers logs a warning for each rule of the plan that matches no layer. These
         # warnings are hidden, because some rules apply only to other variants of the architecture.
         verbosity = transformers_logging.get_verbosity()

@@ -25,11 +25,11 @@ with importing():
     from nereid_backend.errors import NereidError
     from nereid_backend.model.limits import kv_cache_budget
     from nereid_backend.parallel.plan_messages import PlanDecoder, empty_sequence
-    from nereid_backend.parallel.process_group import Rank
+    from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
     from nereid_backend.parallel.shard import Shard, load_shard
     from nereid_backend.runner import ForwardPath
 
-_STOP = ("stop",)
+_STOP = ("stop",)  # the message with which rank 0 ends this process
 
 
 class RankService:
@@ -49,26 +49,39 @@ class RankService:
         self._decoder = PlanDecoder()
 
     def handle(self, kind: str, *values: Any) -> None:  # noqa: ANN401 - depends on the message
-        """Handle a message of rank 0."""
+        """Handle a message of rank 0, which runs the scheduler and the sampler.
+
+        Args:
+            kind: "build" to build the forward path, "budget" to compute the size of the KV cache,
+                "step" to compute a step, or "clear" to set blocks to zero.
+            values: the sizes of the path, the memory of a step in bytes, the `StepMessage`, or the
+                list of blocks.
+        """
+        (value,) = values  # Every message contains one value.
         if kind == "build":
             self._path = None  # The memory of the previous path must be free.
-            self._path = self._shard.spec.build(*values)
+            self._path = self._shard.spec.build(value)
             self._decoder = PlanDecoder()
             return
         if kind == "budget":
-            self._rank.smallest(kv_cache_budget(self._config, self._rank.device, *values))
+            # `smallest` sends the result to all ranks.
+            self._rank.smallest(kv_cache_budget(self._config, self._rank.device, value))
             return
         assert self._path is not None, "the first message builds the path"
         if kind == "step":
-            self._path.forward(self._decoder.decode(*values))
+            self._path.forward(self._decoder.decode(value))
         else:
             sequence = empty_sequence()
-            (sequence.block_table,) = values
+            sequence.block_table = value
             self._path.clear(sequence)
 
 
 def main() -> NoReturn:
-    """Load this rank's part of the model, and run forward passes until rank 0 ends this process."""
+    """Load this rank's part of the model, and run forward passes until rank 0 ends this process.
+
+    Rank 0 is the process that has started this process. The command line contains the number of a
+    file descriptor, through which the two processes exchange messages.
+    """
     # Ctrl-C sends SIGINT to all processes of the group. This process ignores the signal, because
     # rank 0 ends the other ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,7 +92,7 @@ def main() -> NoReturn:
     threading.Thread(target=_receive, args=(connection, messages), daemon=True).start()
     config, rank = messages.get()
     try:
-        connection.send("started")
+        connection.send(STARTED)
         torch.set_num_threads(config.num_threads)
         rank.join()
         shard = load_shard(config, AttentionHook(), rank, lambda _line: None)
@@ -88,8 +101,10 @@ def main() -> NoReturn:
             while True:
                 service.handle(*messages.get())
     except Exception as error:  # noqa: BLE001 - the process ends here, and rank 0 logs the reason
-        text = str(error) if isinstance(error, NereidError) else f"{type(error).__name__}: {error}"
-        connection.send(f"failed: {text}")
+        reason = str(error)
+        if not isinstance(error, NereidError):
+            reason = f"{type(error).__name__}: {reason}"
+        connection.send(f"{FAILED}: {reason}")
     # os._exit ends the process without Python's cleanup, which would wait for the other ranks.
     os._exit(1)
 
@@ -97,21 +112,21 @@ def main() -> NoReturn:
 def _receive(connection: Connection, messages: "queue.SimpleQueue[Any]") -> NoReturn:
     """Put the messages of rank 0 into a queue. Exit if rank 0 sends "stop" or ends.
 
-    This function runs in a separate thread, so that the process can exit while the main thread
-    waits for another rank.
+    The first message is the pair (config, rank). This function runs in a separate thread, so that
+    the process can exit while the main thread waits for another rank.
     """
     rank: Rank | None = None
     while True:
         try:
             message = connection.recv()
         except (EOFError, OSError):
-            message = _STOP
+            message = _STOP  # rank 0 has ended
         if message == _STOP:
             if rank is not None:
                 rank.remove_store()
             os._exit(0)
         if rank is None:
-            _, rank = message
+            _config, rank = message
         messages.put(message)
 
 

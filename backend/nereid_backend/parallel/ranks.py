@@ -33,10 +33,9 @@ from torch.distributed import distributed_c10d
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError, EngineError, LostRankError
-from nereid_backend.parallel.process_group import Rank
+from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
 
 _MODULE = "nereid_backend.parallel.rank_process"
-_STARTED = "started"
 _EXIT_TIMEOUT_S = 5.0
 # After an error, rank 0 waits at most this number of seconds for a report that another rank has
 # failed.
@@ -111,6 +110,8 @@ class Ranks:
     def computing(self) -> Iterator[None]:
         """Return a context in which all ranks compute a forward pass at the same time.
 
+        A rank is one of the processes that compute the model together. This process is rank 0.
+
         Raises:
             LostRankError: if the forward pass fails. The group cannot be used after this error,
                 because the ranks may have stopped at different layers.
@@ -119,13 +120,16 @@ class Ranks:
         try:
             yield
         except Exception as error:
+            # If another rank has caused the error, the thread of `_watch` soon sets `_failure`.
             self._has_failed.wait(_NOTICE_TIMEOUT_S)
-            own = f"rank 0 of the model failed: {type(error).__name__}: {error}"
-            raise LostRankError(self._failure or own) from error
+            own_failure = f"rank 0 of the model failed: {type(error).__name__}: {error}"
+            raise LostRankError(self._failure or own_failure) from error
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Return a context in which all ranks load the model at the same time.
+
+        A rank is one of the processes that compute the model together. This process is rank 0.
 
         Raises:
             EngineError: if rank 0 fails because another rank has failed. All other errors of rank 0
@@ -134,15 +138,18 @@ class Ranks:
         try:
             yield
         except Exception as error:
+            # If another rank has caused the error, the thread of `_watch` soon sets `_failure`.
             self._has_failed.wait(_NOTICE_TIMEOUT_S)
-            # If the other ranks fail with the same error as rank 0, the error of rank 0 is raised
-            # unchanged.
-            if self._failure and not self._failure.endswith(str(error)):
+            has_same_error = self._failure.endswith(str(error))
+            if self._failure and not has_same_error:
                 raise EngineError(self._failure) from error
             raise
 
     def close(self) -> None:
-        """End the other ranks, and remove this process from the group."""
+        """End the processes of the other ranks, and remove this process from the group.
+
+        A process that does not end in time is killed.
+        """
         self._is_closing = True
         self.send("stop")
         for process in self._processes:
@@ -155,13 +162,17 @@ class Ranks:
             connection.close()
         if dist.is_initialized():
             if self._failure:
+                # `destroy_process_group` would wait for the failed rank.
                 distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
         self.rank.remove_store()
 
     def _start(self, config: EngineConfig, rank: Rank) -> None:
-        """Start the process of a rank."""
+        """Start the process of a rank, and send it its settings.
+
+        The two processes exchange messages through a pair of connected sockets.
+        """
         parent_end, child_end = socket.socketpair()
         # sys.executable can be empty if Python is embedded in another program.
         python = sys.executable or shutil.which("python3") or "python3"
@@ -185,11 +196,14 @@ class Ranks:
             message = connection.recv()
         except EOFError:
             message = self._describe_death(number)
-        if message != _STARTED:
+        if message != STARTED:
             raise EngineError(f"rank {number} of the model {message}")
 
     def _watch(self) -> None:
-        """Wait until another rank fails or ends, and store a description of the failure."""
+        """Wait until another rank fails or ends, and store a description in `_failure`.
+
+        A separate thread runs this method.
+        """
         with contextlib.suppress(OSError):
             multiprocessing.connection.wait(self._connections)
             if self._is_closing:
@@ -211,15 +225,22 @@ class Ranks:
     def _describe_failures(self) -> str:
         """Describe the ranks that have died. If no rank has died, describe the failed ranks.
 
-        Example: "rank 2 of the model ended (signal 9)".
+        The process of a failed rank has sent a message before it ended, and the process of a dead
+        rank has not. Example: "rank 2 of the model ended (signal 9)".
         """
-        reasons = [
-            f"rank {number} of the model {self._describe_end(number, connection)}"
-            for number, connection in enumerate(self._connections, 1)
-            if connection.poll()
-        ]
-        deaths = [reason for reason in reasons if "failed" not in reason]
-        return "; ".join(deaths or reasons)
+        failures = []
+        deaths = []
+        for number, connection in enumerate(self._connections, 1):
+            has_message_or_end = connection.poll()
+            if not has_message_or_end:
+                continue
+            end = self._describe_end(number, connection)
+            description = f"rank {number} of the model {end}"
+            if FAILED in description:
+                failures.append(description)
+            else:
+                deaths.append(description)
+        return "; ".join(deaths or failures)
 
     def _describe_end(self, number: int, connection: Connection) -> str:
         """Return the error message of a rank, or describe how its process ended without a message.

@@ -21,9 +21,10 @@ _VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     """Restrict this engine process to its own GPUs, and return the settings of the process.
 
-    The CPUs and the disk space for the prefix cache are divided equally among the processes. Each
-    process has a different random seed, so that equal requests without a seed get different
-    outputs.
+    With data parallelism, several engine processes load the same model, and each request is sent to
+    one of them. The CPUs and the disk space for the prefix cache are divided equally among the
+    processes. Each process has a different random seed, so that equal requests without a seed get
+    different outputs.
 
     Call this function before the process uses a GPU.
 
@@ -34,20 +35,26 @@ def prepare_replica(config: EngineConfig, index: int) -> EngineConfig:
     Raises:
         ConfigError: if the machine has fewer GPUs than the processes need.
     """
-    count = config.data_parallel_size
-    if count == 1:
+    num_engines = config.data_parallel_size
+    if num_engines == 1:
         return config
     _restrict_gpus(config, index)
-    if config.tensor_parallel_size > 1:
-        num_threads = usable_cpus() // (count * config.tensor_parallel_size)
-    else:
-        num_threads = (usable_cpus() - 1) // count
     return replace(
         config,
-        num_threads=config.num_threads or max(1, num_threads),
-        prefix_cache_disk_bytes=max(1, config.prefix_cache_disk_size // count),
+        num_threads=config.num_threads or _default_num_threads(config),
+        prefix_cache_disk_bytes=max(1, config.prefix_cache_disk_size // num_engines),
         seed=config.seed + index,
     )
+
+
+def _default_num_threads(config: EngineConfig) -> int:
+    """Return the number of CPU threads of each process, if the settings contain no number."""
+    num_engines = config.data_parallel_size
+    if config.tensor_parallel_size > 1:
+        num_processes = num_engines * config.tensor_parallel_size
+        return max(1, usable_cpus() // num_processes)
+    # As with one engine process, one CPU is left for the server.
+    return max(1, (usable_cpus() - 1) // num_engines)
 
 
 def _restrict_gpus(config: EngineConfig, index: int) -> None:
@@ -61,9 +68,9 @@ def _restrict_gpus(config: EngineConfig, index: int) -> None:
     num_own = config.tensor_parallel_size
     num_needed = config.data_parallel_size * num_own
     if num_gpus < num_needed:
-        own = f" of {num_own} GPUs each" if num_own > 1 else ""
+        note = f" of {num_own} GPUs each" if num_own > 1 else ""
         raise ConfigError(
-            f"data_parallel_size: {config.data_parallel_size} engine processes{own} need "
+            f"data_parallel_size: {config.data_parallel_size} engine processes{note} need "
             f"{num_needed} GPUs, but torch finds {num_gpus}. Lower data_parallel_size."
         )
     os.environ[_VISIBLE_GPUS] = own_gpus(os.environ.get(_VISIBLE_GPUS, ""), index, num_own)
@@ -79,6 +86,9 @@ def own_gpus(visible: str, index: int, num_own: int) -> str:
         index: the number of the engine process, from 0.
         num_own: the number of GPUs of each engine process.
     """
-    numbers = range(index * num_own, (index + 1) * num_own)
-    names = visible.split(",")
-    return ",".join(names[number].strip() if visible else str(number) for number in numbers)
+    first = index * num_own
+    if visible:
+        names = [name.strip() for name in visible.split(",")]
+    else:
+        names = [str(number) for number in range(first + num_own)]
+    return ",".join(names[first : first + num_own])

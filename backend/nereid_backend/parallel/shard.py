@@ -33,8 +33,9 @@ class Shard:
 def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: Progress) -> Shard:
     """Load one rank's part of a model. All ranks must call this function at the same time.
 
-    transformers chooses the layers that are divided, and reads only this rank's part of each
-    divided weight. If there are fewer KV heads than ranks, several ranks compute the same KV head.
+    A rank is one of the processes that compute the model together. transformers chooses the layers
+    that are divided, and reads only this rank's part of each divided weight. If there are fewer KV
+    heads than ranks, several ranks compute the same KV head.
 
     Args:
         config: the settings.
@@ -58,9 +59,11 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             distributed=DistributedConfig(tp_size=rank.size, tp_plan=rules or None),
         )
     keep_own_heads(checkpoint.model, rules, rank)
-    (_, variants), *_ = path_variants(checkpoint, hook, config.max_model_len)
+    # Only the forward path `packed` can be divided. The iterator raises an error if the model
+    # cannot use the path.
+    packed_variants = dict(path_variants(checkpoint, hook, config.max_model_len))["packed"]
     try:
-        return Shard(checkpoint, next(variants))
+        return Shard(checkpoint, next(packed_variants))
     except Exception as error:
         # The code of a model can raise any exception.
         raise UnsupportedModelError(

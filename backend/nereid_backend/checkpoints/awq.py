@@ -24,7 +24,10 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def awq_format(settings: Settings) -> Format:
-    """Return the layout of an AWQ checkpoint.
+    """Return the layout of the weights in an AWQ checkpoint.
+
+    The layout lists the tensors of one weight, and contains the function that decodes them.
+    `settings` is the field quantization_config of config.json.
 
     Raises:
         UnknownVariantError: if the version is not gemm, or if the weights do not have 4 bits.

@@ -36,29 +36,18 @@ _ABSMAX = ".weight.absmax"
 _MAP = ".weight.quant_map"
 _NESTED_ABSMAX = ".weight.nested_absmax"
 _NESTED_MAP = ".weight.nested_quant_map"
+# The names of the tensor quant_state for the two 4-bit data types. The data types also have
+# different numbers in quant_map.
+_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 _MAX_INT8 = 127
 
 
 def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors show the variant
-    """Return the layouts of a bitsandbytes checkpoint.
+    """Return the layouts of the weights in a bitsandbytes checkpoint.
 
-    The 4-bit data types NF4 and FP4 have different names of the tensor quant_state and different
-    numbers in quant_map. The optional tensors exist only if the factors (absmax) are quantised.
+    A layout lists the tensors of one weight, and contains the function that decodes them. The main
+    data type decides whether a weight has 8 bits (I8) or 4 bits (U8).
     """
-    four_bits = tuple(
-        Layout(
-            main=".weight",
-            others=(_ABSMAX, _MAP, state),
-            decode=_four_bit_decoder(state),
-            optional=(_NESTED_ABSMAX, _NESTED_MAP),
-            main_dtypes=("U8",),
-            numbers_per_element=2,
-        )
-        for state in (
-            ".weight.quant_state.bitsandbytes__nf4",
-            ".weight.quant_state.bitsandbytes__fp4",
-        )
-    )
     eight_bits = Layout(
         main=".weight",
         others=(".SCB",),
@@ -66,7 +55,23 @@ def bitsandbytes_format(settings: Settings) -> Format:  # noqa: ARG001 - tensors
         main_dtypes=("I8",),
         has_integers=True,
     )
+    four_bits = [_four_bit_layout(state_name) for state_name in _STATES]
     return Format(layouts=(*four_bits, eight_bits), ignored=(".weight_format",))
+
+
+def _four_bit_layout(state_name: str) -> Layout:
+    """Return the layout of 4-bit weights whose tensor quant_state has the suffix `state_name`.
+
+    The optional tensors exist only if the factors (absmax) are quantised, too.
+    """
+    return Layout(
+        main=".weight",
+        others=(_ABSMAX, _MAP, state_name),
+        decode=_four_bit_decoder(state_name),
+        optional=(_NESTED_ABSMAX, _NESTED_MAP),
+        main_dtypes=("U8",),
+        numbers_per_element=2,
+    )
 
 
 def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
@@ -76,7 +81,7 @@ def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Int
 
 
 def _four_bit_decoder(state_name: str) -> Decoder:
-    """Return the decoder of 4-bit weights: weight[i] = quant_map[code[i]] * factor[i // blocksize].
+    """Return the function that decodes 4-bit weights.
 
     Args:
         state_name: the suffix of the tensor quant_state, which contains the shape and the block
@@ -84,12 +89,17 @@ def _four_bit_decoder(state_name: str) -> Decoder:
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the weight: weight[i] = quant_map[code[i]] * factor[i // blocksize].
+
+        Two codes are packed into each byte of the tensor `.weight`.
+        """
         state = _read_state(tensors[state_name])
         block_size = int(state["blocksize"])
         factors = _block_factors(tensors, state)
         packed = tensors[".weight"].flatten()
         shape = torch.Size(state["shape"])
-        if shape.numel() > 2 * len(packed) or shape.numel() > len(factors) * block_size:
+        num_packed_codes = 2 * len(packed)
+        if shape.numel() > min(num_packed_codes, len(factors) * block_size):
             raise ValueError(
                 f"the packed weight or its factors are too short for the shape {tuple(shape)}"
             )

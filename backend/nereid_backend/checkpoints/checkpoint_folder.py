@@ -10,8 +10,9 @@ GGUF_LINK = "model.gguf"
 def checkpoint_folder(model: str) -> str:
     """Return the checkpoint folder for the setting `model`.
 
-    If the setting is the path of a GGUF file, create a checkpoint folder that describes the file in
-    Nereid's cache folder. Any other path is returned unchanged.
+    If the setting is the path of a GGUF file (llama.cpp's format, a single file), return a folder
+    in Nereid's cache folder that describes the file. The folder is created if it does not exist.
+    Any other path is returned unchanged.
 
     Raises:
         ModelError: if the GGUF file is damaged or not supported.

@@ -31,6 +31,7 @@ nvfp4-pack-quantized and mxfp4-pack-quantized:
     weight_global_scale  one number, by which the scales are divided
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,62 +67,61 @@ _FORMATS = (
 
 
 def compressed_tensors_format(settings: Settings) -> Format:
-    """Return the layouts of a compressed-tensors checkpoint.
+    """Return the layouts of the weights in a compressed-tensors checkpoint.
+
+    A layout lists the tensors of one weight, and contains the function that decodes them.
+    `settings` is the field quantization_config of config.json.
 
     Raises:
         UnknownVariantError: if the format, a sparse layout or a rotation is not supported.
     """
-    groups = settings.get("config_groups") or {}
-    schemes = [scheme for scheme in groups.values() if isinstance(scheme, dict)]
+    # Each scheme describes the quantisation of some layers.
+    schemes_by_name = settings.get("config_groups") or {}
+    schemes = [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
     _check_variant(settings, schemes)
-    weights = [scheme.get("weights") or {} for scheme in schemes]
-    group_size = _common_group_size(weights)
-    return Format(
-        (
-            Layout(
-                main=".weight_packed",
-                others=(".weight_scale", ".weight_shape"),
-                decode=_packed_decoder(group_size),
-                optional=(".weight_zero_point", ".weight_g_idx"),
-                main_dtypes=("I32",),
-                numbers_per_element=8,
-                has_integers=True,
-            ),
-            Layout(
-                main=".weight_packed",
-                others=(".weight_scale",),
-                decode=_decode_float4,
-                optional=(".weight_global_scale",),
-                main_dtypes=("U8",),
-                numbers_per_element=2,
-            ),
-            Layout(
-                main=".weight",
-                others=(".weight_scale",),
-                decode=_integer_decoder(group_size),
-                optional=(".weight_zero_point", ".weight_g_idx"),
-                main_dtypes=("I8",),
-                has_integers=True,
-            ),
-            *float8_layouts(_block_shape(weights)),
-        ),
-        ACTIVATION_SCALES,
+    weight_settings = [scheme.get("weights") or {} for scheme in schemes]
+    group_size = _common_group_size(weight_settings)
+    packed_integers = Layout(
+        main=".weight_packed",
+        others=(".weight_scale", ".weight_shape"),
+        decode=_packed_decoder(group_size),
+        optional=(".weight_zero_point", ".weight_g_idx"),
+        main_dtypes=("I32",),
+        numbers_per_element=8,
+        has_integers=True,
     )
+    integers = Layout(
+        main=".weight",
+        others=(".weight_scale",),
+        decode=_integer_decoder(group_size),
+        optional=(".weight_zero_point", ".weight_g_idx"),
+        main_dtypes=("I8",),
+        has_integers=True,
+    )
+    float8 = float8_layouts(_block_shape(weight_settings))
+    layouts = (packed_integers, _FLOAT4_LAYOUT, integers, *float8)
+    return Format(layouts, ignored=ACTIVATION_SCALES)
 
 
 def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an UnknownVariantError if the settings contain a variant that is not supported."""
+    """Raise an UnknownVariantError if the settings contain a variant that is not supported.
+
+    `schemes` contains the quantisation schemes of the settings. Each scheme may have its own
+    format.
+    """
     names = {settings.get("format"), *(scheme.get("format") for scheme in schemes)}
-    for name in sorted(name for name in names if name):
-        if name not in _FORMATS:
-            raise UnknownVariantError(
-                f"the compressed-tensors format {name} is not supported. The supported formats are "
-                f"{', '.join(_FORMATS)}"
-            )
-    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise UnknownVariantError(f"the sparse layout {sparsity} is not supported")
-    if (settings.get("transform_config") or {}).get("config_groups"):
+    unknown = sorted(name for name in names if name and name not in _FORMATS)
+    if unknown:
+        raise UnknownVariantError(
+            f"the compressed-tensors format {unknown[0]} is not supported. The supported formats "
+            f"are {', '.join(_FORMATS)}"
+        )
+    sparsity = settings.get("sparsity_config") or {}
+    sparse_layout = sparsity.get("format", "dense")
+    if sparse_layout != "dense":
+        raise UnknownVariantError(f"the sparse layout {sparse_layout} is not supported")
+    rotations = settings.get("transform_config") or {}
+    if rotations.get("config_groups"):
         raise UnknownVariantError("rotated weights (transform_config) are not supported")
 
 
@@ -141,15 +141,16 @@ def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None
 
 
 def _packed_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder of integers that are packed into 32-bit words.
+    """Return the function that decodes integers that are packed into 32-bit words.
 
     Example: with 4 bits for each integer, one word contains 8 integers.
 
     Args:
-        group_size: the group size in the settings; see `_integers`.
+        group_size: the number of inputs with a common scale, as in the settings; see `_integers`.
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+        """Return the integers of a weight with their scales and zeros; see the module."""
         num_rows, num_inputs = map(int, tensors[".weight_shape"])
         packed = tensors[".weight_packed"]
         # The layers of one checkpoint may have different numbers of bits. The number of bits is
@@ -172,10 +173,10 @@ def _packed_decoder(group_size: int | None) -> Decoder:
 
 
 def _integer_decoder(group_size: int | None) -> Decoder:
-    """Return the decoder of integers that are stored as int8.
+    """Return the function that decodes integers that are stored as int8.
 
     Args:
-        group_size: the group size in the settings; see `_integers`.
+        group_size: the number of inputs with a common scale, as in the settings; see `_integers`.
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
@@ -192,7 +193,9 @@ def _integers(
     group_size: int | None,
     bits: int,
 ) -> IntegerWeight:
-    """Create the IntegerWeight of signed integers.
+    """Create a weight from signed integers: weight = (integer - zero) * scale.
+
+    The inputs of each row are divided into groups, and each group has one scale and one zero.
 
     Args:
         values: the integers, int8 [out_features, in_features].
@@ -207,18 +210,22 @@ def _integers(
     num_rows, num_inputs = values.shape
     scales = by_row(tensors[".weight_scale"], num_rows)
     num_groups = scales.shape[1]
-    if group_size is None or -(-num_inputs // group_size) != num_groups:
-        group_size = -(-num_inputs // num_groups)
+    if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
+        group_size = math.ceil(num_inputs / num_groups)
     if zeros is not None:
         zeros = by_row(zeros, num_rows).expand(-1, num_groups)
-    input_groups = tensors.get(".weight_g_idx")
-    if input_groups is not None:
-        input_groups = input_groups.long()
-        if not 0 <= int(input_groups.min()) <= int(input_groups.max()) < num_groups:
-            raise ValueError(
-                f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}"
-            )
+    input_groups = _input_groups(tensors, num_groups)
     return IntegerWeight(values, scales, zeros, group_size, bits, input_groups)
+
+
+def _input_groups(tensors: Mapping[str, Tensor], num_groups: int) -> Tensor | None:
+    """Return the group of each input, int64 [in_features]; None if groups are consecutive."""
+    groups = tensors.get(".weight_g_idx")
+    if groups is None:
+        return None
+    if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
+        raise ValueError(f"weight_g_idx contains a group outside the range 0 to {num_groups - 1}")
+    return groups.long()
 
 
 def _signed(values: Tensor, bits: int) -> Tensor:
@@ -237,3 +244,13 @@ def _decode_float4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     if factor is not None:
         scales = scales.float() / factor.float()
     return scale_blocks(float4_numbers(tensors[".weight_packed"]), scales, dtype)
+
+
+_FLOAT4_LAYOUT = Layout(
+    main=".weight_packed",
+    others=(".weight_scale",),
+    decode=_decode_float4,
+    optional=(".weight_global_scale",),
+    main_dtypes=("U8",),
+    numbers_per_element=2,
+)

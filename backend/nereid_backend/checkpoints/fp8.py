@@ -39,6 +39,7 @@ ACTIVATION_SCALES = (
     ".input_global_scale",
 )
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
+_EXPERT_SCALES = ("_scale_inv", "_scale")
 
 
 def fp8_format(settings: Settings) -> Format:
@@ -49,23 +50,32 @@ def fp8_format(settings: Settings) -> Format:
 
 
 def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
-    """Return the layouts of float8 weights.
+    """Return the layouts of float8 weights, one for each name that the tensor of scales can have.
+
+    A layout lists the tensors of one weight, and contains the function that decodes them. Example:
+    the layer "mlp.up_proj" has the tensors "mlp.up_proj.weight" and "mlp.up_proj.weight_scale", and
+    the stacked experts "experts.down_proj" also have the tensor "experts.down_proj_scale".
 
     `block` is the number of rows and columns of a block. Each block has one scale. `block` is None
     if the weights are not divided into blocks.
     """
-    layers = [
+    of_layers = [
         Layout(".weight", (scale,), _decoder(".weight", scale, block), main_dtypes=FLOAT8)
         for scale in _SCALES
     ]
-    experts = [
+    of_stacked_experts = [
         Layout("", (scale,), _decoder("", scale, block), target="", main_dtypes=FLOAT8)
-        for scale in ("_scale_inv", "_scale")
+        for scale in _EXPERT_SCALES
     ]
-    return (*layers, *experts)
+    return (*of_layers, *of_stacked_experts)
 
 
 def _decoder(main: str, scale: str, block: tuple[int, int] | None) -> Decoder:
+    """Return the function that decodes float8 weights.
+
+    `main` and `scale` are the suffixes of the tensors with the weight and its scales.
+    """
+
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         scales = tensors[scale]
         has_blocks = block is not None and scales.dim() >= 2 and scales.numel() > 1

@@ -12,6 +12,7 @@ weight = (integer - zero) * scale. In the original format `gptq`, the file conta
 format `gptq_v2`, the file contains zero.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -30,22 +31,25 @@ _BITS = (2, 3, 4, 8)
 
 
 def gptq_format(settings: Settings) -> Format:
-    """Return the layout of a GPTQ checkpoint.
+    """Return the layout of the weights in a GPTQ checkpoint.
+
+    The layout lists the tensors of one weight, and contains the function that decodes them.
+    `settings` is the field quantization_config of config.json.
 
     Raises:
         UnknownVariantError: if the format or the number of bits is not supported.
     """
-    name = str(settings.get("checkpoint_format") or "gptq").lower()
+    format_name = str(settings.get("checkpoint_format") or "gptq").lower()
     bits = settings.get("bits", 4)
-    if name not in ("gptq", "gptq_v2") or bits not in _BITS:
+    if format_name not in ("gptq", "gptq_v2") or bits not in _BITS:
         raise UnknownVariantError(
-            f"the GPTQ format {name} with {bits} bits is not supported. The supported formats are "
-            f"gptq and gptq_v2 with {', '.join(map(str, _BITS))} bits"
+            f"the GPTQ format {format_name} with {bits} bits is not supported. The supported "
+            f"formats are gptq and gptq_v2 with {', '.join(map(str, _BITS))} bits"
         )
     layout = Layout(
         main=".qweight",
         others=(".qzeros", ".scales"),
-        decode=_decoder(bits, has_offset=name == "gptq"),
+        decode=_decoder(bits, has_offset=format_name == "gptq"),
         optional=(".g_idx",),
         numbers_per_element=32 / bits,
         has_integers=True,
@@ -54,9 +58,7 @@ def gptq_format(settings: Settings) -> Format:
 
 
 def _decoder(bits: int, *, has_offset: bool) -> Decoder:
-    """Return the decoder of GPTQ weights.
-
-    The docstring of this module describes the tensors of such a weight.
+    """Return the function that decodes GPTQ weights.
 
     Args:
         bits: the number of bits in the settings. If a weight has the tensor g_idx, this number is
@@ -65,26 +67,31 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+        """Return the weight (integer - zero) * scale; the module describes the tensors."""
         packed = tensors[".qweight"].T  # [out_features, words]
         scales = tensors[".scales"].T  # [out_features, groups]
-        groups = tensors.get(".g_idx")
-        num_inputs = None if groups is None else len(groups)
-        layer_bits = bits if num_inputs is None else _derive_bits(packed.shape[1], num_inputs)
-        values = unpack_integers(packed, layer_bits, num_inputs)
+        group_of_input = tensors.get(".g_idx")
+        if group_of_input is None:
+            layer_bits = bits
+            values = unpack_integers(packed, layer_bits)
+        else:
+            layer_bits = _derive_bits(packed.shape[1], len(group_of_input))
+            values = unpack_integers(packed, layer_bits, len(group_of_input))
         packed_zeros = tensors[".qzeros"]  # [groups, words]
         if has_offset:
             packed_zeros = packed_zeros + _words_of_ones(layer_bits, packed_zeros.shape[1])
         zeros = unpack_integers(packed_zeros, layer_bits, len(scales)).T
-        if zeros.shape != scales.shape or values.shape[1] < scales.shape[1]:
+        num_inputs = values.shape[1]
+        num_groups = scales.shape[1]
+        if zeros.shape != scales.shape or num_inputs < num_groups:
             raise ValueError(
                 f"zeros of the shape {tuple(zeros.shape)} and scales of the shape "
-                f"{tuple(scales.shape)} do not match weights with {values.shape[1]} inputs"
+                f"{tuple(scales.shape)} do not match weights with {num_inputs} inputs"
             )
-        num_groups = scales.shape[1]
-        group_size = -(-values.shape[1] // num_groups)
-        if groups is not None:
-            groups = _groups_if_irregular(groups.long(), group_size, num_groups)
-        return IntegerWeight(values, scales, zeros, group_size, layer_bits, groups)
+        group_size = math.ceil(num_inputs / num_groups)
+        if group_of_input is not None:
+            group_of_input = _groups_if_irregular(group_of_input.long(), group_size, num_groups)
+        return IntegerWeight(values, scales, zeros, group_size, layer_bits, group_of_input)
 
     return decode
 
@@ -114,10 +121,12 @@ def _words_of_ones(bits: int, num_words: int) -> Tensor:
     zeros back, the same words must be added before the zeros are unpacked, because a borrow can
     change the next integer.
     """
-    words = [
-        sum(1 << bit for bit in range(32) if (32 * index + bit) % bits == 0)
-        for index in range(num_words)
-    ]
+    words = [0] * num_words
+    # The lowest bit of each packed integer is set. An integer may begin in one word and end in the
+    # next word.
+    for position in range(0, 32 * num_words, bits):
+        word_index, bit = divmod(position, 32)
+        words[word_index] |= 1 << bit
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 

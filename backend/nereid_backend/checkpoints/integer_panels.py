@@ -98,9 +98,11 @@ class RoundedWeight:
     @property
     def integer_bytes(self) -> int:
         """The approximate size of the integers and their scales in memory, in bytes."""
+        group_size = GROUP_SIZES[self.bits]
         # Each group has a scale of 2 bytes. With 4 bits, each group also has a zero of 2 bytes.
-        group_bytes = GROUP_SIZES[self.bits] * self.bits // 8 + (2 if self.bits == 8 else 4)
-        return self.num_elements // GROUP_SIZES[self.bits] * group_bytes
+        scale_bytes = 2 if self.bits == 8 else 4
+        group_bytes = group_size * self.bits // 8 + scale_bytes
+        return self.num_elements // group_size * group_bytes
 
     def decode(self) -> IntegerWeight:
         """Return the rounded weight."""
@@ -108,13 +110,15 @@ class RoundedWeight:
         return IntegerWeight(values, scales, zeros, GROUP_SIZES[self.bits], self.bits)
 
     def fill(self, layer: nn.Linear) -> None:
-        """Store the rounded weight in a layer. Mutates: the layer.
+        """Store the weight in a layer as integers with scales.
 
         If the checkpoint is not quantised, a few rows are read and rounded at a time. Otherwise,
         the whole weight is dequantised before it is rounded.
 
         Raises:
             ModelError: if the weight cannot be read, or if its shape does not fit the layer.
+
+        Mutates: `layer`.
         """
         if isinstance(self.weight, quantised_tensors.LazyWeight) and self.weight.is_matrix:
             stored = self.weight.stored
@@ -136,9 +140,9 @@ class RoundedWeight:
 def round_weights(
     weights: Mapping[str, LazyWeight], model: nn.Module, bits: int
 ) -> dict[str, LazyWeight]:
-    """Replace the weights of linear layers by weights that are rounded when they are read.
+    """Return weights of which those of linear layers are rounded to integers when they are read.
 
-    The weight of the output layer is not replaced, because it may need more bits; see
+    The weight of the output layer is not rounded, because it may need more bits; see
     `quantise_linears`.
 
     Args:
@@ -146,9 +150,9 @@ def round_weights(
         model: the model on the device `meta`, which has no memory for the weights.
         bits: the number of bits of an integer, 4 or 8.
     """
-    layers = linear_names(model)
+    rounded_names = linear_names(model)
     return {
-        name: RoundedWeight(weight, bits) if name in layers else weight
+        name: RoundedWeight(weight, bits) if name in rounded_names else weight
         for name, weight in weights.items()
     }
 
@@ -166,32 +170,40 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Replace the integer weights of linear layers by placeholders.
+    """Return weights of which the integer weights of linear layers are placeholders.
+
+    transformers loads a placeholder, which takes no memory, in place of the weight. Afterwards,
+    `fill_placeholders` stores the integers in the layers.
 
     Args:
         weights: the weights of a checkpoint by name.
         model: the model on the device `meta`, which has no memory for the weights.
         dtype: the data type of the model.
     """
-    layers = {
+    linear_layers = {
         f"{name}.weight": module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
     }
-    shared = _names_of_shared(model)
-    replaced: dict[str, LazyWeight | Placeholder] = {}
+    # If several modules share a weight, the weight is not replaced, because some of these modules
+    # need floating point numbers. Example: tied embeddings.
+    shared_names = _names_of_shared(model)
+    weights_to_load: dict[str, LazyWeight | Placeholder] = {}
     for name, weight in weights.items():
-        layer = layers.get(name)
-        # If several modules share a weight, the weight is not replaced, because some of these
-        # modules need floating point numbers. Example: tied embeddings.
-        if layer is None or name in shared or not weight.has_integers:
-            replaced[name] = weight
-            continue
-        # `expand` repeats a single number without memory for the copies. The number is NaN, so that
-        # the self-check fails if a placeholder was never replaced.
-        tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(layer.weight.shape)
-        replaced[name] = Placeholder(weight, tensor)
-    return replaced
+        layer = linear_layers.get(name)
+        if layer is None or name in shared_names or not weight.has_integers:
+            weights_to_load[name] = weight
+        else:
+            weights_to_load[name] = _placeholder(weight, layer.weight.shape, dtype)
+    return weights_to_load
+
+
+def _placeholder(weight: LazyWeight, shape: torch.Size, dtype: torch.dtype) -> Placeholder:
+    """Return a placeholder for a weight. Its tensor has the shape `shape`, but takes no memory."""
+    # `expand` repeats a single number without memory for the copies. The number is NaN, so that the
+    # self-check fails if a placeholder was never replaced.
+    tensor = torch.full((1, 1), float("nan"), dtype=dtype).expand(shape)
+    return Placeholder(weight, tensor)
 
 
 @torch.inference_mode()
@@ -199,6 +211,9 @@ def fill_placeholders(
     model: nn.Module, weights: Iterable[object], progress: Callable[[str], None]
 ) -> int:
     """Replace each placeholder in a model by the integers of its weight.
+
+    A panel is a block of a weight matrix that is contiguous in memory. The CPU kernels read the
+    integers in panels.
 
     Args:
         model: the model. Mutated. Afterwards, the model cannot be trained, saved or moved to
@@ -212,48 +227,72 @@ def fill_placeholders(
     Raises:
         ModelError: if a weight cannot be read, or if a placeholder is not the weight of a layer.
     """
-    waiting = {
+    # The layer of a placeholder is the layer whose weight has the same memory address.
+    placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
-    freed = FreedMemory()
-    count = 0
+    freed_memory = FreedMemory()
+    num_layers_with_panels = 0
     for module in report_items(list(model.modules()), "filling modules", progress):
         if type(module) is not nn.Linear:
             continue
-        placeholder = waiting.pop(module.weight.data_ptr(), None)
+        placeholder = placeholders.pop(module.weight.data_ptr(), None)
         if placeholder is not None:
-            weight = placeholder.weight
-            if isinstance(weight, RoundedWeight):
-                weight.fill(module)
-                count += 1
-            else:
-                count += _fill(module, weight.decode())
-            freed.add(placeholder.weight.num_elements)
-    if waiting:
+            num_layers_with_panels += _fill_layer(module, placeholder.weight)
+            freed_memory.add(placeholder.weight.num_elements)
+    if placeholders:
         raise ModelError(
-            f"{len(waiting)} quantised weights do not belong to linear layers. Set prepack=false."
+            f"{len(placeholders)} quantised weights do not belong to linear layers. Set "
+            "prepack=false."
         )
-    return count
+    return num_layers_with_panels
 
 
 def _names_of_shared(model: nn.Module) -> set[str]:
     """Return the names of the parameters that several modules share. Example: tied embeddings."""
-    tied = getattr(model, "_tied_weights_keys", None) or {}
     has_ties = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
-    return {*tied, *(tied.values() if isinstance(tied, dict) else ())} if has_ties else set()
+    if not has_ties:
+        return set()
+    # Depending on the model, the attribute is a list of names, or maps a name to its source.
+    tied_names = getattr(model, "_tied_weights_keys", None) or {}
+    source_names = tied_names.values() if isinstance(tied_names, dict) else ()
+    return {*tied_names, *source_names}
 
 
-def _fill(layer: nn.Linear, weight: Tensor | IntegerWeight) -> bool:
-    """Store a weight in a layer. Return whether panels are used. Mutates: the layer."""
-    dtype = layer.weight.dtype
-    _check_shape(weight.values.shape if isinstance(weight, IntegerWeight) else weight.shape, layer)
-    if isinstance(weight, Tensor) or not _fits_panels(weight):
-        numbers = weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantise(dtype)
+def _fill_layer(layer: nn.Linear, weight: LazyWeight) -> bool:
+    """Read a weight, and store it in a layer. Return whether panels are used.
+
+    Mutates: `layer`.
+    """
+    if isinstance(weight, RoundedWeight):
+        weight.fill(layer)
+        return True
+    decoded = weight.decode()
+    if isinstance(decoded, IntegerWeight):
+        return _store_integers(layer, decoded)
+    _check_shape(decoded.shape, layer)
+    layer.weight = nn.Parameter(decoded.to(layer.weight.dtype), requires_grad=False)
+    return False
+
+
+def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
+    """Store integers with scales in a layer. Return whether panels are used.
+
+    A panel is a block of a weight matrix that is contiguous in memory. If panels cannot store the
+    weight exactly, the layer gets the dequantised weight.
+
+    Mutates: `layer`.
+    """
+    _check_shape(weight.values.shape, layer)
+    if not _fits_panels(weight):
+        numbers = weight.dequantise(layer.weight.dtype)
         layer.weight = nn.Parameter(numbers, requires_grad=False)
         return False
     grouped = change_class(layer, GroupedLinear)
-    bits = 4 if weight.bits <= 4 else 8
-    grouped.set_quantised(weight.values, weight.scales, weight.zeros, weight.group_size, bits=bits)
+    panel_bits = 4 if weight.bits <= 4 else 8
+    grouped.set_quantised(
+        weight.values, weight.scales, weight.zeros, weight.group_size, bits=panel_bits
+    )
     return True
 
 
@@ -279,15 +318,16 @@ def _fits_panels(weight: IntegerWeight) -> bool:
 
 
 def _fits_half(numbers: Tensor) -> bool:
-    """Return whether float16 is accurate enough for some numbers.
+    """Return whether float16 is accurate enough for the scales or zeros of a weight.
 
     float16 has fewer digits for numbers below 6e-5, and scales of Q6_K are often that small. The
     rounding errors of small scales do not matter, because the weights of their groups are small,
     too. The errors are therefore compared with the largest number in the row.
 
     Args:
-        numbers: the scales or zeros of a weight, [out_features, groups].
+        numbers: the scales or zeros, [out_features, groups].
     """
     numbers = numbers.float()
-    error = (numbers.half().float() - numbers).abs()
-    return bool((error <= _MAX_HALF_ERROR * numbers.abs().amax(dim=1, keepdim=True)).all())
+    rounding_errors = (numbers.half().float() - numbers).abs()
+    largest_in_row = numbers.abs().amax(dim=1, keepdim=True)
+    return bool((rounding_errors <= _MAX_HALF_ERROR * largest_in_row).all())

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class `IntegerWeight`, and functions that unpack integers."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,23 +44,33 @@ class IntegerWeight:
         return replace(self, values=self.values[rows], scales=self.scales[rows], zeros=zeros)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight. The shape is [out_features, in_features].
+        """Return the weight as floating-point numbers, [out_features, in_features].
 
-        The weight is computed in float32 and then rounded to `dtype`.
+        Each number is (value - zero) * scale, with the zero and the scale of its group. The weight
+        is computed in float32 and then rounded to `dtype`.
         """
         num_rows, num_inputs = self.values.shape
-        groups = self.input_groups
-        if groups is None:
-            groups = torch.arange(num_inputs) // self.group_size
+        group_of_input = self.input_groups
+        if group_of_input is None:
+            group_of_input = torch.arange(num_inputs) // self.group_size
         weight = torch.empty(num_rows, num_inputs, dtype=dtype)
-        step = max(1, PART_NUMBERS // max(1, num_inputs))
-        for start in range(0, num_rows, step):
-            rows = slice(start, start + step)
+        for rows in _parts(num_rows, num_inputs):
             part = self.values[rows].float()
             if self.zeros is not None:
-                part -= self.zeros[rows].float()[:, groups]
-            weight[rows] = part.mul_(self.scales[rows].float()[:, groups])
+                part -= self.zeros[rows].float()[:, group_of_input]
+            weight[rows] = part.mul_(self.scales[rows].float()[:, group_of_input])
         return weight
+
+
+def _parts(num_rows: int, num_columns: int) -> Iterator[slice]:
+    """Divide the rows of a matrix into parts of about `PART_NUMBERS` numbers.
+
+    Example: if the number of rows is 5, and two rows fit into a part, the slices contain the rows 0
+    to 1, 2 to 3, and 4.
+    """
+    rows_per_part = max(1, PART_NUMBERS // max(1, num_columns))
+    for start in range(0, num_rows, rows_per_part):
+        yield slice(start, min(num_rows, start + rows_per_part))
 
 
 def by_row(of_groups: Tensor, num_rows: int) -> Tensor:
@@ -89,30 +101,44 @@ def scale_blocks(
         dtype: the data type of the result.
         block: the rows and columns of a block. By default, all blocks have the same size.
     """
-    # Reshape the arguments to n matrices: values [n, rows, columns] and scales [n, row blocks,
-    # column blocks].
     *stack, num_rows, num_columns = values.shape
-    values = values.reshape(-1, num_rows, num_columns)
+    matrices = values.reshape(-1, num_rows, num_columns)
     if scales.dim() < 2 or scales.numel() == 1:
         scales = scales.reshape(1, -1, 1)  # one scale for each row, or one scale in total
-    scales = scales.reshape(-1, *scales.shape[-2:]).expand(len(values), -1, -1)
-    height, width = block or (-(-num_rows // scales.shape[1]), -(-num_columns // scales.shape[2]))
-    num_blocks = (-(-num_rows // height), -(-num_columns // width))
-    if scales.shape[1:] != num_blocks:
+    scales = scales.reshape(-1, *scales.shape[-2:]).expand(len(matrices), -1, -1)
+    _num_matrices, *num_blocks = scales.shape
+    if block is None:
+        block = (math.ceil(num_rows / num_blocks[0]), math.ceil(num_columns / num_blocks[1]))
+    height, width = block
+    num_needed_blocks = [math.ceil(num_rows / height), math.ceil(num_columns / width)]
+    if num_blocks != num_needed_blocks:
         raise ValueError(
-            f"the scales have the shape {tuple(scales.shape[1:])}, but a weight of the shape "
-            f"({num_rows}, {num_columns}) with blocks of {height} x {width} needs {num_blocks}"
+            f"the scales have the shape {tuple(num_blocks)}, but a weight of the shape "
+            f"({num_rows}, {num_columns}) with blocks of {height} x {width} needs "
+            f"{tuple(num_needed_blocks)}"
         )
-    columns = torch.arange(num_columns) // width
-    weight = torch.empty(values.shape, dtype=dtype)
-    step = max(1, PART_NUMBERS // max(1, num_columns))
-    for matrix, matrix_scales, result in zip(values, scales, weight, strict=True):
-        block_scales = _as_float(matrix_scales)
-        for start in range(0, num_rows, step):
-            part = matrix[start : start + step].float()
-            rows = torch.arange(start, start + len(part)) // height
-            result[start : start + step] = part.mul_(block_scales[rows][:, columns])
+    weight = torch.empty(matrices.shape, dtype=dtype)
+    for matrix, matrix_scales, result in zip(matrices, scales, weight, strict=True):
+        _scale_matrix(matrix, _as_float(matrix_scales), block, result)
     return weight.view(*stack, num_rows, num_columns)
+
+
+def _scale_matrix(values: Tensor, scales: Tensor, block: tuple[int, int], result: Tensor) -> None:
+    """Multiply each block of a matrix by its scale, and write the products into `result`.
+
+    Args:
+        values: [rows, columns].
+        scales: float32 [row blocks, column blocks].
+        block: the rows and columns of a block.
+        result: [rows, columns]. Mutated.
+    """
+    height, width = block
+    num_rows, num_columns = values.shape
+    row_blocks = torch.arange(num_rows) // height
+    column_blocks = torch.arange(num_columns) // width
+    for rows in _parts(num_rows, num_columns):
+        element_scales = scales[row_blocks[rows]][:, column_blocks]
+        result[rows] = values[rows].float().mul_(element_scales)
 
 
 def _as_float(scales: Tensor) -> Tensor:
@@ -133,16 +159,19 @@ def unpack_integers(packed: Tensor, bits: int, count: int | None = None) -> Tens
         count: the number of integers in each row; None for as many integers as fit into the words.
     """
     row_bytes = packed.contiguous().view(torch.uint8)
-    available = row_bytes.shape[1] * 8 // bits
-    if count is not None and count > available:
+    num_available = row_bytes.shape[1] * 8 // bits
+    if count is not None and count > num_available:
         raise ValueError(
-            f"each row of the packed integers contains {available} integers, but {count} are needed"
+            f"each row of the packed integers contains {num_available} integers, but {count} are "
+            "needed"
         )
     if bits == 8:
         values = row_bytes
     elif bits in (1, 2, 4):
+        # Each byte contains a whole number of integers.
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        values = ((row_bytes.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
+        mask = 2**bits - 1
+        values = ((row_bytes.unsqueeze(2) >> shifts) & mask).flatten(1)
     else:
         values = _unpack_across_bytes(row_bytes, bits)
     return values[:, :count]

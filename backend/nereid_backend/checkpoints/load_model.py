@@ -43,6 +43,12 @@ def load_with_attention(
     """Load a model that uses the attention implementation with the name `attention`.
 
     Return None if the class of the model always uses its own attention.
+
+    Args:
+        load: loads the model. The argument is the name of the attention implementation.
+        config: the config of the model.
+        attention: a name in transformers' attention interface, which calls a registered function in
+            place of the model's own attention.
     """
     try:
         model = load(attention)
@@ -70,6 +76,10 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
 ) -> PreTrainedModel:
     """Create a model with its transformers class, and load the weights.
 
+    If `use_panels` is true, quantised weights remain integers. The CPU kernels read these integers
+    from panels, which are blocks of a weight matrix. `rounded_bits` is the number of bits to which
+    the weights of linear layers are rounded; None if they are not rounded.
+
     Raises:
         _OwnAttentionError: if the class does not accept the attention implementation `attention`.
         ModelError: if the weights are damaged.
@@ -88,7 +98,8 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
             empty_model = model_class(config)(arguments["config"])
         if rounded_bits is not None:
             weights = round_weights(weights, empty_model, rounded_bits)
-        weights = arguments["state_dict"] = use_placeholders(weights, empty_model, dtype)
+        weights = use_placeholders(weights, empty_model, dtype)
+        arguments["state_dict"] = weights
     arguments |= {
         "dtype": dtype,
         "attn_implementation": attention,
@@ -109,14 +120,16 @@ def _from_pretrained(
     arguments: dict[str, Any],
     progress: Callable[[str], None],
 ) -> PreTrainedModel:
-    """Call transformers' `from_pretrained` with `arguments`; see `load_model` for the errors.
+    """Return the model that transformers' `from_pretrained` loads with `arguments`.
 
-    Error messages contain the path `folder`.
+    The exceptions of transformers are converted to the errors that `load_model` documents. Error
+    messages contain the path `folder`.
     """
     try:
+        loading_class = model_class(config) or AutoModelForCausalLM
         # With output_loading_info=True, `from_pretrained` returns a pair, but its type annotation
         # does not mention the pair.
-        load: Callable[..., Any] = (model_class(config) or AutoModelForCausalLM).from_pretrained
+        load: Callable[..., Any] = loading_class.from_pretrained
         with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
     except (ValueError, KeyError, ImportError) as error:
@@ -147,25 +160,27 @@ def _from_pretrained(
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped
     """Return the transformers class that generates text with a model, or None.
 
-    The result is the first of these classes that exists:
+    `config` is the config of the model. The result is the first of these classes that exists:
 
     - the class for images and text, if the field `architectures` of the config contains its name;
     - the class that AutoModelForCausalLM uses for the config;
     - the class in the field `architectures`, if it can generate text and has no encoder.
     """
-    name = (getattr(config, "architectures", None) or [""])[0]
+    architectures = getattr(config, "architectures", None)
+    class_name = architectures[0] if architectures else ""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         class_for_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-        if class_for_images.__name__ == name:
+        if class_for_images.__name__ == class_name:
             return class_for_images
     try:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        named: Any = getattr(transformers, name, None)
-        is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
-        if is_model and named.can_generate() and not config.is_encoder_decoder:
-            return named
-        return None
+        pass
+    named_class: Any = getattr(transformers, class_name, None)
+    is_model = isinstance(named_class, type) and issubclass(named_class, PreTrainedModel)
+    if is_model and named_class.can_generate() and not config.is_encoder_decoder:
+        return named_class
+    return None
 
 
 def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedConfig) -> bool:
@@ -183,16 +198,21 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
 
 @contextmanager
 def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
-    """Return a context in which transformers calls `progress` and shows no progress bars."""
+    """Return a context in which transformers calls `progress` and shows no progress bars.
+
+    `progress` is called with one line of text every few seconds.
+    """
 
     def create_bar(
         factory: object, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Iterator[Any]:
+        """Return an iterator over the items of a bar, in place of a bar of the library tqdm."""
         del factory, options
-        return report_items(args[0], "reading weights", progress)
+        items = args[0]
+        return report_items(items, "reading weights", progress)
 
-    previous = transformers_logging.set_tqdm_hook(create_bar)
+    previous_hook = transformers_logging.set_tqdm_hook(create_bar)
     try:
         yield
     finally:
-        transformers_logging.set_tqdm_hook(previous)
+        transformers_logging.set_tqdm_hook(previous_hook)

@@ -40,8 +40,13 @@ def float4_numbers(packed: Tensor) -> Tensor:
 
 
 def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Dequantise a weight. The result has the shape [experts, in_features, out_features]."""
-    blocks, scales = tensors["_blocks"], tensors["_scales"]
+    """Convert the weights of some experts to floating-point numbers of the type `dtype`.
+
+    Each group of 32 numbers has one exponent: weight = number * 2 ** exponent. The result has the
+    shape [experts, in_features, out_features].
+    """
+    blocks = tensors["_blocks"]  # [experts, out_features, groups, 16], two numbers in each byte
+    scales = tensors["_scales"]  # [experts, out_features, groups]
     if blocks.shape[:-1] != scales.shape:
         raise ValueError(
             f"the scales have the shape {tuple(scales.shape)}, but blocks of the shape "
@@ -50,8 +55,8 @@ def _decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     num_experts, out_features, num_groups, group_bytes = blocks.shape
     in_features = num_groups * group_bytes * 2
     weight = torch.empty(num_experts, in_features, out_features, dtype=dtype)
-    for packed, exponents, result in zip(blocks, scales, weight, strict=True):
-        factors = (exponents.float() - _EXPONENT_BIAS).exp2().unsqueeze(-1)
-        # [out_features, groups, 32] is transposed to [in_features, out_features].
-        result.copy_((float4_numbers(packed) * factors).flatten(1).T)
+    for packed, stored_exponents, result in zip(blocks, scales, weight, strict=True):
+        factors = (stored_exponents.float() - _EXPONENT_BIAS).exp2().unsqueeze(-1)
+        numbers = float4_numbers(packed) * factors  # [out_features, groups, 32]
+        result.copy_(numbers.flatten(1).T)
     return weight

@@ -82,16 +82,19 @@ class LazyWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return an IntegerWeight if `has_integers` is true. Otherwise, return a tensor.
+        """Read the tensors of the weight, and compute the weight from them.
+
+        The result is an IntegerWeight (integers with scales) if `has_integers` is true. Otherwise,
+        the result is a tensor.
 
         Raises:
             ModelError: if the tensors cannot be read, or if the shapes of the tensors do not match.
         """
         if self.layout is None:
             return self.stored.read()
-        parts = {suffix: tensor.read() for suffix, tensor in self.tensors.items()}
+        tensors_by_suffix = {suffix: tensor.read() for suffix, tensor in self.tensors.items()}
         try:
-            return self.layout.decode(parts, self.dtype)
+            return self.layout.decode(tensors_by_suffix, self.dtype)
         except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
             # These errors occur if the tensors are damaged. Example: a tensor has a wrong shape.
             raise ModelError(
@@ -136,6 +139,9 @@ def lazy_weights(
 ) -> dict[str, LazyWeight]:
     """Return the weights of a checkpoint by name. No weight is read.
 
+    A quantised weight consists of several tensors. Example: the tensors "up_proj.qweight",
+    "up_proj.qzeros" and "up_proj.scales" give the weight "up_proj.weight".
+
     Args:
         stored: maps the name of each tensor of the checkpoint to the tensor.
         settings: the quantization_config; None if the checkpoint is not quantised.
@@ -145,19 +151,10 @@ def lazy_weights(
         ModelError: if a tensor of a quantised weight is missing.
         UnsupportedModelError: if the method is not supported.
     """
-    layouts = Format(()) if settings is None else _choose_format(settings)
-    weights: dict[str, LazyWeight] = {}
-    used: set[str] = set()
+    chosen_format = Format(()) if settings is None else _choose_format(settings)
+    weights, used_names = _quantised_weights(stored, chosen_format, dtype)
     for name, tensor in stored.items():
-        layout = _find_layout(tensor, layouts, stored)
-        if layout is None:
-            continue
-        stem = name.removesuffix(layout.main)
-        parts = _parts(stem, layout, stored)
-        weights[stem + layout.target] = LazyWeight(parts, layout, dtype)
-        used.update(part.name for part in parts.values())
-    for name, tensor in stored.items():
-        if name in used or name.endswith(layouts.ignored):
+        if name in used_names or name.endswith(chosen_format.ignored):
             continue
         if settings is not None and _is_leftover(tensor):
             raise ModelError(
@@ -168,6 +165,26 @@ def lazy_weights(
         # The weight is not quantised, so it consists of one tensor without a suffix.
         weights[name] = LazyWeight({"": tensor}, None, dtype)
     return weights
+
+
+def _quantised_weights(
+    stored: Mapping[str, StoredTensor], chosen_format: Format, dtype: torch.dtype
+) -> tuple[dict[str, LazyWeight], set[str]]:
+    """Return the quantised weights of a checkpoint by name, and the names of their tensors.
+
+    `lazy_weights` describes the arguments.
+    """
+    weights: dict[str, LazyWeight] = {}
+    used_names: set[str] = set()
+    for name, tensor in stored.items():
+        layout = _find_layout(tensor, chosen_format, stored)
+        if layout is None:
+            continue
+        stem = name.removesuffix(layout.main)
+        tensors = _tensors_of_weight(stem, layout, stored)
+        weights[stem + layout.target] = LazyWeight(tensors, layout, dtype)
+        used_names.update(tensor.name for tensor in tensors.values())
+    return weights, used_names
 
 
 def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401 - any config class
@@ -183,7 +200,9 @@ def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401
 
 
 def _choose_format(settings: Settings) -> Format:
-    """Return the format of the quantisation method in the settings.
+    """Return the format of the quantisation method: the layouts that its weights can have.
+
+    `settings` is the field quantization_config of config.json.
 
     Raises:
         UnsupportedModelError: if the method or its variant is not supported.
@@ -205,42 +224,52 @@ def _choose_format(settings: Settings) -> Format:
 
 
 def _method(settings: Settings) -> str:
-    """Return the name of the quantisation method.
+    """Return the name of the quantisation method, which decides how the weights are stored.
 
     Some programs store weights in the layout of another method. In this case, the field
     packing_format contains the name of the other method. Example: "auto_round:auto_gptq" means that
-    the method is "gptq".
+    the method is "gptq". `settings` is the field quantization_config of config.json.
     """
     method = settings.get("quant_method")
-    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+    # Old checkpoints of bitsandbytes do not contain the name of the method.
+    has_bitsandbytes_field = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    if method is None and has_bitsandbytes_field:
         return "bitsandbytes"
     packing = str(settings.get("packing_format", ""))
-    for name in ("gptq", "awq"):
-        if packing.endswith(name):
-            return name
+    for other_method in ("gptq", "awq"):
+        if packing.endswith(other_method):
+            return other_method
+    # The name is a text, or a member of an enum of transformers.
     return str(getattr(method, "value", method))
 
 
 def _find_layout(
-    tensor: StoredTensor, choice: Format, stored: Mapping[str, StoredTensor]
+    tensor: StoredTensor, chosen_format: Format, stored: Mapping[str, StoredTensor]
 ) -> Layout | None:
     """Return the layout of the quantised weight whose main tensor is `tensor`.
 
-    Return None if `tensor` is not the main tensor of a quantised weight. Example: the main tensor
-    of an AWQ weight is qweight, so the result for qzeros is None.
+    A quantised weight consists of several tensors. The main tensor contains its quantised numbers.
+    Return None if `tensor` is not a main tensor. Example: the main tensor of an AWQ weight is
+    qweight, so the result for qzeros is None.
+
+    Args:
+        tensor: the tensor of a checkpoint.
+        chosen_format: the layouts of the quantisation method.
+        stored: maps the name of each tensor of the checkpoint to the tensor.
     """
-    for layout in choice.layouts:
-        if not tensor.name.endswith(layout.main):
-            continue
-        if layout.main_dtypes is not None and tensor.dtype not in layout.main_dtypes:
+    for layout in chosen_format.layouts:
+        has_name = tensor.name.endswith(layout.main)
+        has_dtype = layout.main_dtypes is None or tensor.dtype in layout.main_dtypes
+        if not has_name or not has_dtype:
             continue
         stem = tensor.name.removesuffix(layout.main)
-        if all(stem + suffix in stored for suffix in layout.others):
+        has_other_tensors = all(stem + suffix in stored for suffix in layout.others)
+        if has_other_tensors:
             return layout
     return None
 
 
-def _parts(
+def _tensors_of_weight(
     stem: str, layout: Layout, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Return the tensors of one weight by suffix. The main tensor comes first.

@@ -18,6 +18,13 @@ from torch import Tensor
 from nereid_backend.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
+# The program that converts a checkpoint with pickle files; its argument is the folder.
+_CONVERSION_CODE = (
+    "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+    "p = sys.argv[1]; "
+    "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
+    "T.from_pretrained(p).save_pretrained(p + '-safetensors')"
+)
 # Maps the name of a data type in safetensors to the number of bytes of one number.
 _NUMBER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BOOL": 1}
 
@@ -87,15 +94,18 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
         ModelError: if a file is missing, incomplete or damaged, or if a tensor of the index is
             missing.
     """
-    expected = _read_index(folder)
-    files = sorted(set(expected.values())) or [path.name for path in _single_files(folder)]
+    file_of_tensor = _read_index(folder)
+    files = sorted(set(file_of_tensor.values()))
+    if not files:
+        files = [path.name for path in _files_without_index(folder)]
+    framework = "pt" if for_reading else "numpy"
     tensors: dict[str, StoredTensor] = {}
-    for name in files:
-        tensors |= _open_file(folder / name, "pt" if for_reading else "numpy")
-    for tensor, file in expected.items():
-        if tensor not in tensors:
+    for file in files:
+        tensors |= _open_file(folder / file, framework)
+    for name, file in file_of_tensor.items():
+        if name not in tensors:
             raise ModelError(
-                f"{folder / file} lacks the tensor {tensor}, which {INDEX} names. Download these "
+                f"{folder / file} lacks the tensor {name}, which {INDEX} names. Download these "
                 "two files again."
             )
     return tensors
@@ -113,7 +123,11 @@ def check_permission(path: Path) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Return a dict that maps each tensor in the index to its file; {} if there is no index.
+    """Return a dict that maps the name of each tensor to its file, as the index describes.
+
+    Large checkpoints are divided into several files, and the index (model.safetensors.index.json)
+    lists their tensors. If there is no index, the dict is empty. Example:
+    {"model.norm.weight": "model-00002-of-00002.safetensors"}.
 
     Raises:
         ModelError: if the index is damaged, or if a file is missing.
@@ -124,18 +138,20 @@ def _read_index(folder: Path) -> dict[str, str]:
     check_permission(index)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        expected = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        file_of_tensor = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} cannot be read ({error}). Download the file again.") from error
-    _check_indexed_files(index, sorted(set(expected.values())))
-    return expected
+    _check_indexed_files(index, sorted(set(file_of_tensor.values())))
+    return file_of_tensor
 
 
 def _check_indexed_files(index: Path, files: list[str]) -> None:
     """Raise a ModelError if a file in the index is missing or is not directly in the folder."""
     folder = index.parent
     for name in files:
-        if Path(name).name != name:
+        # A name with a folder, such as "../file", could select any file of the machine.
+        has_folder = Path(name).name != name
+        if has_folder:
             raise ModelError(
                 f"{index} names the weight file {name}, which is not in the folder. Download the "
                 "index file again."
@@ -148,14 +164,17 @@ def _check_indexed_files(index: Path, files: list[str]) -> None:
         )
 
 
-def _single_files(folder: Path) -> list[Path]:
+def _files_without_index(folder: Path) -> list[Path]:
     """Return the weight files of a folder without an index.
+
+    If the folder contains model.safetensors, the result is only this file.
 
     Raises:
         ModelError: if there is no weight file.
     """
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+    usual_file = folder / "model.safetensors"
+    if usual_file.is_file():
+        return [usual_file]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no .safetensors files. {_describe_remedy(folder)}")
@@ -163,25 +182,25 @@ def _single_files(folder: Path) -> list[Path]:
 
 
 def _describe_remedy(folder: Path) -> str:
-    """Return a text that explains how to get safetensors files for the folder."""
-    pickles = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
-    if not pickles:
+    """Return a text that explains how to get safetensors files for the folder.
+
+    If the folder contains pickle files, the text contains a command that converts the checkpoint.
+    """
+    pickle_files = sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    if not pickle_files:
         return "Download the checkpoint's .safetensors files."
-    code = (
-        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        "p = sys.argv[1]; "
-        "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
-        "T.from_pretrained(p).save_pretrained(p + '-safetensors')"
-    )
     return (
-        f"{pickles[0].name} is a pickle file, which can run code when it is loaded. If you trust "
-        "its author, convert the checkpoint with this command, and set model to the new folder: "
-        f'python -c "{code}" {shlex.quote(str(folder))}'
+        f"{pickle_files[0].name} is a pickle file, which can run code when it is loaded. If you "
+        "trust its author, convert the checkpoint with this command, and set model to the new "
+        f'folder: python -c "{_CONVERSION_CODE}" {shlex.quote(str(folder))}'
     )
 
 
 def _open_file(path: Path, framework: str) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name.
+    """Return the tensors of one file by name. The values of the tensors are not read.
+
+    `framework` is the library that receives the values when they are read: "pt" for torch, or
+    "numpy".
 
     Raises:
         ModelError: if the file is incomplete or damaged.

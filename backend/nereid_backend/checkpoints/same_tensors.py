@@ -32,7 +32,11 @@ def read_layout(folder: str) -> Layout:
 
 
 def check_same_layout(old: Layout, new: Layout) -> None:
-    """Check that two checkpoints have the same layout.
+    """Check that two checkpoints have the same layout, so that one can replace the other.
+
+    Args:
+        old: the layout of the model that the server has loaded.
+        new: the layout of the checkpoint whose weights are about to replace the loaded weights.
 
     Raises:
         ModelError: if a tensor exists in only one of the checkpoints, or if the shape or the data
@@ -48,16 +52,20 @@ def check_same_layout(old: Layout, new: Layout) -> None:
                 f"the new checkpoint has the tensor {name}, which the served model does not have. "
                 f"{_REMEDY}"
             )
+        old_shape, old_dtype = old[name]
+        new_shape, new_dtype = new[name]
         if old[name] != new[name]:
             raise ModelError(
-                f"the tensor {name} of the new checkpoint has the shape {list(new[name][0])} and "
-                f"the type {new[name][1]}, but the served model needs the shape "
-                f"{list(old[name][0])} and the type {old[name][1]}. {_REMEDY}"
+                f"the tensor {name} of the new checkpoint has the shape {list(new_shape)} and the "
+                f"type {new_dtype}, but the served model needs the shape {list(old_shape)} and the "
+                f"type {old_dtype}. {_REMEDY}"
             )
 
 
 def read_architecture(folder: str) -> str:
     """Return the name of the model's class in config.json, or "" if the file has no such name.
+
+    Example: "Qwen3ForCausalLM".
 
     Raises:
         ModelError: if config.json is missing or damaged.
@@ -65,6 +73,7 @@ def read_architecture(folder: str) -> str:
     file = Path(folder, "config.json")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        return str((config.get("architectures") or [""])[0])
+        names = config.get("architectures")
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{file} cannot be read ({error}).") from error
+    return str(names[0]) if names else ""

@@ -35,6 +35,9 @@ _REMEDY = "Restart the server with the new checkpoint."
 def read_tokenizer_files(folder: str) -> TokenizerFiles:
     """Return the hash of each tokenizer file in a folder; {} if the folder does not exist.
 
+    The hashes show whether two checkpoints have the same tokenizer. Example:
+    {"tokenizer.json": "5f0c...", "chat_template.jinja": "91d2..."}.
+
     Raises:
         ModelError: if a file cannot be read.
     """
@@ -58,6 +61,10 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
 
     Only files that both checkpoints contain are compared. If the new checkpoint contains no
     tokenizer files, it is accepted, because some training programs save only weights.
+
+    Args:
+        old: maps the tokenizer files of the served checkpoint to their hashes.
+        new: maps the tokenizer files of the new checkpoint to their hashes.
     """
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
@@ -65,23 +72,26 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
                 f"the file {name} of the new checkpoint differs from the file that the server has "
                 f"loaded, but the tokenizer and the chat template cannot be replaced. {_REMEDY}"
             )
-    vocabularies = [name for name in _VOCABULARIES if name in new]
-    if vocabularies and not any(name in old for name in vocabularies):
+    new_vocabularies = [name for name in _VOCABULARIES if name in new]
+    has_common_vocabulary = any(name in old for name in new_vocabularies)
+    if new_vocabularies and not has_common_vocabulary:
         raise ModelError(
-            f"the new checkpoint has the tokenizer file {vocabularies[0]}, which the served "
+            f"the new checkpoint has the tokenizer file {new_vocabularies[0]}, which the served "
             f"checkpoint does not have, so the tokenizers cannot be compared. {_REMEDY}"
         )
 
 
 def _canonical(content: bytes) -> bytes:
-    """Remove the ignored fields from the content of a JSON file, and sort the other fields.
+    """Return the content of a JSON file in a form that is equal for equal tokenizers.
 
-    If the content is not valid JSON, return it unchanged.
+    The ignored fields are removed, and the other fields are sorted. Example:
+    b'{"b": 2, "a": 1, "name_or_path": "x"}' becomes b'{"a": 1, "b": 2}'. If the content is not
+    valid JSON, return it unchanged.
     """
     try:
         value: Any = json.loads(content)
     except ValueError:
         return content
     if isinstance(value, dict):
-        value = {name: part for name, part in value.items() if name not in _IGNORED_FIELDS}
+        value = {name: field for name, field in value.items() if name not in _IGNORED_FIELDS}
     return json.dumps(value, sort_keys=True).encode()

@@ -29,32 +29,34 @@ from nereid_backend.checkpoints.integer_weight import (
 from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
 _MAIN, _SCALE, _ZERO = "._weight_qdata", "._weight_scale", "._weight_zero_point"
+# The engine does not quantise activations, so it does not need these tensors.
+_ACTIVATION_TENSORS = ("._weight_act_quant_scale", "._weight_act_quant_zero_point")
 
 
 def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors show the variant
-    """Return the layouts of a torchao checkpoint."""
-    return Format(
-        layouts=(
-            Layout(
-                main=_MAIN,
-                others=(_SCALE,),
-                decode=_decode_int8,
-                optional=(_ZERO,),
-                main_dtypes=("I8",),
-                has_integers=True,
-            ),
-            Layout(main=_MAIN, others=(_SCALE,), decode=_decode_float8, main_dtypes=FLOAT8),
-            Layout(
-                main=_MAIN,
-                others=(_SCALE, _ZERO),
-                decode=_decode_int4,
-                main_dtypes=("U8",),
-                numbers_per_element=2,
-                has_integers=True,
-            ),
-        ),
-        ignored=("._weight_act_quant_scale", "._weight_act_quant_zero_point"),
+    """Return the layouts of the weights in a torchao checkpoint.
+
+    A layout lists the tensors of one weight, and contains the function that decodes them. The data
+    type of the main tensor decides which layout a weight has.
+    """
+    int8 = Layout(
+        main=_MAIN,
+        others=(_SCALE,),
+        decode=_decode_int8,
+        optional=(_ZERO,),
+        main_dtypes=("I8",),
+        has_integers=True,
     )
+    float8 = Layout(main=_MAIN, others=(_SCALE,), decode=_decode_float8, main_dtypes=FLOAT8)
+    int4 = Layout(
+        main=_MAIN,
+        others=(_SCALE, _ZERO),
+        decode=_decode_int4,
+        main_dtypes=("U8",),
+        numbers_per_element=2,
+        has_integers=True,
+    )
+    return Format(layouts=(int8, float8, int4), ignored=_ACTIVATION_TENSORS)
 
 
 def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
@@ -73,23 +75,24 @@ def _decode_float8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _decode_int4(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-    """Decode an Int4Tensor.
+    """Decode the 4-bit integers of a weight (torchao's class Int4Tensor).
 
     In the checkpoint, weight = integer * scale + zero. In an IntegerWeight, weight = (integer -
     zero) * scale. The zeros are therefore converted.
     """
-    if tensors[_SCALE].dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"4-bit weights with scales of {tensors[_SCALE].dtype} are not supported")
-    nibbles = unpack_nibbles(tensors[_MAIN]).to(torch.int8)
+    stored_scales = tensors[_SCALE]
+    if stored_scales.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"4-bit weights with scales of {stored_scales.dtype} are not supported")
+    codes = unpack_nibbles(tensors[_MAIN]).to(torch.int8)
     # The integers are signed: the codes 8 to 15 are the integers -8 to -1.
-    values = ((nibbles ^ 8) - 8).to(torch.int8)
-    scales = tensors[_SCALE].T.float()  # [out_features, groups]
-    if values.shape[1] % scales.shape[1]:
-        raise ValueError(
-            f"{values.shape[1]} inputs cannot be divided into {scales.shape[1]} groups"
-        )
+    values = ((codes ^ 8) - 8).to(torch.int8)
+    scales = stored_scales.T.float()  # [out_features, groups]
+    num_inputs = values.shape[1]
+    num_groups = scales.shape[1]
+    if num_inputs % num_groups != 0:
+        raise ValueError(f"{num_inputs} inputs cannot be divided into {num_groups} groups")
     # If all weights of a group have the same value w, the file contains the scale 0 and the zero
     # point w. An IntegerWeight represents w with the scale 1 and the zero point -w.
-    divisors = torch.where(scales == 0, 1.0, scales)
-    zeros = -tensors[_ZERO].T.float() / divisors
-    return IntegerWeight(values, divisors, zeros, values.shape[1] // scales.shape[1], bits=4)
+    scales = torch.where(scales == 0, 1.0, scales)
+    zeros = -tensors[_ZERO].T.float() / scales
+    return IntegerWeight(values, scales, zeros, num_inputs // num_groups, bits=4)

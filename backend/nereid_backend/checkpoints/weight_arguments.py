@@ -20,12 +20,13 @@ from nereid_backend.checkpoints.safetensors_files import open_tensors
 def weight_arguments(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype, *, is_lazy: bool = False
 ) -> dict[str, Any]:
-    """Return arguments for transformers' from_pretrained.
+    """Return arguments for transformers' from_pretrained, which loads the model.
 
     If the checkpoint is not quantised, the arguments contain its folder. If the checkpoint is
-    quantised or describes a GGUF file, the arguments contain a dict of weights. The config does not
-    contain quantization_config, because transformers would otherwise create the layers of a
-    quantisation library.
+    quantised or describes a GGUF file (llama.cpp's format), the arguments contain a dict of
+    weights. A weight in the dict is read when transformers needs it. The config does not contain
+    quantization_config, because transformers would otherwise create the layers of a quantisation
+    library.
 
     Args:
         folder: the folder of the checkpoint.
@@ -37,13 +38,14 @@ def weight_arguments(
         ModelError: if the weights are missing or damaged.
         UnsupportedModelError: if the quantisation method is not supported.
     """
-    settings = quantisation_settings(config)
-    if (folder / GGUF_LINK).is_file():
+    gguf_link = folder / GGUF_LINK
+    if gguf_link.is_file():
         return {
             "pretrained_model_name_or_path": None,
             "config": config,
-            "state_dict": _gguf_weights(folder / GGUF_LINK, config, dtype),
+            "state_dict": _gguf_weights(gguf_link, config, dtype),
         }
+    settings = quantisation_settings(config)
     if settings is None and not is_lazy:
         return {
             "pretrained_model_name_or_path": folder,

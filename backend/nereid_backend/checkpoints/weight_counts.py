@@ -4,6 +4,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,26 +35,25 @@ class WeightCounts:
 
 
 def count_weights(folder: Path) -> WeightCounts:
-    """Count the weights of a checkpoint. No weight is read.
+    """Count the weights of a checkpoint, to estimate its size in memory. No weight is read.
 
     Raises:
         ModelError: if a file is missing or damaged.
         UnsupportedModelError: if the quantisation method is not supported.
     """
-    named = _weights(folder)
-    weights = named.values()
-    integers = [
-        weight for name, weight in named.items() if weight.has_integers and _can_be_linear(name)
-    ]
+    weights = _weights(folder)
+    integers = []  # the weights that the CPU kernels use as integers with scales
+    unquantised_linear = []
+    for name, weight in weights.items():
+        if weight.has_integers and _can_be_linear(name):
+            integers.append(weight)
+        elif not weight.has_integers and _is_linear(name, weight):
+            unquantised_linear.append(weight)
     return WeightCounts(
-        num_weights=sum(weight.num_elements for weight in weights),
+        num_weights=sum(weight.num_elements for weight in weights.values()),
         num_integers=sum(weight.num_elements for weight in integers),
         integer_bytes=sum(weight.integer_bytes for weight in integers),
-        num_linear=sum(
-            weight.num_elements
-            for name, weight in named.items()
-            if not weight.has_integers and _is_linear(name, weight)
-        ),
+        num_linear=sum(weight.num_elements for weight in unquantised_linear),
     )
 
 
@@ -78,22 +78,35 @@ def _weights(folder: Path) -> dict[str, LazyWeight]:
     Only the names and sizes of the weights are used. The number of heads and the data type in this
     function therefore have no effect.
     """
-    if (folder / GGUF_LINK).is_file():
+    gguf_link = folder / GGUF_LINK
+    if gguf_link.is_file():
         # Only GGUF files need the gguf library.
         from nereid_backend.checkpoints.gguf.gguf_file import read_gguf
         from nereid_backend.checkpoints.gguf.gguf_weights import gguf_weights
 
-        file = read_gguf((folder / GGUF_LINK).resolve())
-        return dict(gguf_weights(file, 1, 1, torch.float32))
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}  # load_checkpoint reports the damaged file
-    if not isinstance(config, dict):
-        raise ModelError(
-            f"{folder / 'config.json'} must contain a JSON object, but it contains another JSON "
-            "value. Download the file again."
-        )
+        file = read_gguf(gguf_link.resolve())
+        return dict(gguf_weights(file, num_heads=1, num_kv_heads=1, dtype=torch.float32))
+    config = _read_config(folder)
+    # In a multimodal model, the config of the text model may contain the field.
     text_config = config.get("text_config") or {}
     settings = config.get("quantization_config") or text_config.get("quantization_config")
     return dict(lazy_weights(open_tensors(folder, for_reading=False), settings, torch.float32))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of config.json; {} if the file cannot be read.
+
+    Raises:
+        ModelError: if the file contains no JSON object.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # load_checkpoint reports the damaged file
+    if not isinstance(config, dict):
+        raise ModelError(
+            f"{file} must contain a JSON object, but it contains another JSON value. Download the "
+            "file again."
+        )
+    return config

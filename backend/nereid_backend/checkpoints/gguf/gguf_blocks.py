@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nereid_backend.checkpoints.integer_weight import IntegerWeight
+from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_nibbles
 
 # The 16 numbers that the integers of IQ4_NL and IQ4_XS represent (source: ggml-common.h).
 _LEVELS = torch.tensor(
@@ -100,19 +100,20 @@ def _weight_with_minimums(
 ) -> IntegerWeight:
     """Create the IntegerWeight for weight = scale * value - minimum.
 
-    Each group of weights has one scale and one minimum.
+    Each group of consecutive weights has one scale and one minimum. In an IntegerWeight, weight =
+    (value - zero) * scale. The weights are equal if zero = minimum / scale. Example: the scale 0.5
+    and the minimum 4 give the zero 8.
     """
-    values, scales = values.view(num_rows, -1), scales.view(num_rows, -1)
+    values = values.view(num_rows, -1)  # [rows, inputs]
+    scales = scales.view(num_rows, -1)  # [rows, groups]
     group_size = values.shape[1] // scales.shape[1]
-    is_constant = scales == 0
-    if is_constant.any():
-        # If the scale of a group is 0, all weights of the group are -minimum. An IntegerWeight
-        # represents these weights exactly with integers of 0 and the scale 1.
-        groups = is_constant.repeat_interleave(group_size, dim=1)
-        values = values.masked_fill(groups, 0)
-        scales = scales.masked_fill(is_constant, 1.0)
-    # In the file, weight = scale * q - minimum. In an IntegerWeight, weight = (q - zero) * scale.
-    # The results are equal if zero = minimum / scale.
+    is_scale_zero = scales == 0
+    if is_scale_zero.any():
+        # All weights of such a group are -minimum. An IntegerWeight represents these weights
+        # exactly with integers of 0 and the scale 1.
+        values_of_groups = is_scale_zero.repeat_interleave(group_size, dim=1)
+        values = values.masked_fill(values_of_groups, 0)
+        scales = scales.masked_fill(is_scale_zero, 1.0)
     zeros = minimums.view(num_rows, -1) / scales
     return IntegerWeight(values, scales, zeros, group_size, bits)
 
@@ -157,16 +158,22 @@ def _decode_q2_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_q3_k(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    """Unpack blocks of Q3_K.
+    """Unpack blocks of Q3_K: weight = scale * (sub - 32) * (q - 4).
 
-    Each of the 16 numbers `sub` has 6 bits. Bytes 96 to 103 contain the low 4 bits, and bytes 104
-    to 107 contain the high 2 bits.
+    A block contains these bytes:
+
+        0 to 31      the high bits of the 256 integers q
+        32 to 95     the low 2 bits of the integers q
+        96 to 103    the low 4 bits of the 16 numbers `sub`, one for each group of 16 weights
+        104 to 107   the high 2 bits of the numbers `sub`
+        108 to 109   the scale, float16
     """
     values = _unpack_2_bit(blocks[:, 32:96]) | (_unpack_bit_planes(blocks[:, :32]) << 2)
-    low, high = _unpack_4_bit(blocks[:, 96:104], 8), blocks[:, 104:108].unsqueeze(1)
+    sub_low_bits = _unpack_4_bit(blocks[:, 96:104], 8)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    parts = low | (((high >> shifts) & 3).flatten(1) << 4)
-    scales = _read_float16(blocks, 108) * (parts.float() - 32)
+    sub_high_bits = ((blocks[:, 104:108].unsqueeze(1) >> shifts) & 3).flatten(1)
+    sub = sub_low_bits | (sub_high_bits << 4)
+    scales = _read_float16(blocks, 108) * (sub.float() - 32)
     return _weight_with_middle(values, scales, num_rows, middle=4, bits=4)
 
 
@@ -193,15 +200,20 @@ def _decode_iq4_nl(blocks: Tensor, num_rows: int) -> IntegerWeight:
 
 
 def _decode_iq4_xs(blocks: Tensor, num_rows: int) -> IntegerWeight:
-    """Unpack blocks of IQ4_XS.
+    """Unpack blocks of IQ4_XS: weight = scale * (sub - 32) * _LEVELS[q].
 
-    Each of the 8 numbers `sub` has 6 bits. Bytes 2 and 3 contain the high 2 bits, and bytes 4 to 7
-    contain the low 4 bits.
+    A block contains these bytes:
+
+        0 to 1     the scale, float16
+        2 to 3     the high 2 bits of the 8 numbers `sub`, one for each group of 32 weights
+        4 to 7     the low 4 bits of the numbers `sub`
+        8 to 135   the 256 integers q of 4 bits
     """
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
-    high = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
-    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).flatten(1)
-    scales = _read_float16(blocks, 0) * ((low | (high << 4)).float() - 32)
+    sub_high_bits = ((blocks[:, 2:4].unsqueeze(2) >> shifts) & 3).flatten(1)
+    sub_low_bits = unpack_nibbles(blocks[:, 4:8])
+    sub = sub_low_bits | (sub_high_bits << 4)
+    scales = _read_float16(blocks, 0) * (sub.float() - 32)
     values = _LEVELS[_unpack_4_bit(blocks[:, 8:], 16).int()]
     return _weight_with_middle(values, scales, num_rows, middle=0, bits=8)
 
@@ -218,10 +230,14 @@ def _read_6_bit_pairs(blocks: Tensor) -> tuple[Tensor, Tensor]:
         4 to 7   sub      the low 4 bits of i to l, then the high 2 bits of a to d
         4 to 7   min      the high 4 bits of i to l, then the high 2 bits of e to h
     """
-    a_to_d, e_to_h, i_to_l = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    group_scales = torch.cat((a_to_d & 63, (i_to_l & 15) | ((a_to_d >> 6) << 4)), dim=1)
-    group_minimums = torch.cat((e_to_h & 63, (i_to_l >> 4) | ((e_to_h >> 6) << 4)), dim=1)
-    return _read_float16(blocks, 0) * group_scales, _read_float16(blocks, 2) * group_minimums
+    a_to_d = blocks[:, 4:8]
+    e_to_h = blocks[:, 8:12]
+    i_to_l = blocks[:, 12:16]
+    last_subs = (i_to_l & 15) | ((a_to_d >> 6) << 4)
+    last_mins = (i_to_l >> 4) | ((e_to_h >> 6) << 4)
+    subs = torch.cat((a_to_d & 63, last_subs), dim=1)
+    mins = torch.cat((e_to_h & 63, last_mins), dim=1)
+    return _read_float16(blocks, 0) * subs, _read_float16(blocks, 2) * mins
 
 
 @dataclass(frozen=True, slots=True)

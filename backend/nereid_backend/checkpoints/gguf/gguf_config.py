@@ -6,7 +6,7 @@ the model would be loaded, but its output could be slightly wrong.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,11 @@ _REDUNDANT = (
     "attention.value_length",
     "tensor_data_layout",
 )
+# The metadata keys that every file must contain.
+_REQUIRED = ("embedding_length", "block_count", "attention.head_count")
+_EMBEDDINGS = "token_embd.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
+_DEFAULT_ROPE_THETA = 10000.0
 
 
 def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
@@ -124,32 +128,18 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
             f"supported architectures are {', '.join(ARCHITECTURES)}. Use the model's "
             "safetensors files."
         )
-    prefix = f"{file.architecture}."
-    values = {
-        name.removeprefix(prefix): value
-        for name, value in file.metadata.items()
-        if name.startswith(prefix)
-    }
     fields = {**_FIELDS, **architecture.more_fields}
-    unknown = sorted(values.keys() - fields.keys() - set(_REDUNDANT))
-    if unknown:
-        raise UnsupportedModelError(
-            f"{file.path}: the metadata value {prefix}{unknown[0]} is not supported. Use the "
-            "model's safetensors files."
-        )
-    missing = sorted({"embedding_length", "block_count", "attention.head_count"} - values.keys())
-    if missing or "token_embd.weight" not in file.tensors:
-        name = prefix + missing[0] if missing else "token_embd.weight"
-        raise ModelError(f"{file.path} lacks {name}. Download the file again.")
+    values = _architecture_values(file, allowed={*fields, *_REDUNDANT})
     config = {field: values[name] for name, field in fields.items() if name in values}
-    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    num_heads = config["num_attention_heads"]
+    hidden_size = config["hidden_size"]
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", hidden_size // num_heads)
     _check_head_size(file, values, config["head_dim"])
     config |= {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "vocab_size": file.tensors[_EMBEDDINGS].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "dtype": "bfloat16" if _has_bfloat16(file) else "float32",
@@ -165,7 +155,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
             "full_attention": config["rope_parameters"],
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": values.get("rope.freq_base_swa", 10000.0),
+                "rope_theta": values.get("rope.freq_base_swa", _DEFAULT_ROPE_THETA),
             },
         }
     if architecture.more_fields is _EXPERTS:
@@ -174,11 +164,41 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     return config
 
 
+def _architecture_values(file: GgufFile, allowed: Set[str]) -> dict[str, Any]:
+    """Return the metadata that describes the architecture, without its name in the keys.
+
+    Example: {"llama.block_count": 16, "general.name": "x"} gives {"block_count": 16}.
+
+    Raises:
+        UnsupportedModelError: if a key is not in `allowed`.
+        ModelError: if a required value or the tensor of the embeddings is missing.
+    """
+    prefix = f"{file.architecture}."
+    values = {
+        name.removeprefix(prefix): value
+        for name, value in file.metadata.items()
+        if name.startswith(prefix)
+    }
+    unknown = sorted(values.keys() - allowed)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{file.path}: the metadata value {prefix}{unknown[0]} is not supported. Use the "
+            "model's safetensors files."
+        )
+    missing = [prefix + name for name in sorted(_REQUIRED) if name not in values]
+    if _EMBEDDINGS not in file.tensors:
+        missing.append(_EMBEDDINGS)
+    if missing:
+        raise ModelError(f"{file.path} lacks {missing[0]}. Download the file again.")
+    return values
+
+
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
     """Raise an UnsupportedModelError if the heads of a model have an unsupported size.
 
     Rotary embeddings must rotate the whole head, so rope.dimension_count must be `head_dim`. Values
-    must have the same size as keys, so attention.value_length must be `head_dim`.
+    must have the same size as keys, so attention.value_length must be `head_dim`. A missing field
+    means that the size is `head_dim`.
     """
     for name in ("rope.dimension_count", "attention.value_length"):
         if values.get(name, head_dim) != head_dim:
@@ -206,24 +226,33 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(
     file: GgufFile, values: Mapping[str, Any], factors: Sequence[float] | None
 ) -> dict[str, Any]:
-    """Return the parameters of the rotary position embeddings.
+    """Return the parameters of the rotary position embeddings, as transformers names them.
+
+    Args:
+        file: the GGUF file.
+        values: the metadata of the file, without the name of the architecture in the keys.
+        factors: the numbers in the tensor rope_freqs.weight; None if the tensor does not exist.
 
     Raises:
         UnsupportedModelError: if the scaling is not supported.
     """
-    parameters = {"rope_type": "default", "rope_theta": values.get("rope.freq_base", 10000.0)}
+    parameters = {
+        "rope_type": "default",
+        "rope_theta": values.get("rope.freq_base", _DEFAULT_ROPE_THETA),
+    }
     if factors is not None:
         return _llama3_rope(file, parameters, factors)
-    kind = values.get("rope.scaling.type", "none")
-    if kind == "none":
+    scaling = values.get("rope.scaling.type", "none")
+    if scaling == "none":
         return parameters
-    if kind not in ("linear", "yarn"):
+    if scaling not in ("linear", "yarn"):
         raise UnsupportedModelError(
-            f"{file.path}: rope.scaling.type {kind!r} is not supported. Use the model's "
+            f"{file.path}: rope.scaling.type {scaling!r} is not supported. Use the model's "
             "safetensors files."
         )
-    parameters |= {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
-    if kind == "yarn":
+    parameters["rope_type"] = scaling
+    parameters["factor"] = values.get("rope.scaling.factor", 1.0)
+    if scaling == "yarn":
         # The original context length is the context length before the scaling. If the file does not
         # contain this number, use the context length of the model.
         original = values.get("rope.scaling.original_context_length")
@@ -252,8 +281,11 @@ def _llama3_rope(
     }
     expected = _llama3_divisors(common_parameters, len(factors))
     # The file contains float32 numbers, so there are small rounding errors.
-    pairs = zip(expected, factors, strict=True)
-    if not all(math.isclose(computed, stored, rel_tol=1e-4) for computed, stored in pairs):
+    is_equal = all(
+        math.isclose(computed, stored, rel_tol=1e-4)
+        for computed, stored in zip(expected, factors, strict=True)
+    )
+    if not is_equal:
         raise UnsupportedModelError(
             f"{file.path}: the factors in {_ROPE_FACTORS} are not supported. Use the model's "
             "safetensors files."
@@ -262,21 +294,24 @@ def _llama3_rope(
 
 
 def _llama3_divisors(parameters: Mapping[str, Any], count: int) -> list[float]:
-    """Return one divisor for each of the `count` rotary frequencies.
+    """Return the number by which Llama 3 divides each of the `count` rotary frequencies.
 
-    The divisor of a frequency depends on its number of rotations in the original context. If the
-    number is at most `low_freq_factor`, the divisor is `factor`. If the number is at least
-    `high_freq_factor`, the divisor is 1. Between these limits, the divisor is interpolated.
+    Dividing the low frequencies extends the context of the model. The divisor of a frequency
+    depends on its number of rotations in the original context. If the number is at most
+    `low_freq_factor`, the divisor is `factor`. If the number is at least `high_freq_factor`, the
+    divisor is 1. Between these limits, the divisor is interpolated.
 
     Source: _compute_llama3_parameters in transformers 5.23, modeling_rope_utils.py.
     """
     factor = parameters["factor"]
     original_context = parameters["original_max_position_embeddings"]
-    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    min_rotations = parameters["low_freq_factor"]
+    max_rotations = parameters["high_freq_factor"]
     divisors = []
     for index in range(count):
         wavelength = 2 * math.pi * parameters["rope_theta"] ** (index / count)
         num_rotations = original_context / wavelength
-        unchanged_share = min(1.0, max(0.0, (num_rotations - low) / (high - low)))
+        unclamped_share = (num_rotations - min_rotations) / (max_rotations - min_rotations)
+        unchanged_share = min(1.0, max(0.0, unclamped_share))
         divisors.append(1 / ((1 - unchanged_share) / factor + unchanged_share))
     return divisors

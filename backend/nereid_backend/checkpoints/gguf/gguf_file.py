@@ -24,6 +24,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nereid_backend.errors import ModelError
 
+_MAGIC = b"GGUF"  # the first bytes of every GGUF file
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 # A header that exceeds these limits is refused, because a malicious header could use all memory.
@@ -90,14 +91,16 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file, which describes the tensors and contains the metadata.
+
+    The numbers of the tensors are not read.
 
     Raises:
         ModelError: if the file is missing, incomplete or damaged.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
-            metadata, tensors = _read(content)
+            metadata, tensors = _read_header(content)
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error}).") from error
     except (ValueError, struct.error) as error:
@@ -108,34 +111,47 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, {tensor.name: tensor for tensor in tensors})
 
 
-def _read(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
-    """Return the metadata and the descriptions of the tensors.
+def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
+    """Return the metadata and the descriptions of the tensors; see the module's docstring.
 
     Raises:
         ValueError, struct.error: if the file is damaged.
     """
-    if content[:4] != b"GGUF":
+    if content[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     reader = _Reader(content)
     version = reader.number(_UINT32)
     if version not in _VERSIONS:
         raise ValueError(f"the version is {version}, but only the versions 2 and 3 are supported")
-    num_tensors, num_values = reader.number(_UINT64), reader.number(_UINT64)
+    num_tensors = reader.number(_UINT64)
+    num_values = reader.number(_UINT64)
     reader.check(num_values * _MIN_VALUE_BYTES + num_tensors * _MIN_TENSOR_BYTES)
     metadata = {}
     for _ in range(num_values):
         name = reader.string()
-        metadata[name] = reader.value(reader.number(_UINT32))
+        kind = reader.number(_UINT32)
+        metadata[name] = reader.value(kind)
     entries = [reader.tensor() for _ in range(num_tensors)]
+    alignment = _read_alignment(metadata)
+    # The numbers of the tensors begin at the next multiple of the alignment.
+    data_start = -(-reader.place // alignment) * alignment
+    tensors = [_locate_tensor(entry, data_start) for entry in entries]
+    _check_positions(tensors, len(content))
+    return metadata, tensors
+
+
+def _read_alignment(metadata: Mapping[str, Any]) -> int:
+    """Return the number of bytes of which the position of each tensor is a multiple.
+
+    Raises:
+        ValueError: if the number in the metadata is not valid.
+    """
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
         raise ValueError(
             f"general.alignment must be a number from 1 to {_MAX_ALIGNMENT}, but it is {alignment}"
         )
-    data_start = -(-reader.place // alignment) * alignment
-    tensors = [_locate_tensor(entry, data_start) for entry in entries]
-    _check_positions(tensors, len(content))
-    return metadata, tensors
+    return alignment
 
 
 class _Reader:
@@ -148,7 +164,7 @@ class _Reader:
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content
         self._num_strings = 0
-        self.place = 4
+        self.place = len(_MAGIC)
 
     def check(self, num_bytes: int) -> None:
         """Raise a ValueError if the next `num_bytes` bytes exceed the file or _MAX_HEADER_BYTES."""
@@ -176,20 +192,30 @@ class _Reader:
         return text
 
     def value(self, kind: int) -> Any:  # noqa: ANN401 - a number, a string or a list
-        """Return the next metadata value, which has the type `kind`."""
+        """Return the next metadata value, which has the type with the number `kind`.
+
+        Raises:
+            ValueError, struct.error: if the value is damaged.
+        """
         if kind in _FORMATS:
             return self.number(_FORMATS[kind])
         if kind == _STRING:
             return self.string()
-        if kind != _ARRAY:
-            raise ValueError(f"a metadata value has the unknown type {kind}")
-        element, count = self.number(_UINT32), self.number(_UINT64)
-        if element in _FORMATS:
-            return list(self._numbers(_FORMATS[element], count))
-        if element != _STRING:
-            raise ValueError(f"an array has elements of the unknown type {element}")
-        self.check(count * _STRING_LENGTH_BYTES)
-        return [self.string() for _ in range(count)]
+        if kind == _ARRAY:
+            return self._array()
+        raise ValueError(f"a metadata value has the unknown type {kind}")
+
+    def _array(self) -> list[Any]:
+        """Return the next array: the type of the elements, their number, and the elements."""
+        element_kind = self.number(_UINT32)
+        num_elements = self.number(_UINT64)
+        if element_kind in _FORMATS:
+            return list(self._numbers(_FORMATS[element_kind], num_elements))
+        if element_kind != _STRING:
+            raise ValueError(f"an array has elements of the unknown type {element_kind}")
+        # Each string has at least the bytes of its length.
+        self.check(num_elements * _STRING_LENGTH_BYTES)
+        return [self.string() for _ in range(num_elements)]
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return the next tensor: the name, the shape, the type and the offset."""
@@ -211,13 +237,20 @@ class _Reader:
 
 
 def _locate_tensor(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
-    """Create the description of a tensor. Compute its size and its position in the file.
+    """Create the description of a tensor, with its size and its position in the file.
+
+    The numbers of a tensor are stored in blocks. Example: a block of the type Q4_0 contains 32
+    numbers in 18 bytes.
+
+    Args:
+        entry: the name, the shape, the number of the type, and the offset from `data_start`.
+        data_start: the position of the first tensor in the file.
 
     Raises:
         ValueError: if the type is unknown, or if a row cannot be divided into whole blocks.
     """
-    name, shape, number, offset = entry
-    kind = GGMLQuantizationType(number)
+    name, shape, kind_number, offset = entry
+    kind = GGMLQuantizationType(kind_number)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     if not shape or shape[-1] % block_size:
         raise ValueError(
@@ -235,9 +268,9 @@ def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
         ValueError: if a tensor ends after the end of the file, if two tensors overlap, or if two
             tensors have the same name.
     """
-    end = 0
+    previous_end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
-        if tensor.start < end:
+        if tensor.start < previous_end:
             raise ValueError(f"the tensor {tensor.name} overlaps another tensor")
         end = tensor.start + tensor.num_bytes
         if end > file_bytes:
@@ -245,5 +278,7 @@ def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
                 f"the tensor {tensor.name} ends at byte {end}, but the file has only {file_bytes} "
                 "bytes"
             )
-    if len({tensor.name for tensor in tensors}) < len(tensors):
+        previous_end = end
+    different_names = {tensor.name for tensor in tensors}
+    if len(different_names) < len(tensors):
         raise ValueError("two tensors have the same name")

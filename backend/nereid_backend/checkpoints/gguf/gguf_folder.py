@@ -38,25 +38,22 @@ _SPECIAL_TOKENS = {
 def create_gguf_folder(path: Path, link: str) -> Path:
     """Return the checkpoint folder for a GGUF file. Create the folder if it does not exist.
 
-    The folder contains a link to the file. The name of the link is `link`.
+    GGUF is llama.cpp's format, a single file. The folder is in Nereid's cache folder, and describes
+    the file as transformers expects. It contains a link to the file with the name `link`.
 
     Raises:
         ModelError: if the file is damaged.
         UnsupportedModelError: if the architecture or the tokenizer is not supported, or if the
             model is divided into several files.
     """
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error}).") from error
-    key = f"{_VERSION} {path.resolve()} {state.st_size} {state.st_mtime_ns}"
-    folder = cache_folder() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    folder = _folder_of(path)
     if folder.is_dir():
         return folder
     file = read_gguf(path)
-    if int(file.metadata.get("split.count", 1)) > 1:
+    num_parts = int(file.metadata.get("split.count", 1))
+    if num_parts > 1:
         raise UnsupportedModelError(
-            f"{path} is one of {file.metadata['split.count']} parts. Merge them with the command "
+            f"{path} is one of {num_parts} parts. Merge them with the command "
             "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +71,19 @@ def create_gguf_folder(path: Path, link: str) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _folder_of(path: Path) -> Path:
+    """Return the path of the checkpoint folder for a GGUF file.
+
+    The name of the folder changes if the file is replaced.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error}).") from error
+    key = f"{_VERSION} {path.resolve()} {state.st_size} {state.st_mtime_ns}"
+    return cache_folder() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _write(file: GgufFile, folder: Path) -> None:
@@ -104,38 +114,23 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         UnsupportedModelError: if transformers cannot build the tokenizer exactly.
         ModelError: if the vocabulary is damaged.
     """
-    # These modules are imported here, because the import takes a second and only GGUF files need
-    # the modules.
+    # transformers is imported here and in `_tokenizer_backend`, because the import takes a second
+    # and only GGUF files need the modules.
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        GGUF_PRE_TOKENIZER_SPLITS,
-        GGUF_TOKENIZER_MAPPING,
-        convert_gguf_tokenizer,
-    )
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
     values: dict[str, Any] = {
         name: file.metadata[f"tokenizer.{key}"]
         for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()
         if f"tokenizer.{key}" in file.metadata
     }
-    pre = values.get("pre_tokenizer_type")
-    if values["tokenizer_type"] == "gpt2" and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"):
-        raise UnsupportedModelError(
-            f"{file.path}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not supported. Use "
-            "the model's safetensors files."
-        )
-    try:
-        backend, _ = convert_gguf_tokenizer(file.architecture, values)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ModelError(
-            f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
-        ) from error
+    backend = _tokenizer_backend(file, values)
     # If the file does not contain the setting add_bos_token, the default is True for sentencepiece
     # vocabularies, and False for other vocabularies.
-    default = values["tokenizer_type"] == "llama"
+    is_sentencepiece = values["tokenizer_type"] == "llama"
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
-        add_bos_token=bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", default)),
+        add_bos_token=bool(file.metadata.get(f"{_TOKENIZER}add_bos_token", is_sentencepiece)),
         add_eos_token=bool(file.metadata.get(f"{_TOKENIZER}add_eos_token", False)),
         chat_template=file.metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
@@ -144,15 +139,47 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _tokenizer_backend(file: GgufFile, values: dict[str, Any]) -> object:
+    """Return the object of the tokenizers library that divides text into tokens.
+
+    Args:
+        file: the GGUF file.
+        values: the metadata of the tokenizer, by the names that transformers uses.
+
+    Raises:
+        UnsupportedModelError: if transformers cannot build the tokenizer exactly.
+        ModelError: if the vocabulary is damaged.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        convert_gguf_tokenizer,
+    )
+
+    pre_tokenizer = values.get("pre_tokenizer_type")
+    known_pre_tokenizers = (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2")
+    if values["tokenizer_type"] == "gpt2" and pre_tokenizer not in known_pre_tokenizers:
+        raise UnsupportedModelError(
+            f"{file.path}: the pre-tokenizer {pre_tokenizer!r} (tokenizer.ggml.pre) is not "
+            "supported. Use the model's safetensors files."
+        )
+    try:
+        backend, _more_settings = convert_gguf_tokenizer(file.architecture, values)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(
+            f"{file.path}: the tokenizer in the metadata cannot be read ({error})."
+        ) from error
+    return backend
+
+
 def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
     """Return the special tokens of a file, by their names in transformers.
 
     Token ids that are not in the vocabulary are ignored. Example: BOS has the token id 2, and the
     vocabulary is ["<pad>", "</s>", "<s>"]. The result is {"bos_token": "<s>"}.
     """
-    special: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
     for name, key in _SPECIAL_TOKENS.items():
-        index = file.metadata.get(_TOKENIZER + key)
-        if isinstance(index, int) and 0 <= index < len(tokens):
-            special[name] = tokens[index]
-    return special
+        token_id = file.metadata.get(_TOKENIZER + key)
+        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
+            special_tokens[name] = tokens[token_id]
+    return special_tokens

@@ -23,6 +23,9 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
+# If a tensor contains the weights of several experts, this character represents the index of the
+# expert in the name of the weight.
+_ANY_EXPERT = "*"
 _MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -83,11 +86,17 @@ class GgufWeight:
         return weight.dequantise(self.dtype) if isinstance(weight, IntegerWeight) else weight
 
     def decode(self) -> Tensor | IntegerWeight:
-        """Return an IntegerWeight if `has_integers` is true. Otherwise, return a tensor."""
+        """Read the weight from the file, and return its numbers as transformers needs them.
+
+        The result is an IntegerWeight (integers with scales) if `has_integers` is true. Otherwise,
+        the result is a tensor.
+        """
         blocks = self._read_blocks()
         # The shape of the tensor is [experts, rows, columns], [rows, columns] or [columns]. A bias
         # or the weight of a norm has the shape [columns] and is treated as one row.
-        *_, num_rows, num_columns = (1, *self.tensor.shape)
+        shape = self.tensor.shape
+        num_columns = shape[-1]
+        num_rows = shape[-2] if len(shape) > 1 else 1
         order = None if self.num_heads is None else _row_order(num_rows, self.num_heads)
         block_type = BLOCK_TYPES.get(self.tensor.kind.name)
         if block_type is not None:
@@ -96,7 +105,7 @@ class GgufWeight:
         floats = self._decode_floats(blocks, num_rows, num_columns)
         if order is not None:
             floats = floats[order]
-        return floats if self.expert is not None else floats.view(self.tensor.shape)
+        return floats if self.expert is not None else floats.view(shape)
 
     @property
     def num_elements(self) -> int:
@@ -115,25 +124,32 @@ class GgufWeight:
         return int(self.num_elements * BLOCK_TYPES[self.tensor.kind.name].bytes_per_weight)
 
     def _decode_floats(self, blocks: Tensor, num_rows: int, num_columns: int) -> Tensor:
-        """Dequantise blocks. The result has the shape [num_rows, num_columns] and `dtype`."""
+        """Convert blocks to numbers of the type `dtype`, and subtract `offset` from each number.
+
+        The result has the shape [num_rows, num_columns].
+        """
         result = torch.empty(num_rows, num_columns, dtype=self.dtype)
         blocks_per_row = len(blocks) // num_rows
+        # Some rows are converted at a time, so that their float32 numbers need little memory.
         rows_per_part = max(1, PART_NUMBERS // num_columns)
-        parts = zip(
-            torch.split(result, rows_per_part),
-            torch.split(blocks, rows_per_part * blocks_per_row),
-            strict=True,
-        )
-        for part, part_blocks in parts:
-            numbers = _floats(part_blocks, self.tensor.kind)
-            part.copy_(numbers.view(part.shape) - self.offset)
+        result_parts = torch.split(result, rows_per_part)
+        block_parts = torch.split(blocks, rows_per_part * blocks_per_row)
+        for result_part, block_part in zip(result_parts, block_parts, strict=True):
+            numbers = _floats(block_part, self.tensor.kind)
+            result_part.copy_(numbers.view(result_part.shape) - self.offset)
         return result
 
     def _read_blocks(self) -> Tensor:
-        """Read the blocks of the weight. The result is uint8 [blocks, bytes of a block]."""
-        start, num_bytes = self.tensor.start, self.tensor.num_bytes
+        """Read the blocks of the weight from the file. A block contains some quantised numbers.
+
+        The result is uint8 [blocks, bytes of a block].
+        """
+        start = self.tensor.start
+        num_bytes = self.tensor.num_bytes
         if self.expert is not None:
-            num_bytes //= self.tensor.shape[0]
+            # The tensor contains the weights of all experts, one after the other.
+            num_experts = self.tensor.shape[0]
+            num_bytes //= num_experts
             start += self.expert * num_bytes
         content = np.fromfile(self.path, dtype=np.uint8, count=num_bytes, offset=start)
         if len(content) < num_bytes:
@@ -141,14 +157,14 @@ class GgufWeight:
                 f"the tensor {self.tensor.name} in {self.path} cannot be read, because the file "
                 "has become shorter."
             )
-        block_bytes = gguf.GGML_QUANT_SIZES[self.tensor.kind][1]
+        _block_size, block_bytes = gguf.GGML_QUANT_SIZES[self.tensor.kind]
         return torch.from_numpy(content.reshape(-1, block_bytes))
 
 
 def gguf_weights(
     file: GgufFile, num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> dict[str, GgufWeight]:
-    """Return the weights of a GGUF file by their names in transformers.
+    """Return the weights of a GGUF file by their names in transformers. No weight is read.
 
     Args:
         file: the header of the file.
@@ -170,10 +186,11 @@ def gguf_weights(
         if tensor.name in _NOT_WEIGHTS:
             continue
         name = _model_name(tensor.name, file)
-        if "*" in name:
-            for expert in range(tensor.shape[0]):
+        if _ANY_EXPERT in name:
+            num_experts = tensor.shape[0]
+            for expert in range(num_experts):
                 weight = GgufWeight(file.path, tensor, dtype, expert=expert)
-                weights[name.replace("*", str(expert))] = weight
+                weights[name.replace(_ANY_EXPERT, str(expert))] = weight
             continue
         # If the architecture has sandwich norms, 1 is added to each weight of a norm in the file.
         has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
@@ -199,16 +216,17 @@ def _model_name(name: str, file: GgufFile) -> str:
     """
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
-    match = _LAYER.fullmatch(name)
     has_sandwich_norms = ARCHITECTURES[file.architecture].has_sandwich_norms
-    names = _SANDWICH_LAYER_NAMES if has_sandwich_norms else _LAYER_NAMES
+    layer_names = _SANDWICH_LAYER_NAMES if has_sandwich_norms else _LAYER_NAMES
+    match = _LAYER.fullmatch(name)
     if match is not None:
-        layer, part, kind = match.groups()
+        layer, part, kind = match.groups()  # such as "3", "attn_q" and "weight"
+        if part in layer_names:
+            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
         experts = _EXPERTS.fullmatch(part)
         if experts is not None:
-            return f"model.layers.{layer}.mlp.experts.*.{experts[1]}_proj.{kind}"
-        if part in names:
-            return f"model.layers.{layer}.{names[part]}.{kind}"
+            projection = experts[1]  # "gate", "up" or "down"
+            return f"model.layers.{layer}.mlp.experts.{_ANY_EXPERT}.{projection}_proj.{kind}"
     raise UnsupportedModelError(
         f"{file.path}: the tensor {name} of the GGUF architecture {file.architecture} is not "
         "supported. Use the model's safetensors files."

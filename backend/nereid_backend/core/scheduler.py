@@ -219,7 +219,9 @@ class Scheduler:
         return self._plan_step()
 
     def plan_ahead(self, before: StepPlan) -> StepPlan:
-        """Plan the next step before the current step has ended, so that the GPU never waits.
+        """Plan the next step before the current step has ended.
+
+        The GPU can then start the next step without waiting for its plan.
 
         Args:
             before: the plan of the running step. The plan must not contain draft tokens. If the

@@ -82,6 +82,17 @@ class Sequence:
         eos_token_ids: abc.Sequence[int] = (),
         seed: int = 0,
     ) -> None:
+        """Create the first sequence of a request. The sequence has index 0 and no blocks.
+
+        Args:
+            request_id: the id of the request.
+            prompt_token_ids: the tokens of the prompt.
+            params: the parameters of the request.
+            max_total_tokens: the length, including the prompt, at which the sequence ends.
+            eos_token_ids: the end-of-sequence tokens of the model, which end the sequence unless
+                `params.ignore_eos` is true.
+            seed: the 64-bit seed of the sequence's random numbers.
+        """
         # The id and index of the sequence, its scheduling rank, and its row.
         self.request_id = request_id
         self.index = 0

@@ -48,16 +48,15 @@ class RankService:
         self._path: ForwardPath | None = None
         self._decoder = PlanDecoder()
 
-    def handle(self, kind: str, *values: Any) -> None:  # noqa: ANN401 - depends on the message
+    def handle(self, kind: str, value: Any) -> None:  # noqa: ANN401 - depends on the message
         """Handle a message of rank 0, which runs the scheduler and the sampler.
 
         Args:
             kind: "build" to build the forward path, "budget" to compute the size of the KV cache,
                 "step" to compute a step, or "clear" to set blocks to zero.
-            values: the sizes of the path, the memory of a step in bytes, the `StepMessage`, or the
+            value: the sizes of the path, the memory of a step in bytes, the `StepMessage`, or the
                 list of blocks.
         """
-        (value,) = values  # Every message contains one value.
         if kind == "build":
             self._path = None  # The memory of the previous path must be free.
             self._path = self._shard.spec.build(value)

@@ -72,6 +72,7 @@ class Ranks:
         self.rank = Rank(0, size, device.type, os.path.join(folder, "store"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        # Describes the failure of another rank; empty if no other rank has failed.
         self._failure = ""
         self._has_failed = threading.Event()
         self._is_closing = False
@@ -169,7 +170,7 @@ class Ranks:
         self.rank.remove_store()
 
     def _start(self, config: EngineConfig, rank: Rank) -> None:
-        """Start the process of a rank, and send it its settings.
+        """Start the process of a rank, and send the settings to the new process.
 
         The two processes exchange messages through a pair of connected sockets.
         """

@@ -105,10 +105,10 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Decrement the reference count of each block, because a sequence stops using it.
 
-        If the reference count of a block becomes 0, the block can be allocated again. A block in
-        the prefix cache becomes idle, and another block becomes free. The blocks are released from
-        the last to the first. Cached blocks at the end of a sequence are therefore allocated again
-        before cached blocks at its beginning.
+        If the reference count of a block becomes 0, the block can be allocated again. The block
+        becomes idle if the prefix cache contains it, and free otherwise. The blocks are released
+        from the last to the first. Cached blocks at the end of a sequence are therefore allocated
+        again before cached blocks at its beginning.
         """
         for block in reversed(blocks):
             ref_count = self._ref_counts[block] - 1

@@ -184,7 +184,7 @@ class DiskStore:
                     existing_files.append((stat.st_mtime_ns, path.name, stat.st_size))
                 elif path.suffix == _TEMPORARY_SUFFIX and stat.st_mtime < min_unfinished_time:
                     path.unlink()
-        # The file that was used first has the smallest modification time.
+        # The least recently used file has the smallest modification time.
         for _modified, name, size in sorted(existing_files):
             self._sizes[name] = size
             self._num_bytes += size

@@ -92,7 +92,7 @@ class EvictionOrder(Generic[Item]):
         self._clock = clock
         # Maps each idle item without a session to the value of `_num_changes` when the item became
         # idle. The oldest item comes first.
-        self._plain: OrderedDict[Item, int] = OrderedDict()
+        self._without_session: OrderedDict[Item, int] = OrderedDict()
         # The least recently used session comes first.
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
         # Maps each retained item to its session.
@@ -109,17 +109,17 @@ class EvictionOrder(Generic[Item]):
     def __contains__(self, item: Item) -> bool:
         """Return whether an item is idle, which means that no sequence uses the item."""
         session = self._session_of.get(item)
-        return item in (self._plain if session is None else session.idle)
+        return item in (self._without_session if session is None else session.idle)
 
     def __iter__(self) -> Iterator[Item]:
         """Yield all idle items."""
-        yield from self._plain
+        yield from self._without_session
         for session in self._sessions.values():
             yield from session.idle
 
     def __len__(self) -> int:
         """Return the number of idle items."""
-        return len(self._plain) + self._num_retained
+        return len(self._without_session) + self._num_retained
 
     @property
     def num_retained(self) -> int:
@@ -132,7 +132,7 @@ class EvictionOrder(Generic[Item]):
         session = self._session_of.get(item)
         if session is None:
             self._num_changes += 1
-            self._plain[item] = self._num_changes
+            self._without_session[item] = self._num_changes
             return
         session.used.discard(item)
         session.idle[item] = None
@@ -142,7 +142,7 @@ class EvictionOrder(Generic[Item]):
         """Remove an item from the idle items, because a sequence has started to use the item."""
         session = self._session_of.get(item)
         if session is None:
-            del self._plain[item]
+            del self._without_session[item]
             return
         del session.idle[item]
         session.used.add(item)
@@ -151,8 +151,8 @@ class EvictionOrder(Generic[Item]):
     def pop(self) -> Item:
         """Remove and return the item that must be evicted next. At least one item must be idle."""
         self._expire()
-        if self._plain and not self._prefers_sessions():
-            return self._plain.popitem(last=False)[0]
+        if self._without_session and not self._prefers_sessions():
+            return self._without_session.popitem(last=False)[0]
         session = self._next_victim()
         item = next(iter(session.idle))
         self.forget(item)
@@ -162,7 +162,7 @@ class EvictionOrder(Generic[Item]):
         """Remove an item, because it is deleted from the cache. Do nothing if it is unknown."""
         session = self._session_of.pop(item, None)
         if session is None:
-            self._plain.pop(item, None)
+            self._without_session.pop(item, None)
             return
         if item in session.idle:
             del session.idle[item]
@@ -263,8 +263,8 @@ class EvictionOrder(Generic[Item]):
         """Remove a session, and evict its idle items before all other items without a session."""
         # Each item is moved to the front, so the oldest item must be moved last.
         for item in reversed(session.idle):
-            self._plain[item] = 0
-            self._plain.move_to_end(item, last=False)
+            self._without_session[item] = 0
+            self._without_session.move_to_end(item, last=False)
         for item in (*session.idle, *session.used):
             del self._session_of[item]
         self._num_retained -= len(session.idle)
@@ -276,7 +276,7 @@ class EvictionOrder(Generic[Item]):
         """Return whether to evict an item of a session before an item without a session."""
         if self._num_retained <= self._max_retained:
             return False
-        return self._next_victim().last_use < next(iter(self._plain.values()))
+        return self._next_victim().last_use < next(iter(self._without_session.values()))
 
     def _next_victim(self) -> _Session[Item]:
         """Return the session that loses the next item. At least one session must have idle items.
@@ -286,14 +286,17 @@ class EvictionOrder(Generic[Item]):
         enough idle items. Then the least recently used session with enough idle items is chosen.
         """
         mean = self._num_retained / len(self._sessions)
-
-        def has_enough_idle_items(session: _Session[Item]) -> bool:
-            return bool(session.idle) and len(session.idle) >= mean
-
-        if self._victim is not None and has_enough_idle_items(self._victim):
-            return self._victim
-        self._victim = next(filter(has_enough_idle_items, self._sessions.values()))
+        min_num_idle = max(1.0, mean)
+        if self._victim is None or len(self._victim.idle) < min_num_idle:
+            self._victim = self._least_recently_used(min_num_idle)
         return self._victim
+
+    def _least_recently_used(self, min_num_idle: float) -> _Session[Item]:
+        """Return the least recently used session with at least `min_num_idle` idle items."""
+        for session in self._sessions.values():
+            if len(session.idle) >= min_num_idle:
+                return session
+        raise AssertionError(f"no session has {min_num_idle} idle items")
 
     def _drop_if_empty(self, session: _Session[Item]) -> None:
         """Remove a session if it has no items left."""

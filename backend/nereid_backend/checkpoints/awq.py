@@ -33,6 +33,7 @@ def awq_format(settings: Settings) -> Format:
         UnknownVariantError: if the version is not gemm, or if the weights do not have 4 bits.
     """
     version = str(settings.get("version", "gemm")).lower()
+    # Some programs name the field "w_bit".
     bits = settings.get("bits", settings.get("w_bit", 4))
     if version != "gemm" or bits != 4:
         raise UnknownVariantError(
@@ -43,7 +44,7 @@ def awq_format(settings: Settings) -> Format:
         main=".qweight",
         others=(".qzeros", ".scales"),
         decode=_decode,
-        numbers_per_element=8,
+        numbers_per_element=8,  # An int32 contains eight 4-bit integers.
         has_integers=True,
     )
     return Format((layout,))

@@ -150,7 +150,11 @@ def _packed_decoder(group_size: int | None) -> Decoder:
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-        """Return the integers of a weight with their scales and zeros; see the module."""
+        """Return the integers of a weight with their scales and zeros.
+
+        The tensor weight_packed contains the integers, and weight_shape contains the numbers of
+        rows and inputs. If the tensor weight_zero_point does not exist, all zeros are 0.
+        """
         num_rows, num_inputs = map(int, tensors[".weight_shape"])
         packed = tensors[".weight_packed"]
         # The layers of one checkpoint may have different numbers of bits. The number of bits is

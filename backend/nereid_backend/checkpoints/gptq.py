@@ -67,7 +67,12 @@ def _decoder(bits: int, *, has_offset: bool) -> Decoder:
     """
 
     def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-        """Return the weight (integer - zero) * scale; the module describes the tensors."""
+        """Return a weight: weight = (integer - zero) * scale.
+
+        The tensors qweight and qzeros contain the integers and the zeros, packed into 32-bit words.
+        Each group of inputs has one zero and one scale. The optional tensor g_idx contains the
+        group of each input.
+        """
         packed = tensors[".qweight"].T  # [out_features, words]
         scales = tensors[".scales"].T  # [out_features, groups]
         group_of_input = tensors.get(".g_idx")

@@ -140,10 +140,10 @@ class RoundedWeight:
 def round_weights(
     weights: Mapping[str, LazyWeight], model: nn.Module, bits: int
 ) -> dict[str, LazyWeight]:
-    """Return weights of which those of linear layers are rounded to integers when they are read.
+    """Return `weights`, in which the weights of linear layers are rounded when they are read.
 
-    The weight of the output layer is not rounded, because it may need more bits; see
-    `quantise_linears`.
+    A rounded weight consists of integers with scales, so it needs less memory. The weight of the
+    output layer is not rounded, because it may need more bits; see `quantise_linears`.
 
     Args:
         weights: the weights of a checkpoint by name.
@@ -170,7 +170,7 @@ def linear_names(model: nn.Module) -> set[str]:
 def use_placeholders(
     weights: Mapping[str, LazyWeight], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Return weights of which the integer weights of linear layers are placeholders.
+    """Return `weights`, in which placeholders replace the integer weights of linear layers.
 
     transformers loads a placeholder, which takes no memory, in place of the weight. Afterwards,
     `fill_placeholders` stores the integers in the layers.

@@ -165,7 +165,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
 
 
 def _architecture_values(file: GgufFile, allowed: Set[str]) -> dict[str, Any]:
-    """Return the metadata that describes the architecture, without its name in the keys.
+    """Return the metadata of the architecture, without the architecture's name in the keys.
 
     Example: {"llama.block_count": 16, "general.name": "x"} gives {"block_count": 16}.
 

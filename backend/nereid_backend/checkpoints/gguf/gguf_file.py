@@ -112,7 +112,10 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
-    """Return the metadata and the descriptions of the tensors; see the module's docstring.
+    """Return the metadata and the descriptions of the tensors.
+
+    A GGUF file contains, in this order: "GGUF", the version, the number of tensors, the number of
+    metadata values, the metadata values, the descriptions of the tensors, and the tensors.
 
     Raises:
         ValueError, struct.error: if the file is damaged.

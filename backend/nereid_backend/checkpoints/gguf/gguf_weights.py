@@ -192,7 +192,8 @@ def gguf_weights(
                 weight = GgufWeight(file.path, tensor, dtype, expert=expert)
                 weights[name.replace(_ANY_EXPERT, str(expert))] = weight
             continue
-        # If the architecture has sandwich norms, 1 is added to each weight of a norm in the file.
+        # If the architecture has sandwich norms (norms before and after attention), the file
+        # contains each weight of a norm plus 1.
         has_offset = architecture.has_sandwich_norms and name.endswith("norm.weight")
         layer_part = tensor.name.split(".")[-2]  # "attn_q" of "blk.3.attn_q.weight"
         weights[name] = GgufWeight(

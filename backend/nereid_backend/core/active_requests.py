@@ -46,7 +46,7 @@ class ActiveRequests:
         return request_id in self._requests
 
     def of(self, sequence: Sequence) -> Request:
-        """Return the request of a sequence that has not ended."""
+        """Return the request that a sequence belongs to. The sequence must not have ended."""
         return self._requests[sequence.request_id]
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
@@ -171,7 +171,7 @@ class ActiveRequests:
             assert not any(sequence.block_tables), "A waiting sequence has blocks."
 
     def _enqueue(self, request: Request) -> None:
-        """Put the leader of a request into the waiting queue, so that it computes the prompt.
+        """Put the leader, the sequence that computes the request's prompt, into the waiting queue.
 
         If sequences do not share prompts, put the followers into the queue, too.
         """
@@ -181,13 +181,13 @@ class ActiveRequests:
             self._enqueue_followers(request)
 
     def _enqueue_followers(self, request: Request) -> None:
-        """Put the followers of a request into the waiting queue."""
+        """Put all sequences of a request except the first into the waiting queue."""
         request.has_queued_followers = True
         for follower in request.followers:
             self.waiting.add(follower)
 
     def _remove_follower(self, request: Request, sequence: Sequence) -> None:
-        """Remove a sequence from the followers of its request.
+        """Remove a sequence from `request.followers`, the sequences that wait for the prompt.
 
         If no follower is left, release the blocks of the prompt.
         """

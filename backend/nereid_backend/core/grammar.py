@@ -35,7 +35,7 @@ class GrammarSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from a list of its fields, which another process has sent.
+        """Create a specification from a list of fields that another process has sent.
 
         Example: ["regex", "[0-9]+"] gives GrammarSpec(kind="regex", source="[0-9]+", after="").
 
@@ -87,7 +87,7 @@ class ThinkingSpec(NamedTuple):
 
     @classmethod
     def of(cls, fields: Iterable[object]) -> Self:
-        """Create a specification from a list of its fields, which another process has sent.
+        """Create a specification from a list of fields that another process has sent.
 
         Example: ["<think>", "</think>", [7], True, 100] means that the reasoning already begins in
         the prompt, and that token 7 is forced after 100 reasoning tokens.

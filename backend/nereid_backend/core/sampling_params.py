@@ -8,7 +8,7 @@ from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 
 # The largest allowed value of the parameters logprobs and prompt_logprobs.
 MAX_LOGPROBS = 20
-# The largest allowed value of the parameter n.
+# The largest allowed value of the parameter `n`, the number of outputs of a request.
 MAX_SEQUENCES = 64
 # The largest allowed length of the parameter prompt_cache_key, in characters.
 MAX_CACHE_KEY_LENGTH = 256

@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the last plan was made ahead and is incomplete.
+        """Whether the last plan is incomplete because it was made before the previous step ended.
 
         The plan is incomplete if it needed a preemption or a block copy. A plan that is made before
         the previous step ends must not contain either of them.
@@ -155,11 +155,11 @@ class Scheduler:
         return self._requests.adapters()
 
     def is_preparing(self, request_id: str) -> bool:
-        """Return whether neither `start` nor `refuse` was called for a request yet."""
+        """Return whether a request is still waiting for a call of `start` or `refuse`."""
         return self._requests.is_preparing(request_id)
 
     def has_work(self) -> bool:
-        """Return whether the next step would compute tokens or return updates."""
+        """Return whether another step has work to do: tokens to compute, or updates to return."""
         return bool(self._requests or self._ended or self._pending_plans.leaving)
 
     def add(self, sequence: Sequence, *, is_prepared: bool = True) -> None:
@@ -237,7 +237,7 @@ class Scheduler:
         return self._pending_plans.plan_next(before, self._plan_step)
 
     def settle(self, plan: StepPlan, device_token_ids: abc.Sequence[int]) -> StepPlan:
-        """Correct the chunks of a plan that was made ahead; see `PendingPlans.settle`."""
+        """Correct a plan that was made during the previous step; see `PendingPlans.settle`."""
         return self._pending_plans.settle(plan, device_token_ids)
 
     def drop(self, plan: StepPlan) -> None:
@@ -294,14 +294,14 @@ class Scheduler:
         return updates
 
     def add_time(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of the forward pass and the sampling of a step, in seconds.
+        """Record how many seconds the forward pass and the sampling of a step took together.
 
         The cost of draft tokens is computed from these times. Steps with prefills are ignored.
         """
         if self.drafter is None:
             return
-        # A decode needs the logits of all its tokens, which are the last known token and the draft
-        # tokens. A chunk of a prompt needs fewer logits than it has tokens.
+        # A decode chunk needs the logits of all its tokens: the last known token and the draft
+        # tokens. A prefill chunk needs fewer logits than it has tokens.
         are_all_decodes = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
         if are_all_decodes:
             num_sequences = len(plan.chunks)

@@ -145,7 +145,7 @@ class Sequence:
         return sum(map(len, self.block_tables)) - sum(self.num_dropped_blocks)
 
     def all_blocks(self) -> list[int]:
-        """Return the entries of all block tables, which may contain the null block."""
+        """Return the entries of all block tables. Some of these entries may be the null block."""
         return [block for table in self.block_tables for block in table]
 
     @property

@@ -205,8 +205,8 @@ class StepPlanner:
         """
         sequence = self.running[index]
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-        # If `whole_prefill` is true, the first step of a sequence has computed its whole prompt, so
-        # only the last sampled token remains.
+        # If `whole_prefill` is true, the first step of a sequence has computed its whole prompt.
+        # Only the last sampled token has not been computed yet.
         max_tokens = 1 if self.whole_prefill else limit
         num_tokens = self._chunk_length(sequence, min(num_remaining, max_tokens))
         while not self.tables.try_extend(sequence, sequence.num_computed_tokens + num_tokens):
@@ -239,8 +239,9 @@ class StepPlanner:
         get half of the blocks that they need, and wait for each other forever.
         """
         if self.is_held_up:
-            # A running sequence needs more blocks, but a plan that is made ahead must not preempt
-            # another sequence. Admit no waiting sequence, because it would use the free blocks.
+            # A running sequence needs more blocks, but this plan is made before the previous step
+            # ends, so it must not preempt another sequence. Admit no waiting sequence, because that
+            # sequence would use the free blocks.
             return
         starts_with_overdue_prompt = self.has_overdue_prompt
         self.has_overdue_prompt = False
@@ -275,7 +276,8 @@ class StepPlanner:
         request = self.requests.of(sequence)
         if self.pending_plans.is_planning and sequence in request.followers:
             # The sequence shares the prompt blocks of its request and may need a copy of the last
-            # block. A plan that is made ahead must not copy blocks, so the sequence must wait.
+            # block. A plan that is made before the previous step ends must not copy blocks, so the
+            # sequence must wait.
             self.is_held_up = True
             return False
         while not self.tables.try_admit(sequence, request):
@@ -309,7 +311,7 @@ class StepPlanner:
             if victim is None:
                 return
             if self.pending_plans.is_planning:
-                # A plan that is made ahead must not preempt a sequence.
+                # A plan that is made before the previous step ends must not preempt a sequence.
                 self.is_held_up = True
                 return
             self.preempt(victim)
@@ -330,8 +332,8 @@ class StepPlanner:
         weights: dict[str, float] = {}
         for sequence in sequences:
             num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            # A sequence with one remaining token needs no share, because at least one token of each
-            # running sequence is computed.
+            # Ignore sequences with one remaining token, because every running sequence gets at
+            # least one token of the budget anyway.
             if num_remaining > 1:
                 params = sequence.params
                 demands[params.client_id] += num_remaining

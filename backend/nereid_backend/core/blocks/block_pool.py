@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool that allocates the blocks of the KV cache. Example of a pool with 7 blocks.
+"""The pool that allocates the blocks of the KV cache. The table shows a pool with 7 blocks.
 
     block      0   1   2   3   4   5   6
     ref count  1   0   1   2   0   0   1      the number of block tables that contain the block
@@ -31,7 +31,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a pool of free blocks. `clock` returns the time for sessions, in seconds."""
+        """Create a pool of free blocks. Sessions use `clock`, which returns a time in seconds."""
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         # The list is a stack: the last block of the list is allocated first. The list starts in
@@ -138,7 +138,7 @@ class BlockPool:
         self.idle.retain((block for block in blocks if block in self._cached), key, seconds)
 
     def unmark_cached(self, block: int) -> None:
-        """Mark a block as not cached. If no block table contains the block, it becomes free."""
+        """Mark a block as not cached. The block becomes free if no block table contains it."""
         self._cached.discard(block)
         is_idle = block in self.idle
         self.idle.forget(block)

@@ -140,7 +140,7 @@ class BlockTables:
             self.cache.num_hit_tokens += sequence.num_reused_tokens
 
     def has_block(self, sequence: Sequence, position: int) -> bool:
-        """Return whether every block table of a sequence has an entry for the token `position`."""
+        """Return whether a sequence has a block for the token at `position` in each block table."""
         return position < sequence.num_tokens_with_blocks
 
     def num_first_blocks(self, sequence: Sequence) -> int:
@@ -300,7 +300,7 @@ class BlockTables:
                 self.cache.forget(block)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return the block copies of the next step as pairs (from, to), and clear the list."""
+        """Return the pairs (from, to) of blocks that the next step copies, and clear the list."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -408,7 +408,7 @@ class BlockTables:
         return self._num_blocks(min(num_tokens, end_of_first_step))
 
     def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
-        """Return the number of null blocks in each block table."""
+        """Return a list that contains the number of null blocks in each block table."""
         null = self._pool.null_block
         return [
             0 if window is None else table.count(null)

@@ -100,8 +100,8 @@ class EvictionOrder(Generic[Item]):
         self._num_retained = 0  # the number of idle items of all sessions
         self._num_changes = 0  # a number that increases, so that older entries have lower numbers
         # The session from which the last retained item was evicted. The next items are evicted from
-        # the same session until it has fewer items than the mean. Most evictions therefore need no
-        # search.
+        # the same session until it has fewer idle items than the average session. Most evictions
+        # therefore need no search for a session.
         self._victim: _Session[Item] | None = None
         # The time of the next search for expired sessions, as a value of the clock.
         self._expiry_due = clock()
@@ -159,7 +159,7 @@ class EvictionOrder(Generic[Item]):
         return item
 
     def forget(self, item: Item) -> None:
-        """Remove an item, because it is deleted from the cache. Do nothing if it is unknown."""
+        """Remove an item that is no longer in the cache. Do nothing if the item is unknown."""
         session = self._session_of.pop(item, None)
         if session is None:
             self._without_session.pop(item, None)
@@ -235,7 +235,7 @@ class EvictionOrder(Generic[Item]):
         return [] if session is None else list(session.idle)
 
     def sessions(self) -> list[SessionUse]:
-        """Return the number of items and the remaining time of each session."""
+        """Return the number of retained items and the remaining time of every session."""
         self._expire()
         now = self._clock()
         return [
@@ -273,7 +273,7 @@ class EvictionOrder(Generic[Item]):
         self._drop_if_empty(session)
 
     def _prefers_sessions(self) -> bool:
-        """Return whether to evict an item of a session before an item without a session."""
+        """Return whether the next evicted item should be one that a session retains."""
         if self._num_retained <= self._max_retained:
             return False
         return self._next_victim().last_use < next(iter(self._without_session.values()))

@@ -76,7 +76,7 @@ class PrefixCache:
         self._windows = tuple(windows)
         self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
         self._has_windows = any(window is not None for window in windows)
-        # For each group of layers, one dict that maps a hash to the id of the block.
+        # For each group of layers, a dict that maps the hash of a block to the id of the block.
         self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
         # Maps the id of a cached block to its hash.
         self._hashes: dict[int, bytes] = {}
@@ -133,7 +133,7 @@ class PrefixCache:
             self.snapshots.unsaved = {}
 
     def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the full blocks that do not contain the last token of a sequence.
+        """Return the hashes of all blocks before the block that contains the last token.
 
         Example with 16 tokens in a block: a sequence of 48 tokens gives two hashes, and a sequence
         of 49 tokens gives three hashes.
@@ -252,7 +252,7 @@ class PrefixCache:
         return len(blocks)
 
     def drop_all(self) -> int:
-        """Remove all cached blocks except those of running sequences. Return the number removed."""
+        """Remove the cached blocks that no sequence uses, and return the number of these blocks."""
         blocks = list(self._pool.idle)
         for block in blocks:
             self.forget(block)
@@ -339,7 +339,7 @@ class PrefixCache:
 
 
 def _first_hash(sequence: Sequence) -> bytes:
-    """Return the hash from which the hash of a sequence's first block is computed.
+    """Return the initial value for computing the hashes of a sequence's blocks.
 
     The result depends on the salt and the adapter of the sequence. Because of the personalisation
     string, the result is never equal to the hash of a block.

@@ -34,14 +34,16 @@ from nereid_backend.core.blocks.eviction_order import EvictionOrder, SessionKey
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan
 
-# A snapshot is saved at the end of a chunk if at least this number of blocks was computed after the
-# previous snapshot.
+# If at least _INTERVAL blocks were computed after the previous snapshot, a new snapshot is saved at
+# the end of the chunk.
 _INTERVAL = 32
-# A prompt is divided into chunks to save a snapshot. This is done only if the previous snapshot is
-# at least this number of blocks earlier, because each additional chunk needs a forward pass.
+# A prompt is divided into chunks to save a snapshot, but only if the previous snapshot is at least
+# _MIN_DISTANCE blocks earlier. A smaller distance would not be worth the forward pass of the
+# additional chunk.
 _MIN_DISTANCE = 8
-# If sessions retain more snapshots than this share of the memory for states, retained snapshots are
-# no longer preferred to other snapshots. The oldest snapshots are then evicted first.
+# Sessions can retain snapshots. Retained snapshots are evicted last while they use at most the
+# share _MAX_RETAINED_SHARE of the memory for states. If they use more, the oldest snapshots are
+# evicted first.
 _MAX_RETAINED_SHARE = 0.75
 
 

@@ -23,8 +23,8 @@ from nereid_backend.core.sequence import Sequence
 
 # The assumed probability that a draft token is accepted, before the first draft is verified.
 _FIRST_RATE = 0.8
-# The acceptance rate of a new sequence starts at the rate of all sequences so far. The initial rate
-# is weighted as if this number of draft tokens had been verified.
+# A new sequence starts with the acceptance rate of all sequences so far. This initial rate has the
+# same weight as _FIRST_WEIGHT verified draft tokens.
 _FIRST_WEIGHT = 3.0
 # Before a new draft is counted, the old counts are multiplied by these factors, so that old drafts
 # gradually lose their weight. The first factor applies to the counts of one sequence. The second
@@ -37,13 +37,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
 _FIRST_RATIO = 0.25
 # Measured cost ratios are limited to this range.
 _MIN_RATIO, _MAX_RATIO = 0.02, 4.0
-# The median of at most this number of recent measurements is used.
+# The largest number of recent measurements from which a median is computed.
 _NUM_MEASUREMENTS = 9
-# If there are fewer measurements than this, the assumed cost ratio is used, because the first steps
-# with drafts can be slow.
+# The smallest number of measurements from which a cost ratio is computed. If there are fewer
+# measurements, the assumed cost ratio is used, because the first steps with drafts can be slow.
 _MIN_MEASUREMENTS = 3
-# After this number of steps with drafts, one step runs without drafts and is measured.
-# `_MEASURE_AFTER` applies to the first measurement, and `_MEASURE_EVERY` to each later one.
+# After the first `_MEASURE_AFTER` steps with drafts, one step runs without drafts and is measured.
+# From then on, one such step follows after every `_MEASURE_EVERY` steps with drafts.
 _MEASURE_AFTER = 8
 _MEASURE_EVERY = 64
 
@@ -138,7 +138,7 @@ class StepCosts:
         self._of(num_sequences).drafting.append(seconds / num_drafts)
 
     def ratio(self, num_sequences: int) -> float:
-        """Return the cost ratio of a draft token in a step with this number of sequences."""
+        """Return the cost ratio of a draft token in a step with `num_sequences` sequences."""
         measured = self._of(num_sequences)
         is_known = len(measured.ratios) >= _MIN_MEASUREMENTS
         ratio = statistics.median(measured.ratios) if is_known else _FIRST_RATIO
@@ -154,7 +154,7 @@ class StepCosts:
         return measured.num_since_plain >= period
 
     def _of(self, num_sequences: int) -> _Measured:
-        """Return the measurements for steps with about this number of sequences.
+        """Return the measurements for steps with about `num_sequences` sequences.
 
         If a step has at least 16 sequences, steps with slightly different numbers of sequences
         share measurements. Example: steps with 16 or 17 sequences share one list of measurements,

@@ -12,9 +12,9 @@ from collections import abc
 
 from nereid_backend.core.sequence import Sequence
 
-# A request with `priority` 1 is scheduled as if it had `priority` 0 and had arrived this number of
-# steps later. With a large model, these steps take some seconds. Every request is scheduled
-# eventually, because priorities are limited to the range from -_MAX_LEVEL to _MAX_LEVEL.
+# A request with `priority` 1 is scheduled like a request that has `priority` 0 and arrives
+# AGEING_STEPS steps later. With a large model, these steps take some seconds. Every request is
+# scheduled eventually, because priorities are limited to the range from -_MAX_LEVEL to _MAX_LEVEL.
 AGEING_STEPS = 256
 _MAX_LEVEL = 100
 

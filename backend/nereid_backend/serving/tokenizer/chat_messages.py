@@ -14,6 +14,7 @@ from nereid_backend.vision.refused_parts import refused_part
 IMAGE_PLACEHOLDER = {"type": "image"}
 VIDEO_PLACEHOLDER = {"type": "video"}
 _PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
+_TEXT_PART_TYPES = ("text", "refusal")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -38,10 +39,16 @@ def read_messages(body: Mapping[str, Any], limits: RequestLimits) -> list[dict[s
     converted = [_read_message(message, index, limits) for index, message in enumerate(messages)]
     if any(_has_image(message) for message in messages):
         # Chat templates for images expect that the content of every message is a list of parts.
-        for message in converted:
-            if isinstance(message["content"], str):
-                message["content"] = [{"type": "text", "text": message["content"]}]
+        return [{**message, "content": _as_parts(message["content"])} for message in converted]
     return converted
+
+
+def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the content of a message as a list of parts.
+
+    Example: "Hi" becomes `[{"type": "text", "text": "Hi"}]`. A list of parts is not changed.
+    """
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
@@ -70,13 +77,9 @@ def _read_message(message: Any, index: int, limits: RequestLimits) -> dict[str, 
             f"request has {shown(role)}."
         )
     converted = {**message, "content": _read_content(message.get("content"), index)}
-    if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise RequestError(
-                f"messages: the tool_calls of item {index} must be a list, but the request has "
-                f"{shown(calls)}."
-            )
-        converted["tool_calls"] = [_read_tool_call(call, index, limits) for call in calls]
+    calls = message.get("tool_calls")
+    if calls:
+        converted["tool_calls"] = _read_tool_calls(calls, index, limits)
     return converted
 
 
@@ -84,8 +87,11 @@ def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # no
     """Convert the content of the message `index` for the chat template.
 
     Text parts are joined to one text. Exception: if the content has images, its parts are not
-    joined, because the order of the texts and images matters. Examples: None becomes "", and
-    `[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]` becomes "ab".
+    joined, because the order of the texts and images matters. The function `take_images` has
+    already replaced each image by a placeholder, such as `{"type": "image"}`.
+
+    Examples: None becomes "", and `[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]`
+    becomes "ab".
     """
     if content is None:
         return ""
@@ -96,7 +102,8 @@ def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # no
             f"messages: the content of item {index} must be a string or a list of text parts, but "
             f"the request has {shown(content)}."
         )
-    if not any(part in _PLACEHOLDERS for part in content):
+    has_placeholder = any(part in _PLACEHOLDERS for part in content)
+    if not has_placeholder:
         return "".join(_read_text_part(part, index) for part in content)
     return [
         part if part in _PLACEHOLDERS else {"type": "text", "text": _read_text_part(part, index)}
@@ -105,22 +112,46 @@ def _read_content(content: Any, index: int) -> str | list[dict[str, Any]]:  # no
 
 
 def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON value
-    """Return the text of one content part. The part belongs to the message `index`."""
-    if isinstance(part, dict) and part.get("type") in ("text", "refusal"):
-        text = part.get(part["type"])
-        if isinstance(text, str):
-            return text
-    part_type = part.get("type") if isinstance(part, dict) else part
-    refused = refused_part(part) if isinstance(part, dict) else None
-    if refused is not None:
-        kind, reason = refused
-        raise RequestError(
-            f"messages: item {index} has a content part of type {shown(kind)}, but {reason}"
-        )
+    """Return the text of one content part. The part belongs to the message `index`.
+
+    A part contains its text in the field that has the name of the part's type. Examples:
+    `{"type": "text", "text": "Hi"}` returns "Hi", and `{"type": "refusal", "refusal": "No."}`
+    returns "No."
+
+    Raises:
+        RequestError: the part contains no text, for example because it is an audio file.
+    """
+    if not isinstance(part, dict):
+        raise _part_type_error(part, index)
+    part_type = part.get("type")
+    text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
+    if isinstance(text, str):
+        return text
+    refused = refused_part(part)
+    if refused is None:
+        raise _part_type_error(part_type, index)
+    refused_type, reason = refused
     raise RequestError(
+        f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
+    )
+
+
+def _part_type_error(part_type: object, index: int) -> RequestError:
+    """Return the error for a content part of an unknown type in the message `index`."""
+    return RequestError(
         f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
         'supports only text and image parts. Send parts such as {"type": "text", "text": "..."}.'
     )
+
+
+def _read_tool_calls(calls: Any, index: int, limits: RequestLimits) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
+    """Convert the tool calls of the message `index` for the chat template."""
+    if not isinstance(calls, list):
+        raise RequestError(
+            f"messages: the tool_calls of item {index} must be a list, but the request has "
+            f"{shown(calls)}."
+        )
+    return [_read_tool_call(call, index, limits) for call in calls]
 
 
 def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
@@ -142,7 +173,14 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
 
 
 def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # noqa: ANN401 - any JSON
-    """Parse the JSON text of a tool call's arguments. The call belongs to the message `index`."""
+    """Parse the JSON text of a tool call's arguments. The call belongs to the message `index`.
+
+    The limits are checked before and after parsing: a short JSON text can contain so many or so
+    deeply nested values that the server would need too much memory.
+
+    Raises:
+        RequestError: the text is not valid JSON, or exceeds a limit.
+    """
     field = f"messages[{index}].tool_calls.function.arguments"
     limits.check_json(field, text)
     try:

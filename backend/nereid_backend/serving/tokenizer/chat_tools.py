@@ -9,7 +9,7 @@ from nereid_backend.field_checks import shown
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools that the model may call.
+    """Return the tools that the chat template shows to the model, so that the model can call them.
 
     Return None if there are no tools or if tool_choice is "none". If tool_choice has the type
     allowed_tools, return only the tools in the list of tool_choice.
@@ -25,12 +25,18 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             f"tools: the value must be a list of tools, but the request has {shown(tools)}."
         )
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
-            )
+        _check_tool(tool, index)
     return _allowed_tools(tools, body.get("tool_choice"))
+
+
+def _check_tool(tool: Any, index: int) -> None:  # noqa: ANN401 - any JSON value
+    """Raise a RequestError if a tool has no name. `index` is the tool's position in the list."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tools: item {index} must contain function.name, but the item is {shown(tool)}."
+        )
 
 
 def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - JSON
@@ -71,11 +77,14 @@ def _allowed_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
 def _allowed_list(choice: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the list of tools in a tool_choice of the type allowed_tools.
 
+    The list is the key `tools` of the object `allowed_tools` (chat completions API), or of
+    tool_choice itself (Responses API).
+
     Raises:
         RequestError: the value is not a list of objects.
     """
-    parent = choice.get("allowed_tools", choice)
-    allowed = parent.get("tools") if isinstance(parent, dict) else None
+    object_with_list = choice.get("allowed_tools", choice)
+    allowed = object_with_list.get("tools") if isinstance(object_with_list, dict) else None
     if not isinstance(allowed, list) or not all(isinstance(tool, dict) for tool in allowed):
         raise RequestError(
             "tool_choice: allowed_tools.tools must be a list of functions, but the request has "

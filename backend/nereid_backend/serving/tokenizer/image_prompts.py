@@ -16,37 +16,62 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _IMAGE_TYPES = ("image_url", "image", "input_image")
 # The largest total size of a request's images, measured in bytes of base64 text.
 MAX_IMAGE_BYTES = 32 * 2**20
+# The number of bytes that become MAX_IMAGE_BYTES bytes of base64 text. Base64 text has four
+# characters for each three bytes.
+_MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 
 
 def reads_images(model: str) -> bool:
-    """Return True if a checkpoint has an image processor and its config describes an image encoder.
+    """Return whether the files of a checkpoint describe an image encoder and an image processor.
 
-    The engine may still refuse images, because only the engine checks the model's code.
+    An image encoder converts an image to embeddings for the model. An image processor scales an
+    image for the encoder. The engine may still refuse images, because only the engine checks
+    whether it supports the model's architecture.
+
+    Args:
+        model: the folder of the checkpoint.
     """
     folder = Path(model)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    has_encoder = any("vis" in name and isinstance(config[name], dict) for name in config)
     has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)
-    return has_processor and (has_encoder or "vq_config" in config)
+    return has_processor and _describes_image_encoder(config)
+
+
+def _describes_image_encoder(config: dict[str, Any]) -> bool:
+    """Return whether the content of a checkpoint's config.json describes an image encoder.
+
+    The description is an object whose name contains "vis", such as `vision_config` or `visual`.
+    Models that convert an image to tokens have the key `vq_config` instead (VQ means vector
+    quantisation).
+    """
+    if "vq_config" in config:
+        return True
+    return any("vis" in name and isinstance(value, dict) for name, value in config.items())
 
 
 def has_image_parts(body: dict[str, Any] | None) -> bool:
-    """Return whether the messages of a chat contain at least one image or video."""
+    """Return whether the messages of a chat contain at least one image or video.
+
+    Messages with a wrong type are ignored, because `read_messages` refuses them later.
+    """
     messages = body.get("messages") if body is not None else None
-    contents = [
-        message.get("content")
-        for message in (messages if isinstance(messages, list) else [])
-        if isinstance(message, dict)
-    ]
-    return any(
-        isinstance(part, dict) and (part.get("type") in _IMAGE_TYPES or is_video_part(part))
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-    )
+    if not isinstance(messages, list):
+        return False
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(_is_image_part(part) for part in content):
+            return True
+    return False
+
+
+def _is_image_part(part: Any) -> bool:  # noqa: ANN401 - any JSON value
+    """Return whether a part of a message's content is an image or a video."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") in _IMAGE_TYPES or is_video_part(part)
 
 
 def take_images(body: dict[str, Any]) -> list[bytes]:
@@ -79,18 +104,31 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
     """Return a placeholder for an image part or a video part. Return any other part unchanged.
 
-    The URL or the base64 text of the image or the video is appended to `images`.
+    Mutates: `images`. The URL or the base64 text of the image or the video is appended.
     """
-    if not isinstance(part, dict):
+    if not _is_image_part(part):
         return part
     if is_video_part(part):
-        video = read_video_part(part, "messages", ImageLimits())
-        if not all(isinstance(frame, str) for frame in video.frames):
-            raise RequestError("messages: each frame of a video must be a text.")
-        images.append(video_url(video).encode("utf-8", "surrogatepass"))
-        return VIDEO_PLACEHOLDER
-    if part.get("type") not in _IMAGE_TYPES:
-        return part
+        source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
+    else:
+        source, placeholder = _image_source(part), IMAGE_PLACEHOLDER
+    images.append(source.encode("utf-8", "surrogatepass"))
+    return placeholder
+
+
+def _video_source(part: dict[str, Any]) -> str:
+    """Return a data URL that contains the frames of a video part."""
+    video = read_video_part(part, "messages", ImageLimits())
+    if not all(isinstance(frame, str) for frame in video.frames):
+        raise RequestError("messages: each frame of a video must be a text.")
+    return video_url(video)
+
+
+def _image_source(part: dict[str, Any]) -> str:
+    """Return the URL or the base64 text of an image part.
+
+    The parts `{"image_url": {"url": URL}}`, `{"image_url": URL}` and `{"image": URL}` return URL.
+    """
     source = part.get("image_url", part.get("image"))
     if isinstance(source, dict):
         source = source.get("url")
@@ -99,8 +137,7 @@ def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JS
             "messages: an image part must have image_url.url, a data URL such as "
             "data:image/png;base64,..."
         )
-    images.append(source.encode("utf-8", "surrogatepass"))
-    return IMAGE_PLACEHOLDER
+    return source
 
 
 class ImagePrompts:
@@ -138,15 +175,15 @@ class ImagePrompts:
             RequestError: an image is invalid or exceeds a limit.
             EngineError: the process has ended or cannot be started.
         """
-        images = self._sources.read(images, ImageLimits(), MAX_IMAGE_BYTES * 3 // 4)
-        num_bytes = sum(map(len, images))
+        images_in_base64 = self._sources.read(images, ImageLimits(), _MAX_FILE_BYTES)
+        num_bytes = sum(map(len, images_in_base64))
         if num_bytes > MAX_IMAGE_BYTES:
             raise RequestError(
                 f"messages: the images have {num_bytes} bytes in base64, but the limit is "
                 f"{MAX_IMAGE_BYTES} bytes. Send smaller images."
             )
-        token_ids, packed = self._process.ask([text, images])
-        return token_ids, packed
+        token_ids, packed_images = self._process.ask([text, images_in_base64])
+        return token_ids, packed_images
 
     def close(self) -> None:
         """End the process."""

@@ -11,6 +11,16 @@ from nereid_backend.field_checks import shown
 
 _FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema", "grammar")
 _FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+# For each key of the field structured_outputs, a function that converts the key's value to an
+# object in the form of the field response_format.
+_STRUCTURED_OUTPUT_FORMS: dict[str, Callable[[Any], Mapping[str, Any]]] = {
+    "json": lambda schema: _schema_form("structured_outputs.json", schema),
+    "json_object": lambda _: {"type": "json_object"},
+    "regex": lambda pattern: {"type": "regex", "pattern": pattern},
+    "grammar": lambda grammar: {"type": "grammar", "grammar": grammar},
+    "choice": lambda choices: {"type": "choice", "choice": choices},
+    "structural_tag": lambda tag: _tag_form("structured_outputs.structural_tag", tag),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +65,8 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
     Raises:
         RequestError: a field has a wrong value, or the request has more than one of these fields.
     """
-    formats = [
-        output for name in _FIELDS if (output := _read_field(name, fields.get(name))) is not None
-    ]
+    formats_of_fields = [_read_field(name, fields.get(name)) for name in _FIELDS]
+    formats = [output for output in formats_of_fields if output is not None]
     if len(formats) > 1:
         raise RequestError(
             f"{formats[1].field}: the request constrains its output with both {formats[0].field} "
@@ -87,15 +96,18 @@ def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 -
 
 
 def _read_response_format(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
-    """Return the format that the field response_format requires; None for the type text."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "text":
-        return None
-    if kind not in _FORMAT_TYPES:
+    """Return the format that the field response_format requires; None for the type text.
+
+    Example: `{"type": "text"}` returns None, because the output is not constrained.
+    """
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping) or kind not in _FORMAT_TYPES:
         raise RequestError(
             f"response_format: type must be one of {', '.join(_FORMAT_TYPES)}, but the request has "
-            f"{shown(kind if isinstance(value, Mapping) else value)}."
+            f"{shown(kind)}."
         )
+    if kind == "text":
+        return None
     if kind == "json_object":
         return OutputFormat("response_format", _json_object_form(value))
     if kind == "json_schema":
@@ -109,16 +121,17 @@ def _json_object_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
     In the APIs of llama.cpp and TGI, such an object can contain a JSON schema in the key `schema`
     or `value`. The object is then converted to the type json_schema. Example: `{"type":
     "json_object", "schema": {}}` becomes `{"type": "json_schema", "json_schema": {"schema": {},
-    "strict": None}}`.
+    "strict": None}}`. An object without a schema is not changed.
     """
-    name = next((name for name in ("schema", "value") if value.get(name) is not None), None)
-    if name is None:
+    schema_keys = [key for key in ("schema", "value") if value.get(key) is not None]
+    if not schema_keys:
         return value
-    schema = value[name]
+    schema_key = schema_keys[0]
+    schema = value[schema_key]
     if not isinstance(schema, Mapping | bool):
         raise RequestError(
-            f"response_format: {name} must be a JSON schema (an object, true or false), but the "
-            f"request has {shown(schema)}."
+            f"response_format: {schema_key} must be a JSON schema (an object, true or false), but "
+            f"the request has {shown(schema)}."
         )
     inner = {"schema": schema, "strict": value.get("strict")}
     return {"type": "json_schema", "json_schema": inner}
@@ -147,39 +160,28 @@ def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401
     Example: `{"regex": "a+", "json_object": false}` returns an OutputFormat with the form `{"type":
     "regex", "pattern": "a+"}`.
     """
-    name = "structured_outputs"
+    field = "structured_outputs"
     if not isinstance(value, Mapping):
         raise RequestError(
-            f"{name}: the value must be an object, but the request has {shown(value)}."
+            f"{field}: the value must be an object, but the request has {shown(value)}."
         )
-    given = {
-        key: content
-        for key, content in value.items()
-        if content is not None and content is not False
-    }
-    if not given:
+    given_keys = [key for key in value if value[key] is not None and value[key] is not False]
+    if not given_keys:
         return None
-    readers: dict[str, Callable[[Any], Mapping[str, Any]]] = {
-        "json": lambda schema: _schema_form(f"{name}.json", schema),
-        "json_object": lambda _: {"type": "json_object"},
-        "regex": lambda pattern: {"type": "regex", "pattern": pattern},
-        "grammar": lambda grammar: {"type": "grammar", "grammar": grammar},
-        "choice": lambda choices: {"type": "choice", "choice": choices},
-        "structural_tag": lambda tag: _tag_form(f"{name}.structural_tag", tag),
-    }
-    unknown = [key for key in given if key not in readers]
-    if unknown:
+    unknown_keys = [key for key in given_keys if key not in _STRUCTURED_OUTPUT_FORMS]
+    if unknown_keys:
         raise RequestError(
-            f"{name}: this server does not support the key {unknown[0]}. Use one of "
-            f"{', '.join(readers)}."
+            f"{field}: this server does not support the key {unknown_keys[0]}. Use one of "
+            f"{', '.join(_STRUCTURED_OUTPUT_FORMS)}."
         )
-    if len(given) > 1:
+    if len(given_keys) > 1:
         raise RequestError(
-            f"{name}: the object must have only one of the keys {', '.join(readers)}, but the "
-            f"request has {', '.join(given)}."
+            f"{field}: the object must have only one of the keys "
+            f"{', '.join(_STRUCTURED_OUTPUT_FORMS)}, but the request has {', '.join(given_keys)}."
         )
-    ((key, content),) = given.items()
-    return OutputFormat(name, readers[key](content))
+    key = given_keys[0]
+    build_form = _STRUCTURED_OUTPUT_FORMS[key]
+    return OutputFormat(field, build_form(value[key]))
 
 
 def _schema_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value

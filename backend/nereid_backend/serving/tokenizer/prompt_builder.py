@@ -97,17 +97,18 @@ class PromptBuilder:
         self._template_defaults = dict(template_defaults or {})
         self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._renderer = ChatTemplateRenderer(tokenizer)
-        if reserved := sorted(self._renderer.reserved_variables & self._template_defaults.keys()):
+        reserved = sorted(self._renderer.reserved_variables & self._template_defaults.keys())
+        if reserved:
             raise ConfigError(
                 f"chat_template_kwargs: the name {reserved[0]} is reserved, because the server "
                 "sets this variable itself."
             )
-        self.limits = RequestLimits.derive(
+        limits = RequestLimits.derive(
             max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
         )
-        if max_image_bytes:
-            max_request_bytes = self.limits.max_request_bytes + max_image_bytes
-            self.limits = replace(self.limits, max_request_bytes=max_request_bytes)
+        # The limit of `derive` applies to a request without images.
+        max_request_bytes = limits.max_request_bytes + max_image_bytes
+        self.limits = replace(limits, max_request_bytes=max_request_bytes)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. The tokenizer adds no special token at the beginning.
@@ -150,8 +151,8 @@ class PromptBuilder:
         )
         if num_kept is None or len(token_ids) <= num_kept:
             return Prompt(token_ids, text)
-        token_ids = token_ids[-num_kept:]
-        return Prompt(token_ids, str(self._tokenizer.decode(token_ids)))
+        kept_ids = token_ids[-num_kept:]
+        return Prompt(kept_ids, str(self._tokenizer.decode(kept_ids)))
 
     def from_chat(self, body: Mapping[str, Any], num_kept: int | None = None) -> Prompt:
         """Render chat messages with the checkpoint's chat template, and return the prompt.
@@ -194,7 +195,9 @@ class PromptBuilder:
         )
 
     def _read_template_kwargs(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the chat template variables that a chat request sets.
+        """Return the chat template variables that a chat request or the server's settings set.
+
+        A variable of the request overrides the variable of the same name in the settings.
 
         Raises:
             RequestError: the checkpoint has no chat template, or a variable is wrong or reserved.
@@ -212,7 +215,8 @@ class PromptBuilder:
     def _min_message_tokens(self) -> int:
         """Return the number of tokens that the chat template adds for a message without text.
 
-        Return 1 if there is no chat template, or if the template refuses such messages.
+        The number limits how many messages a chat can have. Return 1 if there is no chat template,
+        or if the template refuses such messages.
         """
         two_messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
         six_messages = two_messages * 3
@@ -222,8 +226,9 @@ class PromptBuilder:
         except RequestError:
             return 1
         # The subtraction removes the text that the template adds only once for a chat.
-        tokens_per_message = (len(tokens_of_six) - len(tokens_of_two)) // 4
-        return max(tokens_per_message, 1)
+        num_added_tokens = len(tokens_of_six) - len(tokens_of_two)
+        num_added_messages = len(six_messages) - len(two_messages)
+        return max(num_added_tokens // num_added_messages, 1)
 
 
 def _continues_final_message(body: Mapping[str, Any]) -> bool:

@@ -13,6 +13,8 @@ from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.serving.tracing import TRACEPARENT
 
 _SERVER_PARAMETER_PREFIX = "triton_"
+# Matches the beginning of an escape sequence such as \ud83d. JSON text contains a character outside
+# of the first 65,536 characters of Unicode as a surrogate pair, which is two such sequences.
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -24,27 +26,33 @@ def json_object(
     """Parse the input tensor `name`, and return the JSON object; None if there is no such tensor.
 
     Raises:
-        RequestError: the tensor's text is too long or is not a JSON object.
+        RequestError: the tensor's text is too long, is not a JSON object, or contains half of a
+            surrogate pair.
     """
     text = tensors.optional_text(request, name)
     if text is None:
         return None
     limits.check_json(name, text)
     try:
-        value = json.loads(text)
+        value = _parse_object(name, text)
+        # The check encodes the whole object again, so it is done only for texts with surrogates.
+        if _ESCAPED_SURROGATE.search(text):
+            _refuse_surrogates(name, value)
     except RecursionError:
         raise limits.depth_error(name) from None
+    return value
+
+
+def _parse_object(name: str, text: str) -> dict[str, Any]:
+    """Parse the JSON text of the tensor `name`. Raise a RequestError if it is not an object."""
+    try:
+        value = json.loads(text)
     except ValueError as error:
         raise RequestError(f"{name}: the text is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(
             f"{name}: the text must be a JSON object, but the request has {shown(value)}."
         )
-    if _ESCAPED_SURROGATE.search(text):
-        try:
-            _refuse_surrogates(name, value)
-        except RecursionError:
-            raise limits.depth_error(name) from None
     return value
 
 
@@ -66,22 +74,41 @@ def sampling_fields(
     body: dict[str, Any] | None,
     limits: RequestLimits,
 ) -> dict[str, Any]:
-    """Return the fields of a request.
+    """Return the fields of a request, such as `{"temperature": 0.5, "max_tokens": 100}`.
 
-    For a chat, the fields are the body. For a completion, the fields are the sampling parameters.
+    The fields of a chat are the JSON body. The fields of a completion are in the input tensor
+    sampling_parameters. If a completion does not have this tensor, its fields are the parameters of
+    the Triton request.
 
-    The sampling parameters of a completion are in the input sampling_parameters. If a completion
-    does not have this input, the sampling parameters are in the parameters of the Triton request.
+    Args:
+        request: the server's request.
+        body: the body of a chat; None for a completion.
+        limits: the limits on the size of the JSON text.
+
+    Raises:
+        RequestError: the tensor is not a JSON object, or contains an unknown field.
     """
     if body is not None:
-        limit = body.get("max_completion_tokens")
-        return {**body, "max_tokens": limit if limit is not None else body.get("max_tokens")}
+        return _chat_fields(body)
     fields = json_object(request, tensor_names.SAMPLING_PARAMETERS, limits)
     if fields is not None:
         # Unknown fields are an error only in the input sampling_parameters. The body of a chat and
         # the parameters of a Triton request may contain other fields, too.
         refuse_unknown(fields)
         return fields
+    return _parameter_fields(request)
+
+
+def _chat_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of a chat. max_completion_tokens replaces max_tokens, its older name."""
+    max_tokens = body.get("max_completion_tokens")
+    if max_tokens is None:
+        max_tokens = body.get("max_tokens")
+    return {**body, "max_tokens": max_tokens}
+
+
+def _parameter_fields(request: Any) -> dict[str, Any]:  # noqa: ANN401 - the server's own type
+    """Return the parameters of a Triton request that can be sampling parameters."""
     parameters = json.loads(request.parameters() or "{}")
     # The server and its clients add parameters for other purposes. The names of these parameters
     # begin with "triton_".

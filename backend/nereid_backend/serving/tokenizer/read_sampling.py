@@ -23,6 +23,9 @@ from nereid_backend.serving.tokenizer.unsupported_fields import refuse_unsupport
 
 Encode = Callable[[str], list[int]]
 
+# The sampling parameters that have the same name in generation_config.json and in a request.
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
@@ -66,11 +69,7 @@ def read_generation_defaults(model: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     config = json.loads(path.read_text(encoding="utf-8"))
-    defaults = {
-        name: config[name]
-        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        if config.get(name) is not None
-    }
+    defaults = {name: config[name] for name in _DEFAULTED if config.get(name) is not None}
     if config.get("max_new_tokens") is not None:
         defaults["max_tokens"] = config["max_new_tokens"]
     if config.get("do_sample") is False:
@@ -211,11 +210,7 @@ def _read_logit_bias(biases: Mapping[str | int, Any]) -> dict[int, Any]:
 def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[int]]:
     """Convert bad words to sequences of token ids that must not be generated.
 
-    A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
-    tokens for these two cases. Two sequences are computed: the tokens of the word, and the tokens
-    of a space followed by the word. As in vLLM, the second sequence is added only if both sequences
-    have the same length and different first tokens. Example: with the vocabulary {"no": [1], " no":
-    [2]}, the word "no" returns [[1], [2]].
+    Example: with the vocabulary {"no": 1, " no": 2}, the word "no" returns [[1], [2]].
     """
     if not words:
         return []
@@ -223,13 +218,24 @@ def _read_bad_words(words: Sequence[str], encode: Encode | None) -> list[list[in
         raise RequestError(
             "bad_words: this server has no tokenizer to encode the words. Leave the field out."
         )
-    sequences: list[list[int]] = []
-    for word in words:
-        at_start = encode(word.lstrip())
-        if not at_start:
-            raise RequestError(f"bad_words: the word {shown(word)} has no tokens. Remove it.")
-        sequences.append(at_start)
-        after_space = encode(" " + word.lstrip())
-        if after_space and after_space[0] != at_start[0] and len(after_space) == len(at_start):
-            sequences.append(after_space)
-    return sequences
+    return [sequence for word in words for sequence in _sequences_of_word(word, encode)]
+
+
+def _sequences_of_word(word: str, encode: Encode) -> list[list[int]]:
+    """Return the sequences of token ids with which a model can generate a word.
+
+    A word can begin a text ("no") or follow a space (" no"). Tokenizers usually have different
+    tokens for these two cases, so the result has two sequences. As in vLLM, the second sequence is
+    added only if both sequences have the same length and different first tokens.
+
+    Raises:
+        RequestError: the word has no tokens.
+    """
+    at_start = encode(word.lstrip())
+    if not at_start:
+        raise RequestError(f"bad_words: the word {shown(word)} has no tokens. Remove it.")
+    after_space = encode(" " + word.lstrip())
+    has_same_length = len(after_space) == len(at_start)
+    if has_same_length and after_space[0] != at_start[0]:
+        return [at_start, after_space]
+    return [at_start]

@@ -167,10 +167,16 @@ def parse_texts(fields: Mapping[str, Any], names: Container[str]) -> dict[str, A
     A text that cannot be parsed is not changed. The later validation of types refuses such a text.
     """
     return {
-        name: _parse_text(value) if isinstance(value, str) and name not in _TEXT_FIELDS else value
+        name: _parse_value(name, value)
         for name, value in fields.items()
         if name in names and value is not None
     }
+
+
+def _parse_value(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse the value of the field `name` if it is a text, unless the field expects a text."""
+    is_encoded = isinstance(value, str) and name not in _TEXT_FIELDS
+    return _parse_text(value) if is_encoded else value
 
 
 def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
@@ -189,12 +195,15 @@ def _parse_text(text: str) -> Any:  # noqa: ANN401 - any JSON value
 def refuse_unknown(fields: Mapping[str, Any]) -> None:
     """Refuse unknown fields. The error message suggests the most similar known name.
 
+    The fields that another function refuses with a reason (`refuse_unsupported`) are known.
+
     Raises:
         RequestError: a field is not a sampling parameter.
     """
-    known = [*FIELD_NAMES, *unsupported_fields.NAMES]
+    known_names = [*FIELD_NAMES, *unsupported_fields.NAMES]
     for name in fields:
-        if name not in known:
-            similar = difflib.get_close_matches(name, known, n=1)
-            hint = f' Did you mean "{similar[0]}"?' if similar else ""
-            raise RequestError(f"{name}: this name is not a known sampling parameter.{hint}")
+        if name in known_names:
+            continue
+        similar_names = difflib.get_close_matches(name, known_names, n=1)
+        hint = f' Did you mean "{similar_names[0]}"?' if similar_names else ""
+        raise RequestError(f"{name}: this name is not a known sampling parameter.{hint}")

@@ -232,24 +232,26 @@ class Size(NamedTuple):
 def measure(value: object, limits: RequestLimits) -> Size:
     """Return the size of a JSON value. Stop counting when a limit on values or levels is exceeded.
 
-    Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and 2 levels.
+    Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and 2 levels. The 4 values are the
+    object, the list, "x" and 1. The level 0 is the object, and the level 2 is "x" and 1.
     """
     num_bytes = num_values = 0
     depth = -1
-    level: list[Any] = [value]
-    while level and num_values <= limits.max_values and depth <= limits.max_depth:
+    # The values of one level are counted together, because recursion could exceed Python's limit.
+    values_of_level: list[Any] = [value]
+    while values_of_level and num_values <= limits.max_values and depth <= limits.max_depth:
         depth += 1
-        num_values += len(level)
-        members: list[Any] = []
-        for node in level:
+        num_values += len(values_of_level)
+        values_of_next_level: list[Any] = []
+        for node in values_of_level:
             if isinstance(node, str):
                 num_bytes += num_utf8_bytes(node)
             elif isinstance(node, dict):
                 num_bytes += sum(map(num_utf8_bytes, node))
-                members += node.values()
+                values_of_next_level += node.values()
             elif isinstance(node, list):
-                members += node
-        level = members
+                values_of_next_level += node
+        values_of_level = values_of_next_level
     return Size(num_bytes, num_values, depth)
 
 

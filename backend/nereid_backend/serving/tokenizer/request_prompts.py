@@ -63,14 +63,20 @@ class RequestPrompts:
     ) -> Prompt:
         """Return the prompt of a request that contains images. The request has a chat or a text.
 
-        A text must contain one placeholder for each image. `images` is the result of `take_images`.
+        Args:
+            request: the server's request. If it has a text, the text must contain one placeholder
+                for each image.
+            body: the body of a chat; None for a completion.
+            images: the return value of `take_images`.
 
         Raises:
-            RequestError: an image is invalid, or the prompt exceeds a limit.
+            RequestError: an image is invalid, the prompt exceeds a limit, or the request has not
+                exactly one of a chat and a text.
         """
-        assert self._images is not None
+        assert self._images is not None, "`take_images` refuses images without an image encoder"
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        if (text is None) == (body is None):
+        sources = [source for source in (text, body) if source is not None]
+        if len(sources) != 1:
             raise RequestError(
                 "image: a request with images must have exactly one of text_input and chat_request."
             )
@@ -78,9 +84,9 @@ class RequestPrompts:
             text = self._prompts.render_chat(body)
         assert text is not None
         self._prompts.limits.check_text(text)
-        token_ids, packed = self._images.prepare(text, images)
+        token_ids, packed_images = self._images.prepare(text, images)
         self._prompts.limits.check_token_ids(len(token_ids))
-        return Prompt(token_ids, text, packed)
+        return Prompt(token_ids, text, packed_images)
 
     def without_images(
         self,
@@ -104,7 +110,8 @@ class RequestPrompts:
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
         num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
         ids = read_input_ids(request, self._prompts.limits, num_kept)
-        if sum(value is not None for value in (text, ids, body)) != 1:
+        sources = [source for source in (text, ids, body) if source is not None]
+        if len(sources) != 1:
             raise RequestError(
                 "a request must have exactly one of text_input, input_ids and chat_request."
             )

@@ -60,6 +60,7 @@ class RequestWorkers:
         # An entry is a new request, or a long request whose response is complete. None stops the
         # loop.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # The short requests that wait for the loop's thread.
         self._short: ClientTurns[_Job] = ClientTurns()
         # `_long` contains the long requests that wait for a thread. `_num_running` is the number of
         # long requests that already have a thread.
@@ -92,22 +93,24 @@ class RequestWorkers:
     def _sort_entries(self) -> bool:
         """Sort the arrived requests into the queues, and send the complete responses.
 
-        If no short request waits, wait for an entry.
+        If no short request waits, wait until a request arrives or a response is complete.
 
         Returns:
             False after `stop` was called.
         """
+        can_wait = not self._short
         try:
-            entry = self._entries.get(not self._short, _POLL_S if self._long else None)
+            entry = self._entries.get(block=can_wait, timeout=_POLL_S if self._long else None)
         except queue.Empty:
-            if not self._short:
+            if can_wait:
                 self._drop_abandoned()
             return True
         while entry is not None:
             self._sort_entry(entry)
             if self._entries.empty():
                 return True
-            entry = self._entries.get()  # only this thread takes entries
+            # This call does not block, because only this thread takes entries.
+            entry = self._entries.get()
         self._entries.put(None)  # The next call of this method must find None, too.
         return False
 

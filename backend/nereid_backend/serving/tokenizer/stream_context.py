@@ -54,16 +54,16 @@ def stream_context(
         RequestError: the request is streaming and sets exclude_input_in_output to false.
     """
     body, prompt, options = checked.body, checked.prompt, checked.options
+    is_chat = body is not None
     stream = tensors.optional_bool(request, tensor_names.STREAM) or False
     excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
+    prepend = _text_to_prepend(prompt, stream=stream, is_chat=is_chat, excluded=excluded)
     return StreamContext(
         stream=stream,
         num_prompt_tokens=len(prompt.token_ids),
         n=checked.params.n,
         seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
-        prepend=_text_to_prepend(
-            prompt, stream=stream, is_chat=body is not None, excluded=excluded
-        ),
+        prepend=prepend,
         stop=options.stop,
         min_tokens=checked.params.min_tokens,
         include_stop_str_in_output=options.include_stop_str_in_output,
@@ -91,6 +91,12 @@ def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: b
     As in the vLLM backend, the output of a completion begins with the prompt by default if the
     request is not streaming.
 
+    Args:
+        prompt: the prompt.
+        stream: whether the request is streaming.
+        is_chat: whether the request is a chat.
+        excluded: the input exclude_input_in_output; None if the request does not have this input.
+
     Raises:
         RequestError: the request is streaming and sets exclude_input_in_output to false.
     """
@@ -99,5 +105,5 @@ def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: b
             "exclude_input_in_output: the value false requires stream=false, but the request has "
             "stream=true. Leave the field out or send true."
         )
-    includes_prompt = not (stream or is_chat) if excluded is None else not excluded
-    return prompt.text or "" if includes_prompt else ""
+    is_excluded = (stream or is_chat) if excluded is None else excluded
+    return "" if is_excluded else prompt.text or ""

@@ -91,28 +91,33 @@ def read_thinking_budget(fields: Mapping[str, Any]) -> int | None:
         RequestError: a value is wrong, or two fields have different values.
     """
     thinking = fields.get("thinking")
+    thinking_fields = thinking if isinstance(thinking, Mapping) else {}
     values = {
         "thinking_token_budget": fields.get("thinking_token_budget"),
         "custom_params.thinking_budget": _custom_params(fields).get("thinking_budget"),
         "reasoning_budget_tokens": fields.get("reasoning_budget_tokens"),
-        "thinking.budget_tokens": (
-            thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
-        ),
+        "thinking.budget_tokens": thinking_fields.get("budget_tokens"),
     }
     budgets = {
         name: _read_budget(name, value) for name, value in values.items() if value is not None
     }
-    if len(set(budgets.values())) > 1:
+    if not budgets:
+        return None
+    budget, *different_budgets = set(budgets.values())
+    if different_budgets:
         raise RequestError(
             f"the fields {' and '.join(budgets)} have different values. Send only one of them."
         )
-    return next(iter(budgets.values()), None)
+    return budget
 
 
 def build_thinking_spec(
     budget: int | None, fmt: Format | None, prompt: str, encode: Callable[[str], list[int]]
 ) -> ThinkingSpec | None:
     """Convert a reasoning budget to the engine's ThinkingSpec. Return None if there is no budget.
+
+    The engine counts the tokens of the reasoning. If the reasoning reaches the budget, the engine
+    forces the tokens that end the reasoning, such as `</think>`, and the model then answers.
 
     Args:
         budget: the largest number of reasoning tokens.
@@ -133,15 +138,16 @@ def build_thinking_spec(
             "checkpoint, so a budget cannot be enforced. Set the server's reasoning_parser, or "
             "leave the field out."
         )
-    end = gate.end
+    forced_text = gate.end
     if fmt is not None and not isinstance(fmt.layout, Sections):
         # If the layout of the format is not `Sections`, the reasoning is a separate message.
         # Therefore the forced tokens must end this message and start the next message.
-        end += fmt.layout.start
+        forced_text += fmt.layout.start
+    can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
-        start=gate.start if gate.is_open or gate.may_open else "",
+        start=gate.start if can_contain_reasoning else "",
         end=gate.end,
-        end_token_ids=tuple(encode(end)),
+        end_token_ids=tuple(encode(forced_text)),
         is_open=gate.is_open,
         budget=budget,
     )
@@ -180,7 +186,12 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
 
 
 def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
-    """Return the template variables for `thinking: {"type": "enabled"}` (SGLang, Anthropic)."""
+    """Return the template variables for the field `thinking` (SGLang, Anthropic).
+
+    The type "disabled" sets the template's switches (enable_thinking, thinking) to false. The other
+    types set them to true. Example: if the template has the variable enable_thinking, `{"type":
+    "enabled"}` returns `{"enable_thinking": True}`.
+    """
     if thinking is None:
         return {}
     kind = thinking.get("type") if isinstance(thinking, Mapping) else thinking
@@ -207,12 +218,12 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         raise RequestError(
             f"custom_params: the value must be an object, but the request has {shown(custom)}."
         )
-    unknown = [name for name in custom if name != "thinking_budget"]
-    if unknown:
-        raise RequestError(
-            f"custom_params: the only supported key is thinking_budget, but the request has "
-            f"{unknown[0]}. Remove that key."
-        )
+    for name in custom:
+        if name != "thinking_budget":
+            raise RequestError(
+                f"custom_params: the only supported key is thinking_budget, but the request has "
+                f"{name}. Remove that key."
+            )
     return custom
 
 
@@ -224,7 +235,9 @@ def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSO
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < _UNLIMITED:
+    # In Python, True and False are integers, too.
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < _UNLIMITED:
         raise RequestError(
             f"{name}: the value must be a number of tokens (-1 means no limit), but the request "
             f"has {shown(value)}."

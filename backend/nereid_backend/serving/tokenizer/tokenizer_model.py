@@ -65,7 +65,8 @@ class TokenizerModel:
             settings, config = read_settings(args)
             tensors.progress(f"loading the tokenizer of {settings.model}")
             self._tokenizer = load_tokenizer(settings.model)
-            if (template := read_chat_template(settings)) is not None:
+            template = read_chat_template(settings)
+            if template is not None:
                 self._tokenizer.chat_template = template
             self._images = _make_image_prompts(settings)
             self._prompts = PromptBuilder(
@@ -117,44 +118,44 @@ class TokenizerModel:
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to a request.
 
-        The response contains the token ids of the prompt and the packed RequestEnvelope.
+        The response contains the token ids of the prompt and the packed RequestEnvelope, which is
+        the message to the executor.
 
         Two types of requests get a JSON text instead: requests for the limits, and requests for the
         text of token ids.
         """
         if _asks_for_limits(request):
             return _json_response(dataclasses.asdict(self._prompts.limits))
-        if (text := self._requested_text(request)) is not None:
+        text = self._requested_text(request)
+        if text is not None:
             return _json_response({"text": text})
         began = time.monotonic()
         checked = self._check(request)
         token_ids = checked.prompt.token_ids
+        traceparent = self._record_span(request, began, len(token_ids))
+        return tensors.response(
+            {
+                tensor_names.PROMPT_TOKEN_IDS: np.array(token_ids, dtype=np.int32),
+                tensor_names.ENVELOPE: _make_envelope(request, checked, traceparent).pack(),
+            }
+        )
+
+    def _record_span(self, request: Any, began: float, num_tokens: int) -> str:  # noqa: ANN401
+        """Record a span that ends now, and return the traceparent for the later spans.
+
+        A traceparent identifies the parent of a span. If the client has sent a traceparent, all
+        spans of the request have this parent. Otherwise, the new span is the parent of the later
+        spans.
+        """
         given_traceparent = traceparent_of(request)
         own_traceparent = self._tracing.record(
             "nereid.tokenize",
             given_traceparent,
             began,
             time.monotonic(),
-            gen_ai__usage__input_tokens=len(token_ids),
+            gen_ai__usage__input_tokens=num_tokens,
         )
-        traceparent = given_traceparent or own_traceparent
-        envelope = RequestEnvelope(
-            params=pack_params(checked.params),
-            n=checked.params.n,
-            context=stream_context(request, checked, traceparent).pack(),
-            grammar_field=checked.grammar.field,
-            timeout_s=checked.options.timeout_s,
-            queue_timeout_s=checked.options.queue_timeout_s,
-            client_id=checked.params.client_id,
-            traceparent=traceparent,
-            images=checked.prompt.images,
-        )
-        return tensors.response(
-            {
-                tensor_names.PROMPT_TOKEN_IDS: np.array(token_ids, dtype=np.int32),
-                tensor_names.ENVELOPE: envelope.pack(),
-            }
-        )
+        return given_traceparent or own_traceparent
 
     def _check(self, request: Any) -> CheckedRequest:  # noqa: ANN401 - the server's own type
         """Build the prompt, the grammar and the sampling parameters of a request.
@@ -164,6 +165,7 @@ class TokenizerModel:
         """
         limits = self._prompts.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)
+        is_chat = body is not None
         images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
         if images:
@@ -173,15 +175,17 @@ class TokenizerModel:
         returns = _requested_outputs(request)
         tools = read_tools(body) if body else None
         grammar = self._grammar(body, fields, prompt, tools)
+        encode = self._prompts.encode
+        thinking = build_thinking_spec(
+            read_thinking_budget(fields), self._format, prompt.text or "", encode
+        )
         params, options = read_sampling(
-            fields | _logprobs_field(fields, returns, is_chat=body is not None),
+            fields | _logprobs_field(fields, returns, is_chat=is_chat),
             self._defaults,
-            encode=self._prompts.encode,
-            is_chat=body is not None,
+            encode=encode,
+            is_chat=is_chat,
             grammar=grammar.spec,
-            thinking=build_thinking_spec(
-                read_thinking_budget(fields), self._format, prompt.text or "", self._prompts.encode
-            ),
+            thinking=thinking,
         )
         return CheckedRequest(body, prompt, tools, returns, grammar, params, options)
 
@@ -215,6 +219,25 @@ class TokenizerModel:
         if body is None:
             return build_text_grammar(fields)
         return build_chat_grammar(fields, self._format, prompt_tail(prompt), tools)
+
+
+def _make_envelope(
+    request: Any,  # noqa: ANN401 - the server's own type
+    checked: CheckedRequest,
+    traceparent: str,
+) -> RequestEnvelope:
+    """Return the message to the executor: all data of a request except the prompt's token ids."""
+    return RequestEnvelope(
+        params=pack_params(checked.params),
+        n=checked.params.n,
+        context=stream_context(request, checked, traceparent).pack(),
+        grammar_field=checked.grammar.field,
+        timeout_s=checked.options.timeout_s,
+        queue_timeout_s=checked.options.queue_timeout_s,
+        client_id=checked.params.client_id,
+        traceparent=traceparent,
+        images=checked.prompt.images,
+    )
 
 
 def _check_vocabulary(token_ids: list[int], vocabulary_size: int) -> None:
@@ -256,18 +279,22 @@ def _make_image_prompts(settings: ServingSettings) -> ImagePrompts | None:
 
 
 def _is_long(request: Any) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether rendering and tokenising the prompt of a request may take long."""
+    """Return whether rendering and tokenising the prompt of a request may take long.
+
+    Such a request is processed in a separate thread, so that it does not delay other requests.
+    """
     if tensors.has_input(request, tensor_names.IMAGE):
         return True
     for name in (tensor_names.CHAT_REQUEST, tensor_names.TEXT_INPUT):
         texts = tensors.optional_array(request, name)
-        if texts is None:
-            continue
-        if sum(map(len, texts)) > _LONG_PROMPT_BYTES:
-            return True
-        if any(mark in text for text in texts for mark in _IMAGE_MARKS):
+        if texts is not None and any(_is_long_text(text) for text in texts):
             return True
     return False
+
+
+def _is_long_text(text: bytes) -> bool:
+    """Return whether a text or a chat body may take long to tokenise."""
+    return len(text) > _LONG_PROMPT_BYTES or any(mark in text for mark in _IMAGE_MARKS)
 
 
 def _logprobs_field(

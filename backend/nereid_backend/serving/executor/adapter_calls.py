@@ -33,6 +33,9 @@ RESTORED = "restored"
 _LOAD, _UNLOAD, _LIST, _PATH = "load_lora", "unload_lora", "list_loras", "lora_path"
 # The parameters of a request that replaces the weights of the model.
 _RELOAD, _RUNNING = "reload_weights", "running_requests"
+# The key of the weights among the names of adapters. The names of adapters contain no "=", so this
+# key cannot be the name of an adapter.
+_WEIGHTS_KEY = "=reload"
 
 
 Answer = tuple[Any, Tensors | NereidError]
@@ -148,15 +151,22 @@ class AdapterCalls:
 
         Some requests waited only for the dead process, and get a response now. If no other engine
         process has made or refused the change, this response is `error`.
+
+        Args:
+            replica: the number of the dead process.
+            error: the reason for its death.
         """
         if len(self._names) > 1:
             self._names.pop(replica, None)
         answers = []
         for call_id, change in list(self._waiting.items()):
-            if replica in change.missing:
-                if change.missing == {replica} and not change.is_made and not change.refusal:
-                    change.refusal = error
-                answers.append(self._note_answer(call_id, change, replica))
+            if replica not in change.missing:
+                continue
+            is_last_process = change.missing == {replica}
+            has_answer = change.is_made or change.refusal is not None
+            if is_last_process and not has_answer:
+                change.refusal = error
+            answers.append(self._note_answer(call_id, change, replica))
         return [answer for answer in answers if answer is not None]
 
     def listing(self) -> Tensors:
@@ -178,13 +188,14 @@ class AdapterCalls:
         Args:
             replica: the number of the process.
         """
-        names = self._names[replica]
+        loaded_names = self._names[replica]
         unanswered = [change.message for change in self._waiting.values()]
-        return [
-            _with_id(message, RESTORED)
-            for message in [*self._history.values(), *unanswered]
-            if message[0] in (_LOAD, _RELOAD) or message[1] in names
-        ]
+        messages = []
+        for message in [*self._history.values(), *unanswered]:
+            kind, name = message[:2]
+            if kind != _UNLOAD or name in loaded_names:
+                messages.append(_with_id(message, RESTORED))
+        return messages
 
     def take_waiting(self) -> list[Any]:
         """Remove all unanswered and all queued requests, and return their response senders."""
@@ -197,6 +208,8 @@ class AdapterCalls:
         """Record that an engine process is done with a change.
 
         If all engine processes are done now, return the client's response. Otherwise, return None.
+        A change that no process has refused is added to the history, so that a restarted process
+        can repeat the change.
         """
         change.missing.discard(replica)
         if change.missing:
@@ -204,12 +217,11 @@ class AdapterCalls:
         del self._waiting[call_id]
         if change.refusal is not None:
             return change.sender, change.refusal
-        kind, name = change.message[:2]
+        kind, name_or_folder = change.message[:2]
         if kind != _RELOAD:
-            self._history[name] = change.message
-        elif name:
-            # The names of adapters contain no "=", so this key cannot be the name of an adapter.
-            self._history["=reload"] = change.message
+            self._history[name_or_folder] = change.message
+        elif name_or_folder:
+            self._history[_WEIGHTS_KEY] = change.message
         return change.sender, self.listing()
 
 
@@ -231,13 +243,17 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
                 f'{_RUNNING}: the value must be "finish" or "refuse", but it is {mode!r}.'
             )
         return [_RELOAD, str(parameters[_RELOAD]), str(mode)]
-    kind = _LOAD if _LOAD in parameters else _UNLOAD
-    names = (_LOAD, _PATH) if kind == _LOAD else (_UNLOAD,)
-    values = [parameters.get(name) for name in names]
-    for name, value in zip(names, values, strict=True):
-        if not isinstance(value, str) or not value:
-            raise RequestError(f"{name}: the parameter must be a text, but it is {value!r}.")
-    return [kind, *map(str, values)]
+    if _LOAD in parameters:
+        return [_LOAD, _read_text(parameters, _LOAD), _read_text(parameters, _PATH)]
+    return [_UNLOAD, _read_text(parameters, _UNLOAD)]
+
+
+def _read_text(parameters: Mapping[str, Any], name: str) -> str:
+    """Return the parameter `name`. Raise a RequestError if it is missing, empty or not a text."""
+    value = parameters.get(name)
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{name}: the parameter must be a text, but it is {value!r}.")
+    return value
 
 
 def is_adapter_call(parameters: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from nereid_backend.serving.tensors import Tensors
 
 _CACHE, _CLIENT, _KEY, _SECONDS = "cache", "client_id", "prompt_cache_key", "seconds"
 _OPERATIONS = ("statistics", "extend", "drop")
+_SESSIONS = "sessions"
 _MAX_SECONDS = 86400
 
 Answer = tuple[Any, Tensors | NereidError]
@@ -196,21 +197,34 @@ def _read_seconds(value: Any) -> float:  # noqa: ANN401 - the value of a request
 def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the answers of all engine processes into one answer.
 
-    Numbers are added. If a session has blocks in several processes, the answer contains one entry
-    for the session. The entry contains the sum of the tokens and the latest time.
+    Numbers are added, and lists of sessions are combined. Example: `[{"num_blocks": 2},
+    {"num_blocks": 3}]` returns `{"num_blocks": 5}`.
     """
     merged: dict[str, Any] = {}
-    sessions: dict[tuple[str, str], dict[str, Any]] = {}
     for answer in answers:
         for name, value in answer.items():
-            if name != "sessions":
+            if name != _SESSIONS:
                 merged[name] = merged.get(name, 0) + value
-        for session in answer.get("sessions", ()):
-            place = sessions.setdefault(
-                (session[_CLIENT], session[_KEY]), session | {"num_tokens": 0}
-            )
-            place["num_tokens"] += session["num_tokens"]
-            place["expires_in_s"] = max(place["expires_in_s"], session["expires_in_s"])
-    if "sessions" in answers[0]:
-        merged["sessions"] = list(sessions.values())
+    if _SESSIONS in answers[0]:
+        merged[_SESSIONS] = _merge_sessions(
+            [session for answer in answers for session in answer.get(_SESSIONS, ())]
+        )
     return merged
+
+
+def _merge_sessions(sessions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Combine the entries that belong to the same session.
+
+    A session is identified by its client and its prompt_cache_key. If a session has blocks in
+    several engine processes, its combined entry contains the sum of the tokens and the latest time.
+    """
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for session in sessions:
+        key = (session[_CLIENT], session[_KEY])
+        entry = merged.get(key)
+        if entry is None:
+            merged[key] = dict(session)
+        else:
+            entry["num_tokens"] += session["num_tokens"]
+            entry["expires_in_s"] = max(entry["expires_in_s"], session["expires_in_s"])
+    return list(merged.values())

@@ -63,7 +63,8 @@ class EngineCalls:
     def send_new(self) -> None:
         """Send the queued requests to all running engine processes.
 
-        A request that lists the adapters is answered without the engine processes.
+        A request that lists the adapters (its message is None) is answered at once, because the
+        executor knows the names. If no engine process runs, the other requests are refused.
         """
         running = [process for process in self._processes if process.is_running]
         for calls in (self._adapter_calls, self._cache_calls):
@@ -102,7 +103,8 @@ class EngineCalls:
     def note_refusal(self, process: SupervisedProcess, call_id: str, error: NereidError) -> None:
         """Record that an engine process has refused a request.
 
-        If all engine processes have answered, answer the client's request.
+        If all engine processes have answered, answer the client's request. If the executor itself
+        has sent the request, to repeat a change after a restart, log the refusal.
         """
         for calls in (self._adapter_calls, self._cache_calls):
             if answer := calls.refuse(call_id, process.index, error):

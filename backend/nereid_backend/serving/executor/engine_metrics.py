@@ -215,11 +215,14 @@ def _add_engine_counts(
     """Compute the increase of an engine's counters, and add the increase to `statistics`.
 
     The increase is counted from the last call of this function.
+
+    Mutates: `statistics.counts` and `engine.last_stats`.
     """
     for source, name in _ENGINE_COUNTERS.items():
-        before = engine.last_stats.get(source, 0)
-        now = stats.get(source, 0)
-        # A value below the previous value comes from a restarted engine process. Its counters
-        # started at 0.
-        statistics.counts[name] += now - before if now >= before else now
+        previous_count = engine.last_stats.get(source, 0)
+        count = stats.get(source, 0)
+        if count < previous_count:
+            # The engine process was restarted, and its counters started at 0.
+            previous_count = 0
+        statistics.counts[name] += count - previous_count
     engine.last_stats = dict(stats)

@@ -71,8 +71,14 @@ class EngineService:
         self._send(["stats", self._engine.stats()._asdict()])
 
     def handle(self, kind: str, values: list[Any]) -> None:
-        """Handle a message from the stub. An error ends only the request of the message."""
-        if self._reload is not None and (kind != "abort" or values[0] not in self._running):
+        """Handle a message from the stub, which is the server's process for the executor.
+
+        An error ends only the request of the message. While the weights wait to be replaced, all
+        messages are held back except messages that abort a running request.
+        """
+        request_id = values[0]
+        aborts_running_request = kind == "abort" and request_id in self._running
+        if self._reload is not None and not aborts_running_request:
             self._held.append((kind, values))
             return
         if kind == "abort":
@@ -81,7 +87,6 @@ class EngineService:
         if kind == "reload_weights":
             self._begin_reload(values)
             return
-        request_id = values[0]
         try:
             self._make_call(kind, values)
         except (RequestError, CapacityError) as error:
@@ -120,7 +125,15 @@ class EngineService:
         num_sequences: int,
         packed_images: bytes = b"",
     ) -> None:
-        """Add a request to the engine; see `Engine.add_request` for the errors."""
+        """Add a request to the engine; see `Engine.add_request` for the errors.
+
+        Args:
+            request_id: the id of the request in the engine.
+            token_ids: the prompt's token ids as int32 numbers.
+            packed_params: the packed SamplingParams.
+            num_sequences: the number of sequences for which the executor has reserved memory.
+            packed_images: the packed ImageInputs; b"" if the prompt has no images.
+        """
         prompt = memoryview(token_ids).cast("i")
         params = unpack_params(packed_params)
         if params.n != num_sequences:
@@ -128,25 +141,26 @@ class EngineService:
                 f"envelope: the message from the tokenizer to the executor is for "
                 f"{num_sequences} sequences, but its sampling parameters have n={params.n}."
             )
-        if not packed_images:
-            self._engine.add_request(request_id, prompt, params)
-            self._running[request_id] = num_sequences
-            return
-        # Imported here, because the module imports torch, which the scripted engine does not need.
-        from nereid_backend.vision.packed_tensors import unpack_images
+        images = None
+        if packed_images:
+            # The module imports torch, which the scripted engine does not need.
+            from nereid_backend.vision.packed_tensors import unpack_images
 
-        images = unpack_images(packed_images)
+            images = unpack_images(packed_images)
         self._engine.add_request(request_id, prompt, params, images)
         self._running[request_id] = num_sequences
 
     def _begin_reload(self, values: list[str]) -> None:
         """Replace the weights as soon as no request runs.
 
-        In the mode "refuse", end the running requests now. In the mode "finish", the running
-        requests continue until they end.
+        Args:
+            values: the id of the message, the folder of the new weights, and the mode. In the mode
+                "refuse", the running requests are ended now. In the mode "finish", the running
+                requests continue until they end.
         """
         self._reload = values
-        if values[2] == "refuse":
+        _, _, mode = values
+        if mode == "refuse":
             message = "the weights of the model are being replaced. Try again."
             for request_id in self._running:
                 self._send(["refused", request_id, CapacityError.__name__, message])
@@ -169,12 +183,16 @@ class EngineService:
             self._send(["refused", call_id, RequestError.__name__, str(error)])
         else:
             self._send(["adapters", call_id, self._engine.lora_names])
-        held, self._held = self._held, []
-        for kind, values in held:
+        held_messages = self._held
+        self._held = []
+        for kind, values in held_messages:
             self.handle(kind, values)
 
     def advance(self) -> None:
-        """Compute one step of the engine, and send the updates of the step."""
+        """Compute one step of the engine, and send the updates of the step.
+
+        The statistics are sent every 0.1 s, and whenever the engine has no more work.
+        """
         engine = self._engine
         updates = engine.step()
         if engine.compiled:
@@ -184,15 +202,21 @@ class EngineService:
         if updates:
             self._send(["updates", [pack_update(update) for update in updates]])
         for update in updates:
-            if update.finish_reason is not None and update.request_id in self._running:
-                self._running[update.request_id] -= 1
-                if self._running[update.request_id] <= 0:
-                    del self._running[update.request_id]
+            if update.finish_reason is not None:
+                self._note_end_of_sequence(update.request_id)
         now = time.monotonic()
         if now >= self._stats_due or not engine.has_work():
             self._send(["stats", engine.stats()._asdict()])
             self._stats_due = now + _STATS_INTERVAL_S
         self._reload_if_idle()
+
+    def _note_end_of_sequence(self, request_id: str) -> None:
+        """Record that a sequence has ended. A request runs until all its sequences have ended."""
+        num_unfinished = self._running.get(request_id, 0) - 1
+        if num_unfinished > 0:
+            self._running[request_id] = num_unfinished
+        else:
+            self._running.pop(request_id, None)
 
 
 def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoReturn:

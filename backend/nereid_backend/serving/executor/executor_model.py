@@ -27,7 +27,7 @@ from nereid_backend.serving.executor.request_spans import record_spans
 from nereid_backend.serving.executor.request_statistics import RequestStatistics
 from nereid_backend.serving.executor.start_engines import start_engines
 from nereid_backend.serving.executor.stream_admission import StreamAdmission
-from nereid_backend.serving.executor.streams import Pacer, Stream
+from nereid_backend.serving.executor.streams import Pacer, Sequence, Stream
 from nereid_backend.serving.feedback import FeedbackReader, Signal
 from nereid_backend.serving.process.process_handle import refusal_error
 from nereid_backend.serving.process.supervised_model import SupervisedModel
@@ -40,8 +40,9 @@ from nereid_backend.serving.wire import RequestEnvelope, unpack_update
 _IDLE_POLL_S = 0.05
 _TOKEN_BYTES = 4
 # If a step is due, but earlier steps have not been consumed, the step must wait. The loop then
-# checks the stream ten times per interval between two steps. This number of seconds is the shortest
-# time between two of these checks.
+# checks the stream ten times per interval between two steps. _MIN_WAIT_S is the shortest time
+# between two of these checks.
+_CHECKS_PER_INTERVAL = 10
 _MIN_WAIT_S = 0.001
 _PUBLISH_INTERVAL_S = 0.1
 # The inspection of a stream takes about 10 µs of CPU time. Because the interval between two
@@ -91,6 +92,9 @@ class ExecutorModel(SupervisedModel[Stream]):
 
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Create the stream of a request, and send the request to an engine process.
+
+        A stream is the state of one request in the executor. Requests about adapters, weights and
+        the prefix cache have no stream, because they generate no text.
 
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
@@ -143,21 +147,24 @@ class ExecutorModel(SupervisedModel[Stream]):
             self._engine_calls.note_cache_answer(process, *values)
 
     def serve(self) -> float:
-        """Send all steps that are due, and return the seconds until the next step is due.
+        """Send all steps that are due, and return the seconds until the next call of this method.
 
-        Each call looks only at the streams with new output. All streams are inspected only from
-        time to time, because the inspection of 256 streams takes as long as sending ten steps.
+        A step is a message to the postprocessor with the new tokens of a request. Each call looks
+        only at the streams with unsent tokens. All streams are inspected only from time to time,
+        because the inspection of 256 streams takes as long as sending ten steps.
         """
         self._engine_calls.send_new()
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect(now)
-        wake = min(now + _IDLE_POLL_S, max(self._next_event, self._next_inspection))
+        # Only an inspection handles the events of streams without unsent tokens.
+        next_useful_inspection = max(self._next_event, self._next_inspection)
+        next_call = min(now + _IDLE_POLL_S, next_useful_inspection)
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)
-            wake = min(wake, stream.next_check)
-        return max(wake - now, 0.0)
+            next_call = min(next_call, stream.next_check)
+        return max(next_call - now, 0.0)
 
     def _inspect(self, now: float) -> None:
         """Check all streams for disconnected clients, stop strings, time limits and heartbeats."""
@@ -186,7 +193,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         if due > now:
             return due
         if not stream.may_send():
-            return now + max(interval_s / 10, _MIN_WAIT_S)
+            return now + max(interval_s / _CHECKS_PER_INTERVAL, _MIN_WAIT_S)
         self._send_step(stream, now)
         return now + heartbeat_s
 
@@ -269,15 +276,17 @@ class ExecutorModel(SupervisedModel[Stream]):
             if update.finish_reason is None:
                 # The stream has already ended, so the engine must stop computing the request.
                 _send_abort(process, update.request_id)
-        elif update.error is not None:
-            if len(stream.sequences) > 1:
-                _send_abort(process, stream.request_id)
-            if update.is_refused:
-                self.end(stream, RequestError(stream.refusal(update.error)))
-            else:
-                self.end(stream, EngineError(update.error))
-        else:
+            return
+        if update.error is None:
             self._add_update(stream, update)
+            return
+        if len(stream.sequences) > 1:
+            # The engine has ended only one sequence, but the error ends the whole request.
+            _send_abort(process, stream.request_id)
+        if update.is_refused:
+            self.end(stream, RequestError(stream.refusal(update.error)))
+        else:
+            self.end(stream, EngineError(update.error))
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
         """Add an update of the engine to `stream`.
@@ -355,7 +364,8 @@ class ExecutorModel(SupervisedModel[Stream]):
     def _abort_unwanted(self, stream: Stream) -> None:
         """Abort a request if its client has disconnected.
 
-        Otherwise, abort the sequences that have reached a stop string.
+        Otherwise, abort the sequences that have reached a stop string. The postprocessor finds stop
+        strings and disconnected clients, and reports them as signals.
         """
         if stream.is_aborting or stream.has_ended:
             return
@@ -367,10 +377,14 @@ class ExecutorModel(SupervisedModel[Stream]):
             return
         for sequence, signal in zip(stream.sequences, signals, strict=True):
             if signal is Signal.STOP_STRING and not sequence.is_aborting:
-                sequence.is_aborting = True
-                if sequence.ending is None:
-                    is_only_sequence = len(stream.sequences) == 1
-                    self._abort(stream, None if is_only_sequence else sequence.index)
+                self._abort_sequence(stream, sequence)
+
+    def _abort_sequence(self, stream: Stream, sequence: Sequence) -> None:
+        """Abort a sequence that has reached a stop string, unless the engine has ended it."""
+        sequence.is_aborting = True
+        if sequence.ending is None:
+            is_only_sequence = len(stream.sequences) == 1
+            self._abort(stream, None if is_only_sequence else sequence.index)
 
     def _send_step(self, stream: Stream, now: float) -> None:
         """Send the next step of `stream`, and remove the stream after its last step."""
@@ -382,8 +396,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         reply = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
         tensors.send(stream.sender, reply, final=state.is_last)
         if state.is_last:
-            endings = [sequence.ending for sequence in stream.sequences if sequence.ending]
-            if any(ending.finish_reason != "abort" for ending in endings):
+            if stream.is_finished:
                 # The process works again, because it has finished a request. Its deaths no longer
                 # count.
                 self.owner(stream.request_id).num_deaths = 0

@@ -54,18 +54,20 @@ class LostClientDetector:
     def has_lost_client(self, stream: Stream) -> bool:
         """Return whether the server has dropped a step of `stream`.
 
-        If a step was dropped, the client of the stream has disconnected.
+        If a step was dropped, the client of the stream has disconnected. The postprocessor consumes
+        steps in order. So a step was dropped if the postprocessor has consumed a newer step.
         """
         if not stream.unconsumed:
             return False
         if stream.waited_s > self._patience_s:
             return True
-        newest = self._newest_consumed
-        if stream.unconsumed[0] >= newest:
+        newest_consumed = self._newest_consumed
+        oldest_unconsumed = stream.unconsumed[0]
+        if oldest_unconsumed >= newest_consumed:
             return False
         # The step may have been consumed since the last observation, so read the feedback again.
         self.note_consumed(stream)
-        return bool(stream.unconsumed) and stream.unconsumed[0] < newest
+        return bool(stream.unconsumed) and stream.unconsumed[0] < newest_consumed
 
     def note_consumed(self, stream: Stream) -> None:
         """Remove the consumed steps of a stream from `stream.unconsumed`."""

@@ -35,11 +35,14 @@ def chunk_hashes(token_ids: bytes) -> list[bytes]:
     Args:
         token_ids: the token ids of the prompt as int32 numbers.
     """
-    size = _CHUNK_TOKENS * _TOKEN_BYTES
-    hashes, so_far = [], hashlib.blake2b(digest_size=8)
-    for start in range(0, len(token_ids) - size + 1, size):
-        so_far.update(token_ids[start : start + size])
-        hashes.append(so_far.digest())
+    chunk_bytes = _CHUNK_TOKENS * _TOKEN_BYTES
+    num_full_chunks = len(token_ids) // chunk_bytes
+    prefix_hash = hashlib.blake2b(digest_size=8)
+    hashes = []
+    for index in range(num_full_chunks):
+        start = index * chunk_bytes
+        prefix_hash.update(token_ids[start : start + chunk_bytes])
+        hashes.append(prefix_hash.digest())
     return hashes
 
 
@@ -66,7 +69,10 @@ class ReplicaSelector:
     def select(self, token_ids: bytes, num_sequences: int, running: Collection[int]) -> int:
         """Select a process for a request, and return the number of the process.
 
-        The sequences of the request are added to the count of the process.
+        Prefer the process that has received the longest prefix of the prompt, because the process
+        probably still has this prefix in its cache. If this process has many more sequences than
+        another process, select the process with the fewest sequences instead. The sequences of the
+        request are added to the count of the selected process.
 
         Args:
             token_ids: the token ids of the prompt as int32 numbers.
@@ -76,15 +82,15 @@ class ReplicaSelector:
         # If there is only one process, the hashes are not needed.
         hashes = chunk_hashes(token_ids) if len(self._num_sequences) > 1 else []
         with self._lock:
-            limit = min(self._num_sequences[one] for one in running) + _MAX_EXTRA_SEQUENCES
-            best = self._least_loaded(self._with_longest_prefix(hashes, set(running)))
-            if self._num_sequences[best] > limit:
-                best = self._least_loaded(running)
-            self._num_sequences[best] += num_sequences
+            selected = self._least_loaded(self._with_longest_prefix(hashes, set(running)))
+            min_sequences = min(self._num_sequences[replica] for replica in running)
+            if self._num_sequences[selected] > min_sequences + _MAX_EXTRA_SEQUENCES:
+                selected = self._least_loaded(running)
+            self._num_sequences[selected] += num_sequences
             self._num_requests += 1
-            self._last_request[best] = self._num_requests
-            self._store(hashes, best)
-            return best
+            self._last_request[selected] = self._num_requests
+            self._store(hashes, selected)
+            return selected
 
     def release(self, replica: int, num_sequences: int) -> None:
         """Subtract the sequences of an ended request from the count of the process `replica`."""
@@ -107,14 +113,18 @@ class ReplicaSelector:
         """Return the processes among `running` that received the longest prefix of a prompt.
 
         If no running process received the first chunk of the prompt, return all running processes.
+
+        Args:
+            hashes: the hashes of the prompt's chunks, from `chunk_hashes`.
+            running: the numbers of the running processes.
         """
-        best = running
-        for one in hashes:
-            remaining = best & self._replicas_of.get(one, set())
-            if not remaining:
+        replicas = running
+        for chunk_hash in hashes:
+            replicas_with_chunk = replicas & self._replicas_of.get(chunk_hash, set())
+            if not replicas_with_chunk:
                 break
-            best = remaining
-        return best
+            replicas = replicas_with_chunk
+        return replicas
 
     def _least_loaded(self, replicas: Collection[int]) -> int:
         """Return the process in `replicas` with the fewest sequences."""
@@ -127,8 +137,8 @@ class ReplicaSelector:
         """
         # The first chunk of a prompt is stored last, so that it is deleted after the later chunks.
         # A later chunk is useless if an earlier chunk of the prompt is missing.
-        for one in reversed(hashes):
-            self._replicas_of.setdefault(one, set()).add(replica)
-            self._replicas_of.move_to_end(one)
+        for chunk_hash in reversed(hashes):
+            self._replicas_of.setdefault(chunk_hash, set()).add(replica)
+            self._replicas_of.move_to_end(chunk_hash)
         while len(self._replicas_of) > _MAX_CHUNKS:
             self._replicas_of.popitem(last=False)

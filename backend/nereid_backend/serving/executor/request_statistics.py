@@ -36,7 +36,10 @@ class RequestStatistics:
         self.observations["request_queue_time_seconds"].append(waited_s)
 
     def note_update(self, stream: Stream, update: RequestUpdate, now: float) -> None:
-        """Record an update of the engine: new tokens of a sequence, or the end of a sequence."""
+        """Record an update of the engine: new tokens of a sequence, or the end of a sequence.
+
+        Mutates: the number of tokens and the time of the last token in `stream`.
+        """
         sequence = stream.sequences[update.index]
         if update.new_token_ids:
             self.counts["generation_tokens_total"] += len(update.new_token_ids)

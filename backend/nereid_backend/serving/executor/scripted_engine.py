@@ -88,21 +88,26 @@ def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
     Raises:
         ConfigError: the script cannot be read, or a rule has an unknown key.
     """
-    known = {field.name for field in fields(Rule)} | {"text"}
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         for entry in entries:
-            unknown = entry.keys() - known
-            if unknown:
-                raise ConfigError(
-                    f"script: a rule has the unknown key {sorted(unknown)[0]!r}. The known keys "
-                    f"are {', '.join(sorted(known))}."
-                )
+            _check_keys(entry)
         return [_rule(dict(entry), encode) for entry in entries]
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"script: the file {path} cannot be read as a list of rules: {error}"
         ) from error
+
+
+def _check_keys(entry: dict[str, Any]) -> None:
+    """Raise a ConfigError if an entry of the script has an unknown key."""
+    known_keys = {field.name for field in fields(Rule)} | {"text"}
+    unknown_keys = sorted(entry.keys() - known_keys)
+    if unknown_keys:
+        raise ConfigError(
+            f"script: a rule has the unknown key {unknown_keys[0]!r}. The known keys are "
+            f"{', '.join(sorted(known_keys))}."
+        )
 
 
 def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
@@ -222,14 +227,18 @@ class ScriptedEngine:
                 f"the prompt has {len(prompt)} tokens, but the limit is {self.info.max_model_len} "
                 "(max_model_len)"
             )
-        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
-        rule = next((rule for rule in self._rules if rule.when in text), None)
-        if rule is None:
-            raise RequestError(
-                f"script: no rule's `when` occurs in the prompt, which ends in {text[-80:]!r}."
-            )
+        rule = self._find_rule(self._tokenizer.decode(prompt, skip_special_tokens=False))
         limit = min(max_new_tokens, params.max_tokens or max_new_tokens)
         self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
+
+    def _find_rule(self, prompt_text: str) -> Rule:
+        """Return the first rule whose text `when` occurs in the prompt."""
+        for rule in self._rules:
+            if rule.when in prompt_text:
+                return rule
+        raise RequestError(
+            f"script: no rule's `when` occurs in the prompt, which ends in {prompt_text[-80:]!r}."
+        )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or only its sequence `index`. The next step reports the end."""
@@ -278,7 +287,11 @@ class ScriptedEngine:
             for sequence in list(request.sequences.values())
             if sequence.is_aborted or sequence.due <= now
         ]
-        self._requests = {name: one for name, one in self._requests.items() if one.sequences}
+        self._requests = {
+            request_id: request
+            for request_id, request in self._requests.items()
+            if request.sequences
+        }
         if not updates and self._requests:
             time.sleep(_IDLE_SLEEP_S)
         return updates
@@ -290,15 +303,18 @@ class ScriptedEngine:
         start. An aborted request starts in any case, so that the next step can report its end.
         """
         self.started = []
+        max_num_seqs = self.info.max_num_seqs
         num_running = sum(len(request.sequences) for request in self._requests.values())
-        num_free = self.info.max_num_seqs - num_running
+        num_free = max_num_seqs - num_running
         for request_id, request in list(self._queue.items()):
-            is_aborted = all(one.is_aborted for one in request.sequences.values())
+            num_sequences = len(request.sequences)
+            is_aborted = all(sequence.is_aborted for sequence in request.sequences.values())
             if not is_aborted:
                 # A request with more than max_num_seqs sequences starts if no other request runs.
-                if num_free < min(len(request.sequences), self.info.max_num_seqs):
+                num_needed = min(num_sequences, max_num_seqs)
+                if num_free < num_needed:
                     continue
-                num_free -= len(request.sequences)
+                num_free -= num_sequences
                 self.started.append((request_id, now))
             self._requests[request_id] = self._queue.pop(request_id)
 

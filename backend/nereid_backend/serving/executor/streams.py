@@ -20,6 +20,7 @@ from nereid_backend.serving.wire import Ending, Opening, SequenceDelta, StepStat
 # The largest number of unconsumed steps of one stream. With two steps, the server can transport one
 # step while the postprocessor processes the other step.
 MAX_UNCONSUMED_STEPS = 2
+_CHECKS_PER_HEARTBEAT = 10
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
 # At most this share of the responses may be heartbeats. Without this limit, the heartbeats of 200
@@ -195,6 +196,12 @@ class Stream:
         return all(sequence.ending is not None for sequence in self.sequences)
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the engine has finished at least one sequence that was not aborted."""
+        endings = [sequence.ending for sequence in self.sequences if sequence.ending is not None]
+        return any(ending.finish_reason != "abort" for ending in endings)
+
+    @property
     def has_output(self) -> bool:
         """Whether the next step contains output. A step without output is a heartbeat."""
         return any(sequence.has_output for sequence in self.sequences)
@@ -223,14 +230,20 @@ class Stream:
         """Return the time at which the next step is due, as a value of time.monotonic().
 
         Return 0 for the first output and for the last step, because they are due immediately.
+
+        Args:
+            interval_s: the number of seconds between two steps with output.
+            heartbeat_s: the number of seconds after which a step without output (a heartbeat) is
+                sent.
         """
         has_output = self.has_output
-        if self.has_ended or (has_output and self.sent == 0):
+        is_first_output = has_output and self.sent == 0
+        if self.has_ended or is_first_output:
             return 0.0
         if len(self.unconsumed) >= MAX_UNCONSUMED_STEPS:
             # No step may be sent until the postprocessor has consumed an earlier step. Return the
             # time of the next check.
-            return self.last_sent + max(interval_s, heartbeat_s / 10)
+            return self.last_sent + max(interval_s, heartbeat_s / _CHECKS_PER_HEARTBEAT)
         return self.last_sent + (interval_s if has_output else heartbeat_s)
 
     def may_send(self) -> bool:

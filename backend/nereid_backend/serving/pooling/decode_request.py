@@ -28,6 +28,8 @@ RERANK_OPTIONS: Mapping[str, type] = {
     "truncate": bool,
 }
 _MAX_INTEGER = 2**31 - 1
+# The characters "://" after the scheme of a URL are searched only in this number of characters.
+_MAX_SCHEME_CHARS = 16
 _TYPE_NAMES = {str: "text", int: "an integer", bool: "true or false"}
 
 
@@ -52,19 +54,25 @@ def parse_options(text: str | None, known: Mapping[str, type]) -> dict[str, Any]
             f"{names.OPTIONS}: the text must be a JSON object, but it is {text[:80]}."
         )
     for name, value in values.items():
-        if name not in known:
-            raise RequestError(
-                f"{names.OPTIONS}: the option {name!r} is not known. The known options are "
-                f"{', '.join(sorted(known))}."
-            )
-        if value is not None and type(value) is not known[name]:
-            raise RequestError(
-                f"{name}: the value must be {_TYPE_NAMES[known[name]]}, but it is "
-                f"{json.dumps(value)[:80]}."
-            )
-        if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-            raise RequestError(f"{name}: the value must be at most {_MAX_INTEGER}.")
+        _check_option(name, value, known)
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_option(name: str, value: Any, known: Mapping[str, type]) -> None:  # noqa: ANN401 - any JSON value
+    """Raise a RequestError if an option is not known, or if its value is wrong. null is allowed."""
+    if name not in known:
+        raise RequestError(
+            f"{names.OPTIONS}: the option {name!r} is not known. The known options are "
+            f"{', '.join(sorted(known))}."
+        )
+    # `isinstance` would accept True as an integer.
+    if value is not None and type(value) is not known[name]:
+        raise RequestError(
+            f"{name}: the value must be {_TYPE_NAMES[known[name]]}, but it is "
+            f"{json.dumps(value)[:80]}."
+        )
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        raise RequestError(f"{name}: the value must be at most {_MAX_INTEGER}.")
 
 
 def decode_texts(values: Iterable[Any], field: str) -> list[str]:
@@ -107,16 +115,8 @@ def split_token_ids(
     """
     if lengths is None:
         lengths = np.array([ids.size], dtype=np.int32)
-    elif lengths.size and int(lengths.min()) < 1:
-        raise RequestError(
-            f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
-        )
-    total = int(lengths.sum())
-    if total != ids.size:
-        raise RequestError(
-            f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
-            f"{ids.size} elements."
-        )
+    else:
+        _check_lengths(lengths, ids.size)
     if not lengths.size:
         return []
     longest = int(lengths.argmax())
@@ -126,8 +126,23 @@ def split_token_ids(
             f"{names.INPUT_IDS}:{element} the input has {lengths[longest]} tokens, but the limit "
             f"is {max_len} (max_model_len). {TRUNCATE_REMEDY}"
         )
+    # `np.split` needs the end of each input except the last.
     ends = np.cumsum(lengths)[:-1]
     return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
+
+
+def _check_lengths(lengths: npt.NDArray[np.int32], num_ids: int) -> None:
+    """Raise a RequestError if a length is below 1, or if the lengths do not add up to `num_ids`."""
+    if lengths.size and int(lengths.min()) < 1:
+        raise RequestError(
+            f"{names.INPUT_LENGTHS}: each length must be at least 1, but one is {lengths.min()}."
+        )
+    total = int(lengths.sum())
+    if total != num_ids:
+        raise RequestError(
+            f"{names.INPUT_LENGTHS}: the sum of the lengths is {total}, but {names.INPUT_IDS} has "
+            f"{num_ids} elements."
+        )
 
 
 def parse_part(text: str, index: int) -> tuple[str, Any]:
@@ -159,7 +174,10 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
             )
     if "image" in value:
         value["image"] = decode_image(value["image"], where)
-    return ("mixed", value) if len(value) == 2 else next(iter(value.items()))
+    if len(value) > 1:
+        return "mixed", value
+    ((name, content),) = value.items()
+    return name, content
 
 
 def decode_image(text: str, where: str) -> bytes:
@@ -175,17 +193,18 @@ def decode_image(text: str, where: str) -> bytes:
         RequestError: the text is not valid base64, or is a URL that is not a data: URL. The server
             does not download images for these models.
     """
+    encoded = text
     if text.startswith("data:"):
-        header, comma, text = text.partition(",")
+        header, comma, encoded = text.partition(",")
         if not comma or not header.endswith(";base64"):
             raise RequestError(f"{where}: a data: URL must have the form data:image/...;base64,...")
-    elif "://" in text[:16]:
+    elif "://" in text[:_MAX_SCHEME_CHARS]:
         raise RequestError(
             f"{where}: this server does not fetch URLs such as {text[:80]!r}. Send the image as a "
             "data: URL or as base64 text."
         )
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
         raise RequestError(f"{where}: the image is not valid base64: {error}") from None
 

@@ -117,22 +117,30 @@ class _JobProgress:
         slice contains 44 texts.
         """
         items: list[PoolingItem] = []
-        size = 0
+        size_of_slice = 0
         for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
-            if name in ("document", "pair"):
-                # msgpack turns tuples into lists, but PoolingItem needs a tuple.
-                pair = (self.job.query, value) if name == "document" else tuple(value)
-                items.append(PoolingItem(pair=pair, **self.job.options))
-                size += sum(map(_size, pair))
-            else:
-                fields = value if name == "mixed" else {name: value}
-                items.append(PoolingItem(**fields, **self.job.options))
-                size += sum(map(_size, fields.values()))
-            if len(items) == _SLICE_INPUTS or size >= _SLICE_CHARACTERS:
+            fields = self._item_fields(name, value)
+            items.append(PoolingItem(**fields, **self.job.options))
+            contents = fields["pair"] if "pair" in fields else fields.values()
+            size_of_slice += sum(map(_size, contents))
+            if len(items) == _SLICE_INPUTS or size_of_slice >= _SLICE_CHARACTERS:
                 break
         self.slices[self.num_sent] = len(items)
         self.num_sent += len(items)
         return items
+
+    def _item_fields(self, name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - see Job.inputs
+        """Convert an element of Job.inputs to fields of PoolingItem.
+
+        Examples: ("text", "a") returns {"text": "a"}, and ("document", "a") returns {"pair":
+        (query, "a")} with the job's query.
+        """
+        if name == "document":
+            return {"pair": (self.job.query, value)}
+        if name == "pair":
+            # msgpack turns tuples into lists, but PoolingItem needs a tuple.
+            return {"pair": tuple(value)}
+        return dict(value) if name == "mixed" else {name: value}
 
     def add_result(self, first: int, result: PoolingResult) -> None:
         """Store the result of one input. `first` is the index of the first input of the slice."""
@@ -212,17 +220,26 @@ class WorkerJobs:
         """
         deadline = time.monotonic() + _PREPARE_S
         while time.monotonic() < deadline:
-            progress = next((job for job in self._jobs.values() if job.can_send_slice), None)
+            progress = self._next_job()
             if progress is None:
                 break
-            # Move the job to the end, so that each of the other jobs sends a slice before this job
-            # sends another slice.
-            self._jobs[progress.request_id] = self._jobs.pop(progress.request_id)
             self._send_slice(progress)
         if self._engine.has_work():
             started = time.monotonic()
             for result in self._engine.step():
                 self._add_result(result, started)
+
+    def _next_job(self) -> _JobProgress | None:
+        """Return the next job that can send a slice, or None.
+
+        Mutates: `_jobs`. The returned job is moved to the end, so that each of the other jobs sends
+        a slice before this job sends another slice.
+        """
+        for request_id, progress in self._jobs.items():
+            if progress.can_send_slice:
+                self._jobs[request_id] = self._jobs.pop(request_id)
+                return progress
+        return None
 
     def _send_slice(self, progress: _JobProgress) -> None:
         """Send the next slice of a job to the engine. If an error occurs, refuse the whole job."""
@@ -249,23 +266,30 @@ class WorkerJobs:
         Raises:
             EngineError: the GPU is lost.
         """
-        request_id, _, first = result.request_id.rpartition(":")
+        # The engine's request id is the return value of `slice_id`.
+        request_id, _, first_text = result.request_id.rpartition(":")
+        first = int(first_text)
         progress = self._jobs.get(request_id)
         if progress is None:
             return
         if result.error is not None:
-            if is_lost_device(result.error):
-                # Every later step on this device would fail, so this process ends. The stub then
-                # starts a new worker process.
-                raise EngineError(f"the device is lost: {result.error}")
-            where = f"{progress.job.field}: element {int(first) + result.index}: "
-            self._refuse(progress, EngineError(where + result.error))
+            self._refuse_result(progress, first + result.index, result.error)
             return
-        progress.started = started if progress.started is None else progress.started
-        progress.add_result(int(first), result)
+        if progress.started is None:
+            progress.started = started
+        progress.add_result(first, result)
         if not progress.num_left:
             del self._jobs[request_id]
             self._send(["done", request_id, progress.started, *progress.outcome().row()])
+
+    def _refuse_result(self, progress: _JobProgress, index: int, problem: str) -> None:
+        """Refuse a whole job, because the computation of its input `index` has failed."""
+        if is_lost_device(problem):
+            # Every later step on this device would fail, so this process ends. The stub then starts
+            # a new worker process.
+            raise EngineError(f"the device is lost: {problem}")
+        where = f"{progress.job.field}: element {index}: "
+        self._refuse(progress, EngineError(where + problem))
 
     def _refuse(self, progress: _JobProgress, error: NereidError) -> None:
         """Remove a job, and send the error to the stub."""

@@ -94,13 +94,14 @@ class Outcome:
             stacked = np.concatenate([np.asarray(value, dtype=np.float32) for value in values])
         else:
             stacked = np.array(values, dtype=np.float32)
+        all_offsets = np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32)
         return cls(
-            kind,
-            stacked,
-            counts,
-            weights,
-            np.array(num_tokens, dtype=np.int32),
-            np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32),
+            kind=kind,
+            values=stacked,
+            counts=counts,
+            weights=weights,
+            num_tokens=np.array(num_tokens, dtype=np.int32),
+            offsets=all_offsets,
         )
 
     def row(self) -> list[Any]:
@@ -117,18 +118,22 @@ class Outcome:
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "Outcome":
-        """Build an Outcome from a list that the method `row` has returned."""
+        """Build an Outcome from a list that the method `row` has returned.
+
+        The list contains the bytes of each array. The arrays are not copied.
+        """
         kind, shape, values, counts, weights, num_tokens, offsets = row
         return cls(
-            kind,
-            np.frombuffer(values, dtype=np.float32).reshape(shape),
-            np.frombuffer(counts, dtype=np.int32),
-            [
+            kind=kind,
+            values=np.frombuffer(values, dtype=np.float32).reshape(shape),
+            counts=np.frombuffer(counts, dtype=np.int32),
+            weights=[
                 (np.frombuffer(ids, dtype=np.int32), np.frombuffer(id_weights, dtype=np.float32))
                 for ids, id_weights in weights
             ],
-            np.frombuffer(num_tokens, dtype=np.int32),
-            np.frombuffer(offsets, dtype=np.int32).reshape(-1, 2),
+            num_tokens=np.frombuffer(num_tokens, dtype=np.int32),
+            # Each token has two offsets: the beginning and the end of its range of characters.
+            offsets=np.frombuffer(offsets, dtype=np.int32).reshape(-1, 2),
         )
 
 

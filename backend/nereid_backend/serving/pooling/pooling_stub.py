@@ -168,6 +168,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def accept(self, request: Any, sender: Any) -> None:  # noqa: ANN401 - the server's own types
         """Send the job of a request to the worker. If the request has no inputs, respond at once.
 
+        A job consists of the inputs and the options of one request. The worker is the process that
+        runs the model. A request without inputs can ask for information about the model.
+
         Raises:
             RequestError: an input is missing or wrong.
             CapacityError: no checkpoint is served, or the model has too many requests.
@@ -238,7 +241,8 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             self.respond(pending.sender, error)
         else:
             self._note_success(pending, started, int(outcome.num_tokens.sum()))
-            self.respond(pending.sender, outputs | (self._info() if pending.returns_info else {}))
+            info = self._info() if pending.returns_info else {}
+            self.respond(pending.sender, outputs | info)
 
     def _note_success(self, pending: PendingRequest, started: float, num_tokens: int) -> None:
         """Record the metrics and the spans of a successful request.
@@ -314,7 +318,11 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         self._metrics.note_restart()
 
     def _start_worker(self, config: PoolingConfig) -> None:
-        """Start the worker process, and check that this model can serve the checkpoint's task."""
+        """Start the worker process, and check that this model can serve the checkpoint's task.
+
+        Raises:
+            EngineError: the worker cannot be started, or the checkpoint has another task.
+        """
         settings = self._settings
         program = ChildProgram(
             name="worker",
@@ -334,11 +342,15 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             ) from error
         self.processes = [worker]
         self._max_inputs = config.max_num_waiting or self.text_limit.queue_length
+        self._check_task(worker, config.model)
+
+    def _check_task(self, worker: SupervisedProcess, checkpoint: str) -> None:
+        """Stop the worker and raise an EngineError if this model cannot serve its task."""
         task = worker.child.info["task"]
         if task not in self.tasks:
             worker.stop()
             raise EngineError(
-                f"{self._variable_prefix}MODEL: the checkpoint {config.model} has the task "
+                f"{self._variable_prefix}MODEL: the checkpoint {checkpoint} has the task "
                 f"{task!r}, but the model {self.kind!r} needs a checkpoint for "
                 f"{' or '.join(self.tasks)}."
             )
@@ -366,13 +378,11 @@ class PoolingStub(SupervisedModel[PendingRequest]):
 def _fits_shared_memory(outputs: Tensors) -> bool:
     """Return whether output tensors fit into the free shared memory.
 
-    For small tensors, return True without checking the memory.
+    Triton server receives the outputs through shared memory. For small tensors, return True without
+    checking the memory.
     """
-    size = sum(
-        sum(map(len, array)) if array.dtype == object else array.nbytes
-        for array in outputs.values()
-    )
-    if size < _SMALL_BYTES:
+    num_bytes = sum(map(_num_bytes, outputs.values()))
+    if num_bytes < _SMALL_BYTES:
         return True
     try:
         shared_memory = os.statvfs("/dev/shm")
@@ -381,4 +391,11 @@ def _fits_shared_memory(outputs: Tensors) -> bool:
     free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
     # While the stub's memory pool grows, the pool needs space for its old content and for the
     # response.
-    return free_bytes > 2 * size + _POOL_STEP_BYTES
+    return free_bytes > 2 * num_bytes + _POOL_STEP_BYTES
+
+
+def _num_bytes(array: npt.NDArray[Any]) -> int:
+    """Return the number of bytes of a tensor. A STRING tensor is an array of byte strings."""
+    if array.dtype == object:
+        return sum(map(len, array))
+    return array.nbytes

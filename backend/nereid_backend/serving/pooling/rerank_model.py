@@ -36,18 +36,26 @@ class RerankModel(PoolingStub):
                 f"{names.PARTS}, or only {names.TEXTS} for a classifier, but it has "
                 f"{' and '.join(given) or 'none'}."
             )
+        document_tensor = given[1]
         queries = self.read_texts(request, names.QUERY, options)
-        documents: Sequence[str | bytes]
-        if given[1] == names.PARTS:
-            parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
-            documents = [decode_request.parse_document(part, at) for at, part in enumerate(parts)]
-        else:
-            documents = self.read_texts(request, names.DOCUMENTS, options)
+        documents = self._read_documents(request, document_tensor, options)
         if len(queries) == 1:
             inputs = [("document", document) for document in documents]
-            return Job(given[1], inputs, options, query=queries[0])
+            return Job(document_tensor, inputs, options, query=queries[0])
         pairs = decode_request.pair_queries(queries, documents)
-        return Job(given[1], [("pair", pair) for pair in pairs], options)
+        return Job(document_tensor, [("pair", pair) for pair in pairs], options)
+
+    def _read_documents(
+        self,
+        request: Any,  # noqa: ANN401
+        tensor_name: str,
+        options: dict[str, Any],
+    ) -> Sequence[str | bytes]:
+        """Return the documents of a request. A text is a str, and an image is bytes."""
+        if tensor_name == names.DOCUMENTS:
+            return self.read_texts(request, names.DOCUMENTS, options)
+        parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
+        return [decode_request.parse_document(part, index) for index, part in enumerate(parts)]
 
     def _classify_job(self, request: Any, options: dict[str, Any]) -> Job:  # noqa: ANN401
         """Convert a request to a job that classifies texts or their tokens.

@@ -154,11 +154,15 @@ class Choice:
         if self.is_finished:
             return None
         is_last = self._finish_reason is not None
-        if not is_last and not (self.context.stream and self._has_unsent_output):
+        can_stream = self.context.stream and self._has_unsent_output
+        if not is_last and not can_stream:
             return None
         unsent = self._unsent
+        text = unsent.text
+        if not self._has_sent_output:
+            text = self.context.prepend + text
         output = ChoiceOutput(
-            text=unsent.text if self._has_sent_output else self.context.prepend + unsent.text,
+            text=text,
             delta=self._build_delta(),
             finish_reason=self._finish_reason,
             cumulative_logprob=self._totals.cumulative_logprob,
@@ -190,11 +194,12 @@ class Choice:
             text.
         """
         text_ids = _without_stop_token(token_ids, ending)
-        if not (self.context.stop or self._message.reads_reasoning):
+        # The search for stop strings and the count of reasoning tokens need the text of each single
+        # token. Otherwise, decoding all tokens together is faster.
+        needs_single_tokens = self.context.stop or self._message.reads_reasoning
+        if not needs_single_tokens:
             self._add_text(self._detokenizer.feed(text_ids))
             return len(token_ids)
-        # Tokens are decoded one by one, because the search for stop strings and the count of
-        # reasoning tokens need the text of each single token.
         for index, token_id in enumerate(text_ids):
             can_stop = self._totals.num_tokens + index >= self.context.min_tokens
             self._add_text_of_token(token_id, can_stop=can_stop)
@@ -265,12 +270,22 @@ class Choice:
             self._finish_reason = "tool_calls"
 
     def _build_delta(self) -> dict[str, Any]:
-        """Convert the unsent output to the JSON object of the output `delta`."""
+        """Convert the unsent output to the JSON object of the output `delta`.
+
+        Example of the last delta: `{"content": "Hi", "cumulative_logprob": -0.5, "finish_reason":
+        "stop", "usage": {...}}`.
+
+        Raises:
+            EngineError: the message is complete, and does not match a strict schema of the request.
+        """
         message = self._message.take()
         if self._checked_message is not None:
             self._checked_message.add(message)
+        delta: dict[str, Any] = {}
         # The index 0 is omitted, so that the deltas of requests with only one choice are shorter.
-        delta = ({"index": self._index} if self._index else {}) | message
+        if self._index:
+            delta["index"] = self._index
+        delta |= message
         unsent = self._unsent
         if unsent.logprobs:
             delta["logprobs"] = [openai_entry(row, self._token_texts) for row in unsent.logprobs]

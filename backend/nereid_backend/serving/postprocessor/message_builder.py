@@ -72,24 +72,21 @@ class ParsedMessage:
             context: the data of the request that the postprocessor needs. Here, the tools, the end
                 of the prompt, and the options for reasoning and tool calls are used.
         """
-        fmt = _adapt_format(fmt, context)
+        adapted = _adapt_format(fmt, context)
         tools = [dict(tool) for tool in context.tools]
         if not context.reads_calls:
             tools = [_UNCALLABLE_TOOL]
-        # Only a format with the layout `Sections` has markers around the reasoning. In the layout
-        # `Messages`, the reasoning is a separate message.
-        reasoning = fmt.layout.reasoning if isinstance(fmt.layout, Sections) else None
-        self._parser = StreamParser(fmt, tools=tools, prompt=context.prompt)
+        self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self._context = context
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
         self.has_calls = False
-        self.reads_reasoning = reasoning is not None or not isinstance(fmt.layout, Sections)
+        self.reads_reasoning = _has_reasoning(adapted)
         # Some prompts end with the opening marker of the reasoning. If the reasoning of such a
         # request stays in the content, the parser adds this marker to the beginning of the content.
         # The model did not generate the marker, so `_add` removes the marker from the content.
         is_opened_by_prompt = self.is_reasoning and not context.separate_reasoning
-        self._added_marker = reasoning.open.strip() if reasoning and is_opened_by_prompt else ""
+        self._added_marker = _opening_marker(adapted) if is_opened_by_prompt else ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -122,7 +119,11 @@ class ParsedMessage:
         return delta
 
     def _add(self, events: Iterable[Event]) -> None:
-        """Add the parser's events to the fields of the next delta."""
+        """Add the parser's events to the fields of the next delta.
+
+        If `separate_reasoning` is False, reasoning becomes content. If `include_reasoning` is
+        False, reasoning is dropped.
+        """
         for event in events:
             match event:
                 case ReasoningDelta(text) if self._context.separate_reasoning:
@@ -147,6 +148,23 @@ class ParsedMessage:
 
 
 Message = PlainMessage | ParsedMessage
+
+
+def _has_reasoning(fmt: Format) -> bool:
+    """Return whether a chat format separates reasoning from content.
+
+    A format with the layout `Sections` can have markers around the reasoning. In the other layout,
+    `Messages`, the reasoning is always a separate message.
+    """
+    return not isinstance(fmt.layout, Sections) or fmt.layout.reasoning is not None
+
+
+def _opening_marker(fmt: Format) -> str:
+    """Return the marker before the reasoning, such as "<think>"; "" if the format has no marker."""
+    layout = fmt.layout
+    if not isinstance(layout, Sections) or layout.reasoning is None:
+        return ""
+    return layout.reasoning.open.strip()
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:

@@ -59,7 +59,11 @@ class PostprocessorModel:
         self._streams = OpenStreams()
 
     def execute(self, requests: list[Any]) -> None:
-        """Process the steps in `requests` in order, and send the responses."""
+        """Process the steps in `requests` in order, and send the responses.
+
+        A step is a message of the executor with new tokens. All steps of the same client request
+        belong to one stream.
+        """
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -77,10 +81,14 @@ class PostprocessorModel:
         self._tracing.close()
 
     def _step(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
-        """Process one step, and return the response, or None if there is no output."""
+        """Process one step, and return the response, or None if there is no output.
+
+        The executor learns from the feedback memory that the step was processed.
+        """
         state = self._read_state(request)
         if self._streams.is_late(state):
-            # The stream of the step has ended, and another stream already uses the slot.
+            # The stream of the step has ended, and another stream already uses the slot. A slot is
+            # the place of a stream in the feedback memory.
             return None
         self._feedback.report(state.slot, state.serial, state.step)
         try:
@@ -114,24 +122,40 @@ class PostprocessorModel:
         choices.add(state)
         if state.is_last:
             self._streams.remove(state)
-            self._tracing.record(
-                "nereid.parse",
-                choices.context.traceparent,
-                choices.opened_at,
-                time.monotonic(),
-                nereid__busy_seconds=choices.parsing_s,
-            )
+            self._record_span(choices)
         else:
             self._check_cancel(choices, state, request)
-            if not choices.is_cancelled:
-                for slot in choices.stopped_slots():
-                    self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
+            self._signal_stop_strings(choices, state)
         reply = self._reply(choices, choices.take_outputs(is_last=state.is_last))
         return self._keepalive(choices) if reply is None else reply
 
+    def _record_span(self, choices: Choices) -> None:
+        """Record the span of a stream that has just ended."""
+        self._tracing.record(
+            "nereid.parse",
+            choices.context.traceparent,
+            choices.opened_at,
+            time.monotonic(),
+            nereid__busy_seconds=choices.parsing_s,
+        )
+
+    def _signal_stop_strings(self, choices: Choices, state: StepState) -> None:
+        """Send a signal to the executor for each choice that has reached a stop string.
+
+        The executor then ends the sequence of the choice.
+        """
+        if choices.is_cancelled:
+            return  # The executor ends all sequences.
+        for slot in choices.stopped_slots():
+            self._feedback.raise_signal(slot, state.serial, Signal.STOP_STRING)
+
     def _keepalive(self, choices: Choices) -> Any:  # noqa: ANN401 - the server's own types
-        """Return an empty response if no response was sent for keepalive_ms, otherwise None."""
-        if not (self._keepalive_s and choices.context.stream):
+        """Return an empty response if no response was sent for keepalive_ms, otherwise None.
+
+        Triton's HTTP endpoint detects a disconnected client only when it sends a response.
+        """
+        has_keepalives = self._keepalive_s and choices.context.stream
+        if not has_keepalives:
             return None
         now = time.monotonic()
         if now - choices.last_response_at < self._keepalive_s:
@@ -147,15 +171,17 @@ class PostprocessorModel:
     def _check_cancel(self, choices: Choices, state: StepState, request: Any) -> None:  # noqa: ANN401
         """Check whether the client has cancelled, if a check is due.
 
-        If the client has cancelled, send a signal to the executor.
+        If the client has cancelled, send a signal to the executor. The time between two checks of a
+        stream grows with the number of streams, because each check is a round trip to the server.
         """
         now = time.monotonic()
         interval_s = max(_CANCEL_CHECK_S, len(self._streams) / _CANCEL_CHECKS_PER_SECOND)
-        if now - choices.last_cancel_check_at > interval_s:
-            choices.last_cancel_check_at = now
-            if request.is_cancelled():
-                choices.is_cancelled = True
-                self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
+        if now - choices.last_cancel_check_at <= interval_s:
+            return
+        choices.last_cancel_check_at = now
+        if request.is_cancelled():
+            choices.is_cancelled = True
+            self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
     def _open(self, state: StepState) -> None:
         """Open the stream that begins with the step `state`.
@@ -232,7 +258,8 @@ class PostprocessorModel:
         """
         if name == tensor_names.FINISH_REASON:
             reasons = [output.finish_reason or "" for output in outputs]
-            return tensors.strings(*(reasons if any(reasons) else ()))
+            has_ended_choice = any(reasons)
+            return tensors.strings(*reasons) if has_ended_choice else tensors.strings()
         if name == tensor_names.LOGPROBS:
             return tensors.json_strings(*(self._logprob_entries(output) for output in outputs))
         if name == tensor_names.CUMULATIVE_LOGPROB:

@@ -24,32 +24,40 @@ def strict_check(context: StreamContext) -> Check | None:
     Raises:
         RequestError: the field `strict_schema` of `context` is not JSON.
     """
-    schemas = {}
-    if context.reads_calls:
-        schemas = {
-            tool["function"]["name"]: tool["function"].get("parameters") or {}
-            for tool in context.tools
-            if _is_strict(tool)
-        }
-    if not context.strict_schema and not schemas:
+    tool_schemas = _strict_tool_schemas(context)
+    if not context.strict_schema and not tool_schemas:
         return None
-    try:
-        content_schema = json.loads(context.strict_schema or "null")
-    except ValueError as error:
-        raise RequestError(
-            f"envelope: the JSON schema of the answer, in the message from the tokenizer, is not "
-            f"valid JSON: {error}."
-        ) from None
+    content_schema = _parse_schema(context.strict_schema) if context.strict_schema else None
 
     def check(message: Mapping[str, Any]) -> None:
         """Raise an EngineError if the content or a tool call does not match its schema."""
         if context.strict_schema and not message["calls"]:
             _validate("response_format", message["content"], content_schema)
         for call in message["calls"]:
-            if call["name"] in schemas:
-                _validate(f"tools: {call['name']}", call["arguments"], schemas[call["name"]])
+            name = call["name"]
+            if name in tool_schemas:
+                _validate(f"tools: {name}", call["arguments"], tool_schemas[name])
 
     return check
+
+
+def _strict_tool_schemas(context: StreamContext) -> dict[str, Any]:
+    """Return the JSON schema of the arguments of each strict tool, by the name of the tool."""
+    if not context.reads_calls:
+        return {}
+    functions = [tool["function"] for tool in context.tools if _is_strict(tool)]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+def _parse_schema(text: str) -> Any:  # noqa: ANN401 - any JSON schema
+    """Parse the JSON text of a schema in the message from the tokenizer."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RequestError(
+            f"envelope: the JSON schema of the answer, in the message from the tokenizer, is not "
+            f"valid JSON: {error}."
+        ) from None
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:

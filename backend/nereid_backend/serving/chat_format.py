@@ -6,6 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import nereid_parsers
 from nereid_parsers import LENIENT, STRICT, Format, NereidParsersError, get_format
@@ -31,6 +32,9 @@ def choose_format(
     settings: ServingSettings, report: Callable[[str], None] = tensors.progress
 ) -> Format | None:
     """Return the chat format of a checkpoint; None if the checkpoint's output is plain text.
+
+    A chat format describes how the model writes reasoning and tool calls, for example with the
+    markers <think> and </think> around the reasoning.
 
     Args:
         settings: the settings model, chat_template, reasoning_parser, tool_parser and
@@ -89,14 +93,11 @@ def _derive_format(
     try:
         folder = cache_folder() / "chat-formats"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / _fingerprint(model, template, reasoning, tools)).open("a+b") as file:
+        path = folder / _fingerprint(model, template, reasoning, tools)
+        with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            try:
-                result: tuple[Format, str] = pickle.load(file)
-            except (EOFError, pickle.UnpicklingError):
-                # The file is empty or incomplete. Either this process has just created the file, or
-                # an earlier process was killed while writing to the file.
+            result = _load_result(file)
+            if result is None:
                 result = _analyse(model, template, reasoning, tools)
                 file.truncate(0)
                 file.write(pickle.dumps(result))
@@ -104,6 +105,20 @@ def _derive_format(
     except (OSError, RuntimeError):
         # The cache is not usable: the home folder is unknown, or the cache folder is not writable.
         return _analyse(model, template, reasoning, tools)
+
+
+def _load_result(file: BinaryIO) -> tuple[Format, str] | None:
+    """Read a chat format and its reason from a file of the cache; return None if there is none.
+
+    The file is empty or incomplete if this process has just created the file, or if an earlier
+    process was killed while writing to the file.
+    """
+    file.seek(0)
+    try:
+        result: tuple[Format, str] = pickle.load(file)
+    except (EOFError, pickle.UnpicklingError):
+        return None
+    return result
 
 
 def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> tuple[Format, str]:
@@ -130,7 +145,8 @@ def _fingerprint(model: Path, *settings: str | None) -> str:
     for pattern in _FORMAT_FILES:
         for path in sorted(model.glob(pattern)):
             digest.update(repr((path.name, path.read_bytes())).encode())
-    for path in sorted(Path(nereid_parsers.__file__).parent.rglob("*.py")):
+    code_folder = Path(nereid_parsers.__file__).parent
+    for path in sorted(code_folder.rglob("*.py")):
         status = path.stat()
         digest.update(repr((path.name, status.st_size, status.st_mtime_ns)).encode())
     return digest.hexdigest()

@@ -36,6 +36,7 @@ EXIT_WRONG_SETTINGS = 2
 # A sum of memory shares is rounded to this number of decimal places, because floating-point sums
 # are inexact. Example: 0.55 + 0.34 + 0.11 is 1.0000000000000002.
 _SHARE_DIGITS = 6
+_COMMENT_LINE = re.compile(r"^\s*#.*$", re.MULTILINE)
 # Matches one parameter of config.pbtxt, such as
 # parameters { key: "max_num_seqs" value: { string_value: "8" } }
 _PARAMETER = re.compile(
@@ -50,20 +51,25 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
     If several models report the same message, the message is returned only once.
     """
     checks: dict[str, Callable[[Mapping[str, str], Mapping[str, str]], object]] = {
-        **dict.fromkeys(("tokenizer", "executor", "postprocessor"), _check_language_model),
-        **{kind: partial(read_pooling_settings, kind) for kind in (EMBEDDING, RERANK)},
+        "tokenizer": _check_language_model,
+        "executor": _check_language_model,
+        "postprocessor": _check_language_model,
+        EMBEDDING: partial(read_pooling_settings, EMBEDDING),
+        RERANK: partial(read_pooling_settings, RERANK),
     }
     problems: list[str] = []
     for model, check in checks.items():
         path = repository / model / "config.pbtxt"
-        if path.is_file():
-            try:
-                check(_arguments(path), environ)
-            except ConfigError as error:
-                problems.append(str(error))
+        if not path.is_file():
+            continue  # The repository does not serve this model.
+        try:
+            check(_arguments(path), environ)
+        except ConfigError as error:
+            problems.append(str(error))
     if not problems:
         problems += _find_full_gpus(repository, environ)
-    return list(dict.fromkeys(problems))
+    without_duplicates = dict.fromkeys(problems)
+    return list(without_duplicates)
 
 
 def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
@@ -75,6 +81,7 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
     shares: dict[str, dict[str, float]] = defaultdict(dict)
     for setting, config in _read_configs(repository, environ).items():
         if config.device != "cpu":
+            # A device without a number, such as "cuda", is the first GPU.
             device = config.device if ":" in config.device else "cuda:0"
             shares[device][setting] = config.gpu_memory_utilization
     problems = []
@@ -100,13 +107,14 @@ def _read_configs(
     configs: dict[str, EngineConfig | PoolingConfig] = {}
     path = repository / "executor" / "config.pbtxt"
     if path.is_file():
-        configs["gpu_memory_utilization"] = read_settings(_arguments(path), environ)[1]
+        _, engine_config = read_settings(_arguments(path), environ)
+        configs["gpu_memory_utilization"] = engine_config
     for kind in (EMBEDDING, RERANK):
         path = repository / kind / "config.pbtxt"
         if path.is_file():
-            config = read_pooling_settings(kind, _arguments(path), environ)[1]
-            if config is not None:
-                configs[f"{kind}_gpu_memory_utilization"] = config
+            _, pooling_config = read_pooling_settings(kind, _arguments(path), environ)
+            if pooling_config is not None:
+                configs[f"{kind}_gpu_memory_utilization"] = pooling_config
     return configs
 
 
@@ -116,8 +124,9 @@ def _arguments(path: Path) -> dict[str, str]:
     Triton server also passes other arguments to `initialize`, but no setting depends on those
     arguments.
     """
-    text = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    parameters = {key: {"string_value": value} for key, value in _PARAMETER.findall(text)}
+    text_without_comments = _COMMENT_LINE.sub("", path.read_text(encoding="utf-8"))
+    pairs = _PARAMETER.findall(text_without_comments)
+    parameters = {key: {"string_value": value} for key, value in pairs}
     return {
         "model_config": json.dumps({"parameters": parameters}),
         "model_repository": str(path.parent.absolute()),

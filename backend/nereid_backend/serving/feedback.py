@@ -65,6 +65,11 @@ class FeedbackReader:
     """
 
     def __init__(self, num_slots: int) -> None:
+        """Create the memory, with one slot for each of `num_slots` sequences.
+
+        The memory begins with a random key. The executor signs its messages with the key, and the
+        postprocessor reads the key to check the signatures.
+        """
         # The random part of the name prevents clients from guessing the name. The postprocessor
         # reads the real name of the file from the kernel (/proc), and accepts only a name of this
         # form.
@@ -229,19 +234,20 @@ def _map_memory(address: str) -> memoryview:
     # Opening a device file can have side effects. Therefore O_PATH first creates a reference to the
     # file without opening the file. The file is checked, and only then opened. The path `link`
     # stays valid even if the executor closes the file before it is opened.
-    identified = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+    reference = os.open(f"/proc/{process}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
-        link = f"/proc/self/fd/{identified}"
-        is_own = os.fstat(identified).st_uid == os.geteuid()
-        if not is_own or os.readlink(link) != f"/memfd:{name} (deleted)":
+        link = f"/proc/self/fd/{reference}"
+        is_own = os.fstat(reference).st_uid == os.geteuid()
+        has_name = os.readlink(link) == f"/memfd:{name} (deleted)"
+        if not (is_own and has_name):
             raise _address_error("the file is not the shared memory of an executor")
-        opened = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+        memory_file = os.open(link, os.O_RDWR | os.O_CLOEXEC)
     finally:
-        os.close(identified)
+        os.close(reference)
     try:
-        return memoryview(mmap.mmap(opened, 0))
+        return memoryview(mmap.mmap(memory_file, 0))
     finally:
-        os.close(opened)
+        os.close(memory_file)
 
 
 def _signature(key: bytes, state: bytes) -> bytes:

@@ -162,7 +162,7 @@ _POOLING_NAMES = setting_names(PoolingServing, PoolingConfig)
 def read_settings(
     args: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> tuple[ServingSettings, EngineConfig]:
-    """Return the settings of the language model.
+    """Return the settings of the language model: those of the Triton models and of the engine.
 
     Args:
         args: the arguments of the model's `initialize`. "model_config" is JSON text, and
@@ -214,13 +214,13 @@ def _parameters(args: Mapping[str, str]) -> dict[str, str]:
     A relative path of the checkpoint is relative to the repository. It is converted to an absolute
     path.
     """
-    entries = json.loads(args["model_config"]).get("parameters", {})
-    texts = {name: value.get("string_value", "").strip() for name, value in entries.items()}
-    texts = {name: text for name, text in texts.items() if text}
-    if "model" in texts:
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    texts = {name: value.get("string_value", "").strip() for name, value in parameters.items()}
+    nonempty = {name: text for name, text in texts.items() if text}
+    if "model" in nonempty:
         repository = Path(args["model_repository"]).parent
-        texts["model"] = str((repository / texts["model"]).resolve())
-    return texts
+        nonempty["model"] = str((repository / nonempty["model"]).resolve())
+    return nonempty
 
 
 def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:

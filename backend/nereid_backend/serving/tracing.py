@@ -69,14 +69,14 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         propagator = TraceContextTextMapPropagator()
-        facts = {key.replace("__", "."): value for key, value in attributes.items()}
+        dotted_attributes = {key.replace("__", "."): value for key, value in attributes.items()}
         # OpenTelemetry needs the time since 1970, in nanoseconds.
         epoch_s = time.time() - time.monotonic()
         span = self._tracer.start_span(
             name,
             propagator.extract({TRACEPARENT: parent}),
             start_time=int((epoch_s + start) * _NS_PER_S),
-            attributes={**facts, "nereid.model": self._model_name},
+            attributes={**dotted_attributes, "nereid.model": self._model_name},
         )
         span.end(int((epoch_s + max(end, start)) * _NS_PER_S))
         carrier: dict[str, str] = {}

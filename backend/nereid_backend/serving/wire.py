@@ -242,7 +242,9 @@ class SequenceDelta:
 
     def row(self) -> tuple[Any, ...]:
         """Return the fields as a tuple of values that msgpack can pack."""
-        ending = self.ending and (self.ending.finish_reason, self.ending.stop_reason)
+        ending = None
+        if self.ending is not None:
+            ending = (self.ending.finish_reason, self.ending.stop_reason)
         return (
             self.index,
             self.token_ids,

@@ -67,16 +67,11 @@ class HangWatch:
                 can take minutes. So the limit is ten times as long for a process that uses the CPU.
                 A process with a GPU can use the CPU while it only waits, so its CPU use is ignored.
         """
-        now = self._clock()
-        passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
-        self._last_checked = now
-        self.silent_s = self.silent_s + passed_s if is_working else 0.0
+        self._measure_silence(is_working=is_working)
         limit_s = self._limit_s
-        if not limit_s:
-            return False
         # The CPU time is measured only after half of `limit_s` has passed without a message.
         measuring_from_s = limit_s / 2
-        if self.silent_s <= measuring_from_s:
+        if not limit_s or self.silent_s <= measuring_from_s:
             self._cpu_before_s = None
             return False
         if self._cpu_before_s is None:
@@ -90,6 +85,13 @@ class HangWatch:
         measured_s = self.silent_s - measuring_from_s
         is_busy = used_s > _MIN_CPU_LOAD * measured_s
         return not is_busy
+
+    def _measure_silence(self, *, is_working: bool) -> None:
+        """Add the time since the last call to `silent_s`. Without work, set `silent_s` to 0."""
+        now = self._clock()
+        passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
+        self._last_checked = now
+        self.silent_s = self.silent_s + passed_s if is_working else 0.0
 
 
 def cpu_seconds(pid: int) -> float:

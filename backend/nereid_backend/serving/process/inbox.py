@@ -35,8 +35,9 @@ class Inbox:
                 returned.
         """
         messages: list[Any] = []
+        can_wait = timeout_s != 0
         try:
-            batch = self._batches.get(timeout_s != 0, timeout_s)
+            batch = self._batches.get(block=can_wait, timeout=timeout_s)
             while batch is not None:
                 messages += batch
                 batch = self._batches.get_nowait()

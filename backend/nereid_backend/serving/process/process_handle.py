@@ -184,23 +184,37 @@ class ChildProcess:
         return messages
 
     def stop(self) -> None:
-        """End the process: send the message "stop", then SIGTERM, then SIGKILL."""
+        """End the process: send the message "stop", then SIGTERM, then SIGKILL.
+
+        SIGTERM and SIGKILL are sent only to a process that does not end within a time limit.
+        """
         self.send(["stop"])
         self._outbox.finish()
-        for number in (None, signal.SIGTERM, signal.SIGKILL):
-            if number is not None:
+        has_ended = self._wait_for_end()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not has_ended:
                 self._process.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_TIMEOUT_S)
-                break
+                has_ended = self._wait_for_end()
         self._channel.close()
         self._outbox.join(_STOP_TIMEOUT_S)
 
+    def _wait_for_end(self) -> bool:
+        """Wait until the process ends, for a limited time. Return whether the process has ended."""
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def _await_ready(self, progress: Callable[[str], None], meanwhile: Callable[[], None]) -> None:
-        """Wait for the message "ready". Raise an EngineError if loading fails or takes too long."""
+        """Wait for the message "ready". Raise an EngineError if loading fails or takes too long.
+
+        The docstring of `start` describes the arguments.
+        """
         started = time.monotonic()
         limit = self._program.start_timeout
-        while time.monotonic() < started + limit.value:
+        deadline = started + limit.value
+        while time.monotonic() < deadline:
             meanwhile()
             for kind, *rest in self.receive(_START_POLL_S, is_working=False):
                 if kind == "progress":
@@ -240,5 +254,6 @@ def refusal_error(kind: str, message: str) -> NereidError:
             EngineError.
         message: the error's text.
     """
-    classes = {one.__name__: one for one in (CapacityError, RequestError)}
-    return classes.get(kind, EngineError)(message)
+    error_classes = {"CapacityError": CapacityError, "RequestError": RequestError}
+    error_class = error_classes.get(kind, EngineError)
+    return error_class(message)

@@ -69,6 +69,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
     log_prefix = ""
 
     def __init__(self) -> None:
+        """Initialise the state of a model without requests. `start_loop` starts the thread."""
         self.processes: list[SupervisedProcess] = []
         self.requests: dict[str, RequestT] = {}
         # Maps the id of each request in `requests` to the process that computes the request.
@@ -317,7 +318,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
             self.requests[request_id] = request
             self._owners[request_id] = process
             process.num_requests += 1
-            if not process.is_running or process.child is not child:
+            has_died = not process.is_running or process.child is not child
+            if has_died:
                 assert process.error is not None, "the process has died"
                 self.end(request, process.error)
         for sender, result in _drain(self._results):

@@ -74,10 +74,10 @@ class SupervisedProcess:
         self._restarting.start()
 
     def has_restarted(self) -> bool:
-        """If a restart has completed, use the new process.
+        """Return whether the process has been restarted since the last call.
 
-        After each successful restart, the first call returns True. All other calls return False. If
-        the restart has failed, set `has_given_up`.
+        Mutates: after a successful restart, `child` is the new process. If the restart has failed,
+        `has_given_up` is set, and the process is not restarted again.
         """
         if self._restarting is None or self._restarting.is_alive():
             return False
@@ -85,7 +85,8 @@ class SupervisedProcess:
         if self._replacement is None:
             self.has_given_up = True
             return False
-        self.child, self._replacement = self._replacement, None
+        self.child = self._replacement
+        self._replacement = None
         self.num_restarts += 1
         self.is_running = True
         return True

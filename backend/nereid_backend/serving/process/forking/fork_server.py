@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nereid_backend.fast_imports import importing
 
@@ -47,6 +47,9 @@ _CREDENTIALS = struct.Struct("3i")
 _FILES_OF_REQUEST = 4
 # The time limit is short, because a stub sends its request immediately after it has connected.
 _RECEIVE_TIMEOUT_S = 5.0
+_STDOUT, _STDERR = 1, 2  # file descriptors
+_WAKE_BYTES = 4096
+_ANY_CHILD = -1  # an argument of os.waitpid
 # Selects the fields arg_start and arg_end of /proc/self/stat. The field after the program name has
 # the index 0.
 _ARGUMENTS = slice(45, 47)
@@ -166,7 +169,11 @@ class ForkServer:
         return pid
 
     def _run_as_child(self, request: Request) -> NoReturn:
-        """Run the module of a request in this forked process, then exit."""
+        """Run the module of a request in this forked process, then exit.
+
+        First undo what this process has inherited from the fork server: the signal handlers, the
+        open sockets and the environment variables.
+        """
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -191,19 +198,24 @@ class ForkServer:
 
     def _reap(self) -> None:
         """Send the exit code of each ended child process to its stub."""
+        # Read all bytes with which ended child processes have woken the selector.
         with contextlib.suppress(BlockingIOError):
-            while self._wake.recv(4096):
+            while self._wake.recv(_WAKE_BYTES):
                 pass
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ChildProcessError):  # No child process is left.
             while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(_ANY_CHILD, os.WNOHANG)
                 if pid == 0:
                     return  # The other child processes still run.
                 self._send(pid, os.waitstatus_to_exitcode(status))
-                connection = self._connections.pop(pid)
-                with contextlib.suppress(KeyError):  # The stub has closed the connection.
-                    self._selector.unregister(connection)
-                connection.close()
+                self._close_connection(pid)
+
+    def _close_connection(self, pid: int) -> None:
+        """Close the connection to the stub of a child process that has ended."""
+        connection = self._connections.pop(pid)
+        with contextlib.suppress(KeyError):  # The stub has closed the connection.
+            self._selector.unregister(connection)
+        connection.close()
 
     def _send(self, pid: int, number: int) -> None:
         """Send a number to the stub of a child process. Do nothing if the stub has died."""
@@ -224,25 +236,30 @@ def _receive(connection: socket.socket) -> Request | None:
     If the request is incomplete, close all its files and return None.
     """
     descriptors: list[int] = []
-    request = None
     try:
         connection.settimeout(_RECEIVE_TIMEOUT_S)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
         if len(descriptors) != _FILES_OF_REQUEST:
             raise ValueError(f"{len(descriptors)} files arrived instead of {_FILES_OF_REQUEST}")
         json_descriptor, *child_descriptors = descriptors
-        with open(json_descriptor, "rb", closefd=False) as json_file:
-            # The stub and this process share the file position. The position is at the end, because
-            # the stub has written the file.
-            json_file.seek(0)
-            fields = json.load(json_file)
+        fields = _read_json(json_descriptor)
         request = Request(connection=connection, files=child_descriptors, **fields)
     except (OSError, ValueError, TypeError) as error:
         log.debug("the fork server received an incomplete request: %s", error)
-    unused = descriptors if request is None else [json_descriptor]
-    for descriptor in unused:
-        os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    os.close(json_descriptor)
     return request
+
+
+def _read_json(descriptor: int) -> Any:  # noqa: ANN401 - any JSON value
+    """Parse the content of an open JSON file. The file stays open."""
+    with open(descriptor, "rb", closefd=False) as json_file:
+        # The stub and this process share the file position. The position is at the end, because the
+        # stub has written the file.
+        json_file.seek(0)
+        return json.load(json_file)
 
 
 def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
@@ -275,14 +292,18 @@ def _relevant_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run_module(request: Request) -> None:
-    """Run the requested module in this process, as `python -m` would run it."""
+    """Run the requested module in this process, as `python -m` would run it.
+
+    This forked process first gets the environment, the folder, the output files and the command
+    line of the request.
+    """
     os.environ.update(request.environment)
     os.chdir(request.folder)
     channel, output, errors = request.files
-    for file, number in ((output, 1), (errors, 2)):
-        os.dup2(file, number)
+    for file, standard_file in ((output, _STDOUT), (errors, _STDERR)):
+        os.dup2(file, standard_file)
         os.close(file)
-    arguments = [one.format(fd=channel) for one in request.arguments]
+    arguments = [argument.format(fd=channel) for argument in request.arguments]
     _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]
     gc.enable()
@@ -296,18 +317,26 @@ def _set_command_line(command: list[str]) -> None:
     shorter command line is padded with spaces.
     """
     with contextlib.suppress(OSError, ValueError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = map(int, fields[_ARGUMENTS])
-        size = end - start
-        text = "\0".join(command).encode(errors="replace")[: size - 1]
-        ctypes.memmove(start, text.ljust(size - 1) + b"\0", size)
+        status = Path("/proc/self/stat").read_text()
+        _, _, status_after_name = status.rpartition(")")
+        first_address, end_address = map(int, status_after_name.split()[_ARGUMENTS])
+        num_bytes = end_address - first_address
+        # The last byte must be a null byte.
+        max_text_bytes = num_bytes - 1
+        text = "\0".join(command).encode(errors="replace")[:max_text_bytes]
+        ctypes.memmove(first_address, text.ljust(max_text_bytes) + b"\0", num_bytes)
 
 
 def _reason_against_forks() -> str | None:
-    """Return the reason why this process cannot be forked safely; None if it can be forked."""
+    """Return the reason why this process cannot be forked safely; None if it can be forked.
+
+    A forked process has only one thread. If another thread of its parent owns a lock during the
+    fork, the forked process can wait for this lock forever.
+    """
     # Fork once before the threads are counted: numpy uses OpenBLAS, and OpenBLAS ends its own
     # threads before each fork.
-    if (pid := os.fork()) == 0:
+    pid = os.fork()
+    if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     if len(os.listdir("/proc/self/task")) > 1:
@@ -319,9 +348,13 @@ def _reason_against_forks() -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    """Import the modules, and then serve requests.
+    """Import the modules, and then serve requests for child processes that need these modules.
 
     Return an exit code only if an imported module makes forks unsafe.
+
+    Args:
+        argv: the name of the program, the file descriptor of the listening socket, and the names of
+            the modules.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(argv[1]))
@@ -330,7 +363,8 @@ def main(argv: list[str]) -> int:
         for module in argv[2:]:
             importlib.import_module(module)
     gc.disable()  # garbage collection would copy memory pages that all processes share
-    if reason := _reason_against_forks():
+    reason = _reason_against_forks()
+    if reason is not None:
         log.warning("the fork server ends, because %s", reason)
         return 1
     ForkServer(listener, environment).run()

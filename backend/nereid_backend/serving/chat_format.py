@@ -61,11 +61,13 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     names a format.
     """
     reasoning, tools = settings.reasoning_parser, settings.tool_parser
-    if NO_FORMAT not in (reasoning, tools):
+    is_turned_off = NO_FORMAT in (reasoning, tools)
+    if not is_turned_off:
         template = read_chat_template(settings)
         fmt, reason = _derive_format(Path(settings.model), template, reasoning, tools)
         report(f"chat format: {reason}")
         return fmt
+    # At most one of the two settings names a format.
     if reasoning not in (NO_FORMAT, ""):
         return get_format(reasoning=reasoning)
     if tools not in (NO_FORMAT, ""):

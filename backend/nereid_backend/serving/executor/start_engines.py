@@ -28,6 +28,8 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
                 pool.submit(_start_engine, settings, config, index)
                 for index in range(1, config.data_parallel_size)
             ]
+        # The pool has waited for all processes. Collect the started processes first, so that they
+        # are stopped if another process could not be started.
         for future in futures:
             if future.exception() is None:
                 processes.append(future.result())

@@ -115,7 +115,9 @@ class Sequence:
         # update. This sum is used for every token of the update.
         self.cumulative_logprobs += [update.cumulative_logprob] * len(update.new_token_ids)
         if update.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + update.logprobs
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += update.logprobs
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)

@@ -175,13 +175,17 @@ class ChildProcess:
         if self._hang_watch.is_hanging(is_working=is_working, is_on_cpu=is_on_cpu):
             self._process.kill()
             self._process.wait(_KILL_TIMEOUT_S)
-            limit = self._program.hang_timeout
-            raise EngineDiedError(
-                f"the {self._program.name} process was killed, because it sent no message for "
-                f"{self._hang_watch.silent_s:.0f} s during one step. The limit is {limit.value} s "
-                f"({limit.setting})."
-            )
+            raise self._hang_error()
         return messages
+
+    def _hang_error(self) -> EngineDiedError:
+        """Return the error for a process that was killed because it hung."""
+        limit = self._program.hang_timeout
+        return EngineDiedError(
+            f"the {self._program.name} process was killed, because it sent no message for "
+            f"{self._hang_watch.silent_s:.0f} s during one step. The limit is {limit.value} s "
+            f"({limit.setting})."
+        )
 
     def stop(self) -> None:
         """End the process: send the message "stop", then SIGTERM, then SIGKILL.

@@ -245,7 +245,11 @@ class SupervisedModel(ABC, Generic[RequestT]):
     # Only the loop's thread calls the methods below.
 
     def _loop(self) -> None:
-        """Receive messages and serve the requests, until `finalize` is called."""
+        """Receive messages and serve the requests, until `finalize` is called.
+
+        Each round receives the messages of the child processes, adds new requests, handles the
+        messages, and sends the responses that are due.
+        """
         wait_s = 0.0
         while not self._stopping.is_set():
             try:

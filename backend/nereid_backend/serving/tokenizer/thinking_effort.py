@@ -53,21 +53,12 @@ def read_template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, An
             "chat_template_kwargs: the value must be an object, but the request has "
             f"{shown(given)}."
         )
-    variables = _effort_variables(body.get(_EFFORT), template)
-    variables |= _thinking_variables(body.get("thinking"), template)
-    documents = body.get("documents")
-    if documents is not None:
-        if not isinstance(documents, list):
-            raise RequestError(
-                f"documents: the value must be a list, but the request has {shown(documents)}."
-            )
-        if not has_variable(template, "documents"):
-            raise RequestError(
-                "documents: this checkpoint's chat template does not read documents. Put their "
-                "text into the messages."
-            )
-        variables["documents"] = documents
-    return variables | dict(given)
+    return {
+        **_effort_variables(body.get(_EFFORT), template),
+        **_thinking_variables(body.get("thinking"), template),
+        **_document_variables(body.get("documents"), template),
+        **given,
+    }
 
 
 def has_variable(template: str, variable: str) -> bool:
@@ -167,7 +158,8 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
     """
     if effort is None:
         return {}
-    if not isinstance(effort, str) or not 0 < len(effort) <= _MAX_EFFORT_CHARS:
+    is_word = isinstance(effort, str) and 0 < len(effort) <= _MAX_EFFORT_CHARS
+    if not is_word:
         raise RequestError(
             f"{_EFFORT}: the value must be a word such as none, low or high, but the request has "
             f"{shown(effort)}."
@@ -207,6 +199,22 @@ def _thinking_variables(thinking: Any, template: str) -> dict[str, Any]:  # noqa
             "Leave the field out."
         )
     return dict.fromkeys(switches, kind != "disabled")
+
+
+def _document_variables(documents: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
+    """Return the template variable `documents`: the texts that the model may use for its answer."""
+    if documents is None:
+        return {}
+    if not isinstance(documents, list):
+        raise RequestError(
+            f"documents: the value must be a list, but the request has {shown(documents)}."
+        )
+    if not has_variable(template, "documents"):
+        raise RequestError(
+            "documents: this checkpoint's chat template does not read documents. Put their text "
+            "into the messages."
+        )
+    return {"documents": documents}
 
 
 def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:

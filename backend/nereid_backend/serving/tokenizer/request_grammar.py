@@ -70,19 +70,14 @@ def build_chat_grammar(
     after = gate.end.strip() if gate is not None and gate.is_open else ""
     if output is not None and not has_calls and _content_is_bare(fmt, gate):
         return _request_grammar(output, _build_spec(output, after))
-    parallel = fields.get("parallel_tool_calls")
-    if parallel is not None and not isinstance(parallel, bool):
-        raise RequestError(
-            "parallel_tool_calls: the value must be true or false, but the request has "
-            f"{shown(parallel)}."
-        )
+    allows_parallel_calls = _allows_parallel_calls(fields)
     tag = _with_request_field(
         output,
         lambda: fmt.structural_tag(
             tools,
             choice,
             None if output is None else output.form,
-            parallel_tool_calls=parallel is not False,
+            parallel_tool_calls=allows_parallel_calls,
             prompt=prompt,
             skip_reasoning=bool(after),
         ),
@@ -176,13 +171,35 @@ def _request_grammar(output: OutputFormat | None, spec: GrammarSpec) -> RequestG
     return RequestGrammar(spec, strict_schema, field)
 
 
+def _allows_parallel_calls(fields: Mapping[str, Any]) -> bool:
+    """Return whether one message may contain several tool calls. The default is True.
+
+    Raises:
+        RequestError: the field parallel_tool_calls is not a boolean.
+    """
+    parallel = fields.get("parallel_tool_calls")
+    if parallel is None:
+        return True
+    if not isinstance(parallel, bool):
+        raise RequestError(
+            "parallel_tool_calls: the value must be true or false, but the request has "
+            f"{shown(parallel)}."
+        )
+    return parallel
+
+
 def _check_tool_choice(choice: object) -> None:
-    """Raise a RequestError if `tool_choice` is neither a text nor an object with functions."""
+    """Raise a RequestError if `tool_choice` is neither a text nor an object with functions.
+
+    Examples of valid values: "auto", `{"type": "function", "function": {"name": "add"}}`, and
+    `{"type": "allowed_tools", "allowed_tools": {"tools": [...]}}`.
+    """
     if choice is None or isinstance(choice, str):
         return
-    allowed = choice.get("allowed_tools", choice) if isinstance(choice, Mapping) else None
-    tools = allowed.get("tools", []) if isinstance(allowed, Mapping) else None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+    object_with_list = choice.get("allowed_tools", choice) if isinstance(choice, Mapping) else None
+    tools = object_with_list.get("tools", []) if isinstance(object_with_list, Mapping) else None
+    is_list_of_tools = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    if not is_list_of_tools:
         raise RequestError(
             "tool_choice: the value must be auto, required, none or an object that names "
             f"functions, but the request has {shown(choice)}."

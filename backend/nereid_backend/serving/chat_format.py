@@ -128,7 +128,8 @@ def _analyse(model: Path, template: str | None, reasoning: str, tools: str) -> t
 
     The docstring of `_derive_format` describes the arguments and the result.
     """
-    # The module is imported only here, because the chat format is usually in the cache.
+    # The module is imported only here. It is usually not needed, because the cache usually contains
+    # the chat format.
     from nereid_parsers.template import format_for_checkpoint
 
     chosen = format_for_checkpoint(

@@ -99,15 +99,15 @@ class FeedbackReader:
         self._free.extend(slots)
 
     def consumed(self, slot: int, serial: int) -> int:
-        """Return the number of consumed steps of the stream `serial`."""
+        """Return the number of consumed steps of the stream with the serial number `serial`."""
         return self._value(_KEY_WORDS + slot * _WORDS, serial)
 
     def signal(self, slot: int, serial: int) -> Signal:
-        """Return the signal in `slot`; NONE if the signal belongs to an earlier stream."""
+        """Return the signal in `slot`; `NONE` if the signal belongs to an earlier stream."""
         return Signal(self._value(_KEY_WORDS + slot * _WORDS + 1, serial))
 
     def sign(self, state: bytes) -> bytes:
-        """Sign a step, and return the message to the postprocessor.
+        """Sign a step, and return the message that the postprocessor must get.
 
         Args:
             state: the packed StepState.
@@ -118,7 +118,7 @@ class FeedbackReader:
         return b"".join((self.address.encode(), b"\n", _signature(self._key, state), state))
 
     def _value(self, index: int, serial: int) -> int:
-        """Return the number that is stored for the stream `serial`; 0 if no number is stored.
+        """Return the number that is stored for one stream; 0 if no number is stored.
 
         The upper half of the word at `index` contains the serial number of a stream, and the lower
         half contains the number that is stored for this stream.
@@ -200,7 +200,7 @@ class FeedbackWriter:
             )
 
     def report(self, slot: int, serial: int, consumed: int) -> None:
-        """Store in `slot` how many steps of the stream `serial` were consumed.
+        """Store the number of consumed steps of the stream with the serial number `serial`.
 
         Raises:
             RequestError: the memory has no such slot.

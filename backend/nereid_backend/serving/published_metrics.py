@@ -69,7 +69,7 @@ class MetricFamilies:
         return CounterFamily(self._family(name, text, pb_utils.MetricFamily.COUNTER))
 
     def histogram(self, name: str, text: str) -> Any:  # noqa: ANN401 - the server's own type
-        """Return a family of Triton server's own histograms."""
+        """Create a metric family with Triton server's metric type `HISTOGRAM`."""
         return self._family(name, text, pb_utils.MetricFamily.HISTOGRAM)
 
     def histogram_counters(self, name: str, text: str, labels: Labels) -> "HistogramCounters":

@@ -25,11 +25,12 @@ from nereid_backend.settings_validation import (
 )
 
 _PREFIX = "NEREID_"
-# If `reasoning_parser` or `tool_parser` has this value, the parser is turned off.
+# In the settings `reasoning_parser` and `tool_parser`, the value `none` means that there is no
+# parser.
 NO_FORMAT = "none"
-# A file that contains the names of the OpenAI frontend's variables without the prefix. Each line
-# contains one name. The names are in a file, because this package must not import the frontend.
-# `make settings` writes the file.
+# This file contains the names of the OpenAI frontend's environment variables, without the prefix
+# `NEREID_`. Each line contains one name. The names are in a file, because this package must not
+# import the frontend. `make settings` writes the file.
 _FRONTEND_VARIABLES = Path(__file__).with_name("frontend_variables.txt")
 
 
@@ -152,8 +153,7 @@ class PoolingServing:
     requests to the model."""
 
 
-# With this value of the setting `model`, the Triton model has no checkpoint and rejects all
-# requests.
+# If the setting `model` is `none`, the Triton model has no checkpoint and rejects all requests.
 _NO_MODEL = "none"
 _LANGUAGE_MODEL_NAMES = setting_names(ServingSettings, EngineConfig)
 _POOLING_NAMES = setting_names(PoolingServing, PoolingConfig)
@@ -199,7 +199,7 @@ def read_pooling_settings(
     texts = _parameters(args)
     check_names(texts, _POOLING_NAMES, prefix=prefix)
     if "model" in texts and not Path(texts["model"]).is_dir():
-        # The default checkpoint of config.pbtxt may be absent.
+        # The checkpoint that config.pbtxt sets by default need not exist.
         del texts["model"]
     texts |= _variables(f"{_PREFIX}{prefix}".upper(), environ)
     serving = from_texts(PoolingServing, texts, prefix=prefix)

@@ -53,7 +53,7 @@ def optional_ids(request: Any, name: str) -> list[int] | None:  # noqa: ANN401 -
 
 
 def has_input(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether the optional input `name` is present and has at least one element."""
+    """Return whether the input with the name `name` is present and has at least one element."""
     values = optional_array(request, name)
     return values is not None and values.size > 0
 
@@ -66,7 +66,7 @@ def array(request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401 - the se
 
 
 def has_tensor(request: Any, name: str) -> bool:  # noqa: ANN401 - the server's own type
-    """Return whether the request has the optional input `name`. The input may be empty."""
+    """Return whether the request has an input with the name `name`. The input may be empty."""
     return pb_utils.get_input_tensor_by_name(request, name) is not None
 
 

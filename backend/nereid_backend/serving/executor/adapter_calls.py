@@ -106,7 +106,7 @@ class AdapterCalls:
         return requests
 
     def add(self, message: list[str], sender: Any, replicas: Iterable[int]) -> list[str]:  # noqa: ANN401
-        """Store an unanswered request, and return the message to the engine processes.
+        """Store an unanswered request, and return the message that the engine processes must get.
 
         Args:
             message: the message without its id, from `take_new`.
@@ -118,7 +118,7 @@ class AdapterCalls:
         return _with_id(message, call_id)
 
     def answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
-        """Record that an engine process has made a change.
+        """Record that an engine process has changed its adapters or weights.
 
         If all engine processes are done now, return the client's response. Otherwise, return None.
 
@@ -136,7 +136,7 @@ class AdapterCalls:
         return self._note_answer(call_id, change, replica)
 
     def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
-        """Record that an engine process has refused a change.
+        """Record that an engine process has refused to change its adapters or weights.
 
         The docstring of `answer` describes the result.
         """
@@ -226,7 +226,7 @@ class AdapterCalls:
 
 
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
-    """Build the message to the engine processes from the parameters of a request.
+    """Convert the parameters of a request to a message for the engine processes.
 
     The message has no id yet. If the request lists the adapters, return None. Example: the
     parameters load_lora="a" and lora_path="/path" return `["load_lora", "a", "/path"]`.

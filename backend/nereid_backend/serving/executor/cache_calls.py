@@ -85,7 +85,7 @@ class CacheCalls:
         return requests
 
     def add(self, message: list[Any], sender: Any, replicas: Iterable[int]) -> list[Any]:  # noqa: ANN401
-        """Store an unanswered request, and return the message to the engine processes.
+        """Store an unanswered request, and return the message that the engine processes must get.
 
         Args:
             message: the message without its id, from `take_new`.
@@ -109,7 +109,7 @@ class CacheCalls:
         return self._note_answer(call_id, call, replica)
 
     def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
-        """Record that an engine process has refused a call.
+        """Record that an engine process has refused a request about the prefix cache.
 
         The docstring of `answer` describes the result.
         """
@@ -136,7 +136,7 @@ class CacheCalls:
         return senders
 
     def _note_answer(self, call_id: str, call: _Call, replica: int) -> Answer | None:
-        """Record that an engine process has answered a call.
+        """Record that a request no longer waits for the answer of an engine process.
 
         If all engine processes have answered now, return the client's response. Otherwise, return
         None.
@@ -158,7 +158,7 @@ def is_cache_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def _read_call(parameters: Mapping[str, Any]) -> list[Any]:
-    """Build the message to the engine processes from the parameters of a request.
+    """Convert the parameters of a request to a message for the engine processes.
 
     The message has no id yet. Example: the parameters cache="extend", prompt_cache_key="a" and
     seconds="60" return `["extend", {"prompt_cache_key": "a", "seconds": 60.0}]`.

@@ -40,7 +40,7 @@ PrepareReplica = Callable[[EngineConfig, int], EngineConfig]
 
 
 class EngineService:
-    """Passes requests to an engine, and sends the engine's updates.
+    """Passes requests to an engine, and sends the engine's updates to the stub.
 
     Args:
         engine: the engine.
@@ -168,7 +168,7 @@ class EngineService:
         self._reload_if_idle()
 
     def _reload_if_idle(self) -> None:
-        """Replace the weights if a message "reload_weights" waits and no request is running.
+        """Replace the weights if a replacement is pending and no request is running.
 
         Then handle the messages that arrived while the message "reload_weights" waited.
         """

@@ -72,7 +72,8 @@ class ExecutorModel(SupervisedModel[Stream]):
         # unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
         self._next_inspection = 0.0
-        # The time at which the next step or deadline of a stream without unsent output is due.
+        # The next time at which a stream without unsent output needs a heartbeat or exceeds a time
+        # limit.
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
@@ -116,7 +117,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         self.add_request(stream.request_id, stream, message, replica)
 
     def _select_replica(self, token_ids: bytes, num_sequences: int) -> int:
-        """Select an engine process for a request, and return its number (see replica_selector.py).
+        """Select an engine process for a new request, and return the number of the process.
+
+        The docstring of replica_selector.py describes the selection.
 
         Raises:
             CapacityError: no engine process runs.
@@ -221,7 +224,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         return f"the engine is restarting. Try again in {retry_s} s."
 
     def failure_message(self, error: NereidError) -> str:
-        """Return the error message for requests after all restarts of the engine have failed."""
+        """Return the message that clients get after all restarts of the engine have failed."""
         limit = self._settings.max_engine_restarts
         times = f"{limit + 1} times in a row" if limit else "once"
         return (
@@ -230,7 +233,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         )
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Delete the prompts, the statistics and the calls that are recorded for a dead process."""
+        """Delete the prompts and statistics of a dead process, and stop waiting for its answers."""
         self._selector.forget(process.index)
         # The next statistics come from the restarted process. Its counters start at 0.
         self._engine_stats[process.index] = {}
@@ -238,7 +241,7 @@ class ExecutorModel(SupervisedModel[Stream]):
         self._publish_due = 0.0
 
     def on_restart(self, process: SupervisedProcess) -> None:  # noqa: ARG002
-        """Cause the next call of `publish_metrics` to publish the restart."""
+        """Let the next call of `publish_metrics` publish the new number of restarts."""
         self._publish_due = 0.0
 
     def publish_metrics(self) -> None:
@@ -311,7 +314,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.end(stream, error)
 
     def _abort(self, stream: Stream, index: int | None = None) -> None:
-        """Ask the engine to end a request, or only the sequence `index` of the request.
+        """Ask the engine to end a whole request, or only the sequence with the index `index`.
 
         The engine then sends a last update for each ended sequence.
         """
@@ -397,13 +400,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         tensors.send(stream.sender, reply, final=state.is_last)
         if state.is_last:
             if stream.is_finished:
-                # The process works again, because it has finished a request. Its deaths no longer
-                # count.
+                # The process has finished a request, so it works again. Therefore its number of
+                # deaths is set to 0.
                 self.owner(stream.request_id).num_deaths = 0
             self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
-        """Remove a stream, and release its slots. The limits no longer count its request."""
+        """Remove a stream, release its memory slots, and record the end of its request."""
         self._selector.release(self.owner(stream.request_id).index, len(stream.slots))
         self.remove(stream.request_id)
         self._unsent.pop(stream.request_id, None)
@@ -414,5 +417,5 @@ class ExecutorModel(SupervisedModel[Stream]):
 
 
 def _send_abort(process: SupervisedProcess, request_id: str, index: int | None = None) -> None:
-    """Ask an engine process to end a request, or only the sequence `index` of the request."""
+    """Ask an engine process to end a whole request, or only the sequence with the index `index`."""
     process.child.send(["abort", request_id, index])

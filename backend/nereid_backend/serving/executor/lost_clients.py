@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from nereid_backend.serving.executor.streams import Stream
 from nereid_backend.serving.feedback import FeedbackReader
 
-# If more than this number of seconds passes between two calls of `observe`, this process was
-# paused. The postprocessor may have been paused, too. Therefore only this number of seconds counts
-# as waiting time.
+# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `observe`, this process was
+# paused. The postprocessor may have been paused, too. Therefore at most `_LONGEST_INTERVAL_S`
+# seconds count as waiting time.
 _LONGEST_INTERVAL_S = 0.25
 
 

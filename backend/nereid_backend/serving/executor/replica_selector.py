@@ -14,14 +14,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-# Prompts are compared in chunks of this number of tokens.
+# Prompts are compared in chunks of `_CHUNK_TOKENS` tokens.
 _CHUNK_TOKENS = 64
 _TOKEN_BYTES = 4
 # The largest number of chunks that the selector stores. One chunk needs about 200 bytes.
 _MAX_CHUNKS = 100_000
-# Let n be the number of sequences of the process with the longest prefix, and m the smallest number
-# of sequences of any process. The process with the longest prefix is selected only if n - m is at
-# most this limit.
+# The selector prefers the process that has already received the longest prefix of the prompt. This
+# process may have at most `_MAX_EXTRA_SEQUENCES` sequences more than the process with the fewest
+# sequences.
 _MAX_EXTRA_SEQUENCES = 4
 
 
@@ -93,7 +93,7 @@ class ReplicaSelector:
             return selected
 
     def release(self, replica: int, num_sequences: int) -> None:
-        """Subtract the sequences of an ended request from the count of the process `replica`."""
+        """Subtract the sequences of an ended request from the sequence count of its process."""
         with self._lock:
             self._num_sequences[replica] -= num_sequences
 

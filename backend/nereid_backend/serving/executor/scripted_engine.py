@@ -53,7 +53,7 @@ from nereid_backend.serving.executor.engine_process import serve_engine
 SCRIPT_VARIABLE = "NEREID_SCRIPT"
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-# The scripted engine has no KV cache. It reports this number of blocks.
+# The number of cache blocks that the scripted engine reports, although it has no KV cache.
 _NUM_BLOCKS = 1024
 _LOGPROB = -0.5
 _IDLE_SLEEP_S = 0.005
@@ -61,10 +61,10 @@ _IDLE_SLEEP_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Determines the output for matching requests. The module's docstring describes the fields.
+    """One rule of the script: the output for requests whose prompt contains the text `when`.
 
-    `token_ids` contains either one output that all sequences of a request share, or one output for
-    each sequence.
+    The module's docstring describes the fields. `token_ids` contains either one output that all
+    sequences of a request share, or one output for each sequence.
     """
 
     when: str
@@ -241,7 +241,10 @@ class ScriptedEngine:
         )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or only its sequence `index`. The next step reports the end."""
+        """End a whole request, or only the sequence with the index `index`.
+
+        The next step reports the end.
+        """
         request = self._requests.get(request_id) or self._queue.get(request_id)
         for sequence in () if request is None else request.sequences.values():
             if index in (None, sequence.index):

@@ -35,7 +35,7 @@ class SharedLimit:
         return self._by_client[client]
 
     def allows(self, client: str, amount: int) -> bool:
-        """Return whether a client may use `amount` more of the resource.
+        """Return whether a client may use an additional amount of the resource.
 
         A client that uses nothing yet may use everything that is free. A client without a name
         (`client` is "") may also use everything that is free.
@@ -46,12 +46,12 @@ class SharedLimit:
         return left >= 0 and (not has_share or own + amount <= _TIMES_THE_REST * left)
 
     def add(self, client: str, amount: int) -> None:
-        """Record that a client uses `amount` more of the resource."""
+        """Record that a client uses an additional amount of the resource."""
         self.used += amount
         self._by_client[client] += amount
 
     def remove(self, client: str, amount: int) -> None:
-        """Record that a client uses `amount` less of the resource."""
+        """Record that a client has released an amount of the resource."""
         self.used -= amount
         self._by_client[client] -= amount
         if not self._by_client[client]:

@@ -95,7 +95,7 @@ class StreamAdmission:
             self._sequences.remove(stream.timing.client_id, len(stream.slots))
 
     def with_retry_time(self, error: CapacityError, client_id: str) -> CapacityError:
-        """Return a copy of `error`. Its message says when to try again (see `WaitingLimits`)."""
+        """Return a copy of `error` whose message says when to try again (see `WaitingLimits`)."""
         return CapacityError(self._waiting.with_retry_time(str(error), client_id))
 
     def _too_many_sequences(self, envelope: RequestEnvelope) -> CapacityError:

@@ -23,7 +23,7 @@ MAX_UNCONSUMED_STEPS = 2
 _CHECKS_PER_HEARTBEAT = 10
 _RESPONSES_PER_SECOND_PER_CPU = 160
 _MAX_RESPONSES_PER_SECOND = 4000
-# At most this share of the responses may be heartbeats. Without this limit, the heartbeats of 200
+# The largest share of heartbeats among the responses. Without this limit, the heartbeats of 200
 # waiting streams would use most of the time of two CPUs.
 _HEARTBEAT_SHARE = 0.5
 # Text that arrives ten times a second looks continuous to a reader.
@@ -214,7 +214,7 @@ class Stream:
         return sum(len(sequence.pending) for sequence in self.sequences)
 
     def add(self, update: RequestUpdate) -> None:
-        """Add an update of the engine to the sequence that the update names."""
+        """Add an update of the engine to the sequence with the index `update.index`."""
         self.sequences[update.index].add(update)
 
     def refusal(self, message: str) -> str:

@@ -27,7 +27,7 @@ _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
 _LONGEST_RETRY_S = 60
 # The waiting time is only an estimate, and the real waiting time can be longer. Therefore a request
-# is refused if the estimate exceeds this share of the request's time limit. Without this margin,
+# is refused if the estimate exceeds `_MARGIN` times the request's time limit. Without this margin,
 # about half of the requests whose estimate is just below the limit would exceed the limit in the
 # queue.
 _MARGIN = 0.8
@@ -90,9 +90,7 @@ class WaitingLimits:
                 self._start_times.clear()
 
     def with_retry_time(self, message: str, client_id: str) -> str:
-        """Replace the sentence "Try again later." at the end of `message`.
-
-        The new sentence contains the number of seconds to wait.
+        """Replace `Try again later.` at the end of `message` with the number of seconds to wait.
 
         Example: "the queue is full. Try again later." becomes "the queue is full. Try again in 3
         s."

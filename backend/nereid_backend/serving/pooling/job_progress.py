@@ -32,12 +32,12 @@ from nereid_backend.serving.pooling.jobs import Job, Outcome, Value
 # token ids.
 _SLICE_INPUTS = 256
 _SLICE_CHARACTERS = 2**16
-# An image counts as at least this number of characters, so a slice has at most 8 images. Decoding
-# one image takes up to half a second, even if its file is small.
+# An image counts as at least `_IMAGE_CHARACTERS` characters, so a slice has at most 8 images.
+# Decoding one image takes up to half a second, even if its file is small.
 _IMAGE_CHARACTERS = _SLICE_CHARACTERS // 8
 # The largest number of slices of one job that are in the engine at the same time.
 _MAX_SLICES = 2
-# Between two steps of the engine, inputs are sent to the engine for at most this number of seconds.
+# Between two steps of the engine, inputs are sent to the engine for at most `_PREPARE_S` seconds.
 _PREPARE_S = 0.01
 # Matches an error message of the engine. The message begins with the index of the input within the
 # slice, unless the slice has only one input. Example: "input 3: input: the text is empty".
@@ -172,8 +172,8 @@ class _JobProgress:
         is_about_input = problem.startswith(("input: ", "image: "))
         if not is_about_input:
             return problem  # The error is about the whole request, such as an option.
-        # The name of the tensor replaces the word "input". The word "image" stays, because a tensor
-        # can contain texts and images.
+        # In the error message, the name of the tensor replaces the word `input`. The word `image`
+        # is not replaced, because a tensor can contain texts and images.
         problem = problem.removeprefix("input: ")
         index = first + int(match["index"] or 0)
         element = f"element {index}: " if len(self.values) > 1 else ""
@@ -191,8 +191,8 @@ class WorkerJobs:
     def __init__(self, engine: Engine, send: Callable[[list[Any]], None]) -> None:
         self._engine = engine
         self._send = send
-        # The incomplete jobs, by request id. The first job with unsent inputs is the next to send a
-        # slice.
+        # The incomplete jobs, by request id. The next slice of inputs comes from the first job
+        # whose `can_send_slice` is true.
         self._jobs: dict[str, _JobProgress] = {}
 
     @property
@@ -301,7 +301,7 @@ class WorkerJobs:
 
 
 def _size(value: str | bytes | list[int]) -> int:
-    """Return the size of an input in characters or token ids. A slice has a limited total size."""
+    """Return the size of an input in characters or token ids, to limit the size of a slice."""
     return max(len(value), _IMAGE_CHARACTERS) if isinstance(value, bytes) else len(value)
 
 

@@ -41,9 +41,9 @@ _POLL_S = 0.02
 # The number of requests that one round of the loop checks for cancellation. Each check costs a
 # round trip to the server.
 _CANCEL_CHECKS = 32
-# If the outputs have fewer bytes than this number, the free shared memory is not checked.
+# If the outputs have fewer than `_SMALL_BYTES` bytes, the free shared memory is not checked.
 _SMALL_BYTES = 64 * 1024
-# Triton server enlarges the memory pool of a stub by this number of bytes at a time.
+# Triton server enlarges the memory pool of a stub in steps of `_POOL_STEP_BYTES` bytes.
 _POOL_STEP_BYTES = 1024 * 1024
 
 
@@ -97,7 +97,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         """
 
     def read_array(self, request: Any, name: str) -> npt.NDArray[Any]:  # noqa: ANN401
-        """Return the input tensor `name`. Its elements are the inputs of a job.
+        """Return the input tensor with the name `name`. Its elements are the inputs of a job.
 
         Raises:
             RequestError: the tensor is wrong, or has more elements than the queue can contain.
@@ -107,7 +107,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         return values
 
     def read_texts(self, request: Any, name: str, options: Mapping[str, Any]) -> list[str]:  # noqa: ANN401
-        """Decode the elements of the input tensor `name`, and return the texts.
+        """Decode the elements of the input tensor with the name `name`, and return the texts.
 
         If the option `truncate` is true, the worker truncates the texts. Otherwise, the size of
         each text is checked here, before the text is decoded and sent to the worker.
@@ -204,7 +204,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
             )
 
     def _add_job(self, request: Any, sender: Any, job: Job, *, returns_info: bool) -> None:  # noqa: ANN401
-        """Send the job of a request to the worker."""
+        """Send a job to the worker, and store the data that is needed for the response."""
         pending = PendingRequest(
             request_id=str(next(self._ids)),
             sender=sender,
@@ -302,7 +302,7 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         return "the worker process is restarting. Try again in a few seconds."
 
     def failure_message(self, error: NereidError) -> str:
-        """Return the error message for requests after all restarts of the worker have failed."""
+        """Return the message that clients get after all restarts of the worker have failed."""
         return (
             f"the worker process could not be restarted in {self._settings.max_restarts} "
             f"attempts (max_restarts). Restart the server. The last reason was: {error}"

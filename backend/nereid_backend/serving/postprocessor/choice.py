@@ -97,7 +97,7 @@ class Choice:
         token_texts: TokenText,
         check: Check | None = None,
     ) -> None:
-        """Initialise the state of a choice without tokens.
+        """Initialise a choice that has no tokens yet.
 
         Args:
             context: the data of the request that the postprocessor needs.
@@ -131,7 +131,7 @@ class Choice:
         After a stop string was found, all later tokens are ignored. Only the reason why the
         sequence ended is then read from `delta`.
         """
-        # A delta that does not report the number of cached tokens contains 0.
+        # If a delta does not report the number of cached tokens, its `num_cached_tokens` is 0.
         self._totals.num_cached_tokens = max(
             self._totals.num_cached_tokens, delta.num_cached_tokens
         )
@@ -224,7 +224,7 @@ class Choice:
         self._totals.num_reasoning_tokens += was_reasoning or self._message.is_reasoning
 
     def _add_text_before_stop(self, text: str) -> None:
-        """Add a text. The stop string and the text after the stop string are not added.
+        """Add a text. If the text contains a stop string, add only the part before the stop string.
 
         If the end of `text` may be the beginning of a stop string, this end is stored and not added
         yet.
@@ -234,7 +234,7 @@ class Choice:
         self.stop_string = match.stop
 
     def _add_withheld_text(self) -> None:
-        """Add the text that the detokenizer and the search for stop strings have stored."""
+        """Add the buffered text of the detokenizer and of the search for stop strings."""
         if self.stop_string is None:
             self._add_text_before_stop(self._detokenizer.finish())
         if self.stop_string is None:

@@ -49,7 +49,7 @@ class Choices:
         self._choices = list(choices)
 
     def add(self, state: StepState) -> None:
-        """Add the tokens of one step to their choices."""
+        """Add the tokens of one step to the choices to which the tokens belong."""
         start_time = time.monotonic()
         for delta in state.deltas:
             self._choices[delta.index].add(delta)

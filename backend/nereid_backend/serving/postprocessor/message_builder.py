@@ -65,7 +65,7 @@ class ParsedMessage:
     """
 
     def __init__(self, fmt: Format, context: StreamContext) -> None:
-        """Initialise the state of a message that is still empty.
+        """Initialise an empty message.
 
         Args:
             fmt: the chat format of the checkpoint.
@@ -130,7 +130,8 @@ class ParsedMessage:
                     if self._context.include_reasoning:
                         self._new_texts["reasoning"].append(text)
                 case ReasoningDelta(text) | ContentDelta(text):
-                    # The parser adds the complete marker to the beginning of the first text.
+                    # The first text begins with the complete marker that the parser has added. The
+                    # model did not generate this marker, so remove it.
                     self._new_texts["content"].append(text.removeprefix(self._added_marker))
                     self._added_marker = ""
                 case ToolCallStart(index, id=call_id, name=name):
@@ -140,7 +141,7 @@ class ParsedMessage:
                     self._new_call(index)["arguments"] += text
 
     def _new_call(self, index: int) -> dict[str, Any]:
-        """Return the entry of the tool call `index` in the next delta.
+        """Return the next delta's entry for the tool call with the index `index`.
 
         Create the entry if it is missing.
         """
@@ -168,7 +169,7 @@ def _opening_marker(fmt: Format) -> str:
 
 
 def _adapt_format(fmt: Format, context: StreamContext) -> Format:
-    """Return the chat format, adapted to two options of a request.
+    """Return the chat format, adapted to the options `separate_reasoning` and `reads_calls`.
 
     If `separate_reasoning` is False, the result leaves reasoning in the content. If `reads_calls`
     is False, the result leaves tool calls in the content.

@@ -40,7 +40,7 @@ class OpenStreams:
         return state.serial > self._serials.get(state.slot, 0)
 
     def start(self, state: StepState) -> None:
-        """Record that the stream of a step now uses the slot of the step.
+        """Record that a new stream uses the slot `state.slot` from now on.
 
         If the previous stream of the slot is still open, because it had no last step, remove the
         previous stream. The new stream is opened later by `add`.

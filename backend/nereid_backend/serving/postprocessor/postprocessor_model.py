@@ -113,7 +113,7 @@ class PostprocessorModel:
         address = self._feedback.address
         state = StepState.unpack(self._feedback.verify(message))
         if self._feedback.address != address:
-            # A different address belongs to a new executor process.
+            # The address has changed, so the message comes from a new executor process.
             self._streams.clear()
         return state
 
@@ -184,7 +184,7 @@ class PostprocessorModel:
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
 
     def _open(self, state: StepState) -> None:
-        """Open the stream that begins with the step `state`.
+        """Open a new stream. `state` is the first step of the stream.
 
         Raises:
             RequestError: the context of the request is damaged.
@@ -250,7 +250,7 @@ class PostprocessorModel:
     def _optional_output(
         self, name: str, context: StreamContext, outputs: Sequence[ChoiceOutput]
     ) -> npt.NDArray[Any]:
-        """Return the optional output tensor `name`. It has one element for each of `outputs`.
+        """Build an optional output tensor. It has one element for each item of `outputs`.
 
         There are two exceptions. The tensor with the number of prompt tokens has only one element,
         because all choices have the same prompt. If no choice has ended, the tensor with the finish

@@ -45,7 +45,7 @@ class Channel:
         self._unpacker = msgpack.Unpacker(raw=False, max_buffer_size=0)
 
     def fileno(self) -> int:
-        """Return the socket's file descriptor, so that a poll can wait for the channel."""
+        """Return the socket's file descriptor. `select.poll` needs it to wait for messages."""
         return self._socket.fileno()
 
     def send(self, message: object) -> None:

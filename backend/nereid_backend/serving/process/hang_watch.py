@@ -5,12 +5,12 @@ import os
 import time
 from collections.abc import Callable
 
-# If more than this number of seconds passes between two calls of `is_hanging`, this process was
-# probably paused. The child process may have been paused, too. Therefore only this number of
-# seconds counts as time without a message.
+# If more than `_LONGEST_INTERVAL_S` seconds pass between two calls of `is_hanging`, this process
+# was probably paused. The child process may have been paused, too. Therefore at most
+# `_LONGEST_INTERVAL_S` seconds count as time without a message.
 _LONGEST_INTERVAL_S = 0.5
-# A process that uses at least this share of a CPU is considered busy. If the model runs on a CPU,
-# the time limit for a busy process is ten times as long.
+# A process whose CPU load is at least `_MIN_CPU_LOAD` is considered busy. If the model runs on a
+# CPU, the time limit for a busy process is `_BUSY_LIMIT_FACTOR` times as long.
 _MIN_CPU_LOAD = 0.1
 _BUSY_LIMIT_FACTOR = 10
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receives the messages of the parent process in a separate thread.
+"""A separate thread receives the messages that the parent process sends.
 
 The buffer of a socket contains at most about 200 KB, the size of about twenty long prompts. Suppose
 that the engine read the socket only between two steps. Then the engine would receive only about

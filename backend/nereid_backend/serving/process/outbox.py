@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends messages to a child process in a separate thread.
+"""A separate thread sends messages to a child process.
 
 Sending blocks while the child process does not read its messages. A child process that hangs must
 not block the server's thread, because this thread delivers requests. It must not block the loop

@@ -122,7 +122,7 @@ def _load(channel: Channel, make: MakeService) -> Service | None:
 
 
 def _run(service: Service, channel: Channel) -> int:
-    """Handle messages and advance the work until the message "stop". Return the exit code."""
+    """Handle messages and compute steps until the message `stop` arrives. Return the exit code."""
     inbox = Inbox(channel)
     while True:
         # If there is work, read only the messages that have already arrived. Otherwise, wait for a
@@ -145,7 +145,7 @@ def _run(service: Service, channel: Channel) -> int:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Wait until the parent process has died, and exit. This also works during loading."""
+    """Exit when the parent process has died, even while a model is being loaded."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
     os._exit(1)

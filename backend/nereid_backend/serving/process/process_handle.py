@@ -34,7 +34,7 @@ class EngineDiedError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit that is a setting. Error messages contain the name of the setting."""
+    """The value of a limit, and the name of its setting. Error messages contain the name."""
 
     setting: str
     value: int
@@ -42,7 +42,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class ChildProgram:
-    """The program that a child process runs, with its settings and limits.
+    """The module, the settings and the limits of a child process.
 
     Attributes:
         name: the name of the process in messages: "engine" or "worker".
@@ -142,7 +142,7 @@ class ChildProcess:
         self._outbox.put(data)
 
     def fileno(self) -> int:
-        """Return the descriptor of the channel, so that a poll can wait for messages."""
+        """Return the channel's file descriptor. `select.poll` needs it to wait for messages."""
         return self._channel.fileno()
 
     def receive(self, timeout_s: float, *, is_working: bool) -> list[list[Any]]:
@@ -249,7 +249,7 @@ class ChildProcess:
 
 
 def refusal_error(kind: str, message: str) -> NereidError:
-    """Build the exception for a message "refused" of a child process.
+    """Build the exception for a request that a child process has refused.
 
     The message is ["refused", request id, kind, message].
 

@@ -35,7 +35,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """The messages that were received from one child process, or the reason of its death.
+    """The messages received from one child process, or the reason for the death of this process.
 
     Attributes:
         process: the child process.
@@ -75,8 +75,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
         # An arrival consists of the request's id, the request, the SupervisedProcess that computes
-        # the request, and the ChildProcess that got the message. If this ChildProcess is no longer
-        # the current one, it has died since the arrival, and the loop ends the request.
+        # the request, and the ChildProcess that got the message. If the SupervisedProcess has
+        # another ChildProcess now, the first ChildProcess has died, and the loop ends the request.
         self._arrivals: queue.SimpleQueue[tuple[str, RequestT, SupervisedProcess, ChildProcess]] = (
             queue.SimpleQueue()
         )
@@ -131,14 +131,14 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
     @abstractmethod
     def failure_message(self, error: NereidError) -> str:
-        """Return the error message for requests after all restarts have failed.
+        """Return the message that clients get after all restarts have failed.
 
         Args:
             error: the reason of the last death.
         """
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
-        """Record that a child process has died. Its requests have ended with `error`."""
+        """Record that a child process has died. Its requests have been answered with `error`."""
 
     def on_restart(self, process: SupervisedProcess) -> None:
         """Record that a child process has been restarted."""
@@ -276,13 +276,14 @@ class SupervisedModel(ABC, Generic[RequestT]):
         """
         running = [process for process in self.processes if process.is_running]
         if len(running) == 1:
-            # No poll is needed if there is only one process, because its `receive` method can wait.
+            # If there is only one process, `select.poll` is not needed, because the method
+            # `receive` of the process can wait.
             return [self._receive_from(running[0], timeout_s)]
         self._wait_for_any(running, timeout_s)
         return [self._receive_from(process, 0.0) for process in running]
 
     def _wait_for_any(self, processes: Sequence[SupervisedProcess], timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds for a message of any of the processes.
+        """Wait at most `timeout_s` seconds until at least one of the processes has sent a message.
 
         If `processes` is empty, wait for the call of `finalize`.
         """
@@ -344,7 +345,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
             os._exit(1)
 
     def end_all(self, error: NereidError) -> None:
-        """End all requests with `error`, including requests that have just arrived."""
+        """Answer all requests with `error`, including requests that have just arrived."""
         self._take_arrivals()
         for request in list(self.requests.values()):
             self.end(request, error)

@@ -99,7 +99,7 @@ class SupervisedProcess:
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Start a new process. Repeat failed starts until the limit of deaths is reached.
+        """Start a new process. If the start fails, try again up to the limit `max_restarts`.
 
         This method runs in the restarting thread.
         """

@@ -10,7 +10,8 @@ from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.vision.refused_parts import refused_part
 
-# The content parts that replace each image and each video before the messages are rendered.
+# `IMAGE_PLACEHOLDER` is the content part that replaces each image before the messages are rendered.
+# `VIDEO_PLACEHOLDER` replaces each video.
 IMAGE_PLACEHOLDER = {"type": "image"}
 VIDEO_PLACEHOLDER = {"type": "video"}
 _PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
@@ -155,7 +156,7 @@ def _read_tool_calls(calls: Any, index: int, limits: RequestLimits) -> list[dict
 
 
 def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, Any]:  # noqa: ANN401 - JSON
-    """Convert a tool call of the message `index`, so that its arguments are an object.
+    """Convert a tool call of a chat message, so that the arguments of the call are an object.
 
     In the API, the arguments are JSON text, but chat templates expect an object. Example: the
     arguments `'{"city": "Oslo"}'` become `{"city": "Oslo"}`.

@@ -98,7 +98,7 @@ class ChatTemplateRenderer:
             raise RequestError(f"messages: {problem}") from error
 
     def _template_for(self, tools: list[dict[str, Any]] | None) -> "RequestTemplate":
-        """Return the chat template for a request with the tools `tools`.
+        """Return the chat template for a request. `tools` contains the tools of the request.
 
         If the request has tools and the template "tool_use" exists, return "tool_use". Otherwise,
         return the template "default".

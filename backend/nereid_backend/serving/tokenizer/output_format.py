@@ -76,7 +76,7 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
 
 
 def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
-    """Return the format that the field `name` requires; None if its value requires no format."""
+    """Return the output format that one request field requires; None if it requires no format."""
     if value is None or value in ({}, ""):
         return None
     if name == "response_format":
@@ -154,7 +154,7 @@ def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
-    """Return the format that the field structured_outputs requires; None for an empty object.
+    """Return the format that the field `structured_outputs` requires; None if the field is empty.
 
     A key with the value null or false counts as missing, because clients of vLLM send all keys.
     Example: `{"regex": "a+", "json_object": false}` returns an OutputFormat with the form `{"type":
@@ -207,7 +207,7 @@ def _tag_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any
 
 
 def _parse_json(name: str, value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Parse `value` if it is text. Return any other value unchanged."""
+    """If `value` is a text, parse the text as JSON. Return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

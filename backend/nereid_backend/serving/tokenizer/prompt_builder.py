@@ -225,7 +225,8 @@ class PromptBuilder:
             tokens_of_six = self.encode(self._renderer.render(six_messages))
         except RequestError:
             return 1
-        # The subtraction removes the text that the template adds only once for a chat.
+        # Some templates add a text once for each chat, regardless of the number of messages. The
+        # subtraction removes the tokens of this text.
         num_added_tokens = len(tokens_of_six) - len(tokens_of_two)
         num_added_messages = len(six_messages) - len(two_messages)
         return max(num_added_tokens // num_added_messages, 1)
@@ -247,7 +248,7 @@ def _continues_final_message(body: Mapping[str, Any]) -> bool:
 
 
 def read_flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """Return the boolean field `name` of a request, or `default` if the field is missing.
+    """Return the boolean value of a request field, or `default` if the field is missing.
 
     The texts "true" and "false" are accepted, too, because Triton request parameters can be texts.
 

@@ -168,11 +168,10 @@ def _options(fields: RequestFields) -> RequestOptions:
 
 
 def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
-    """Return the number of most likely tokens to report at each position, or None.
+    """Return how many top tokens to report at each position; None for no log-probabilities.
 
-    None means that no log-probabilities are requested. Examples: `logprobs: true, top_logprobs: 5`
-    returns 5, `logprobs: true` returns 0 (only the chosen token), and the number `logprobs: 3` of a
-    completion request returns 3.
+    Examples: `logprobs: true, top_logprobs: 5` returns 5, `logprobs: true` returns 0 (only the
+    chosen token), and the number `logprobs: 3` of a completion request returns 3.
     """
     logprobs = fields.logprobs
     if is_chat and not isinstance(logprobs, bool | None):

@@ -116,8 +116,8 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     kind = output.form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # `answer_node` is called for every type of `form`, because it raises an error that names an
-    # invalid part of `form`. Only structural tags use the returned node.
+    # Call `answer_node` for all remaining formats, because it raises an error if `output.form` is
+    # invalid. Only structural tags use the returned node.
     node = _with_request_field(output, lambda: answer_node(output.form))
     if kind == "regex":
         return GrammarSpec("regex", output.form["pattern"], after)
@@ -132,7 +132,7 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
 def _with_request_field(
     output: OutputFormat | None, build: Callable[[], dict[str, Any] | None]
 ) -> dict[str, Any] | None:
-    """Call `build` and return the result. Correct the field name in the message of an error.
+    """Return the result of `build`. If `build` fails, correct the field name in the error message.
 
     Example: if the request has the field structured_outputs, the parser library's error
     "response_format: choice must be ..." becomes "structured_outputs: choice must be ...".

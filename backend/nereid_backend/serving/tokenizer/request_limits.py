@@ -24,15 +24,15 @@ _DEFAULT_MODEL_LEN = 2**17
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 # A chat template can drop text of the messages, such as the reasoning of earlier answers. Therefore
 # the prompt can be short enough even if the texts of the chat are longer than the longest prompt.
-# The total size of these texts may be this number times max_prompt_bytes.
+# The total size of these texts may be up to `_DROPPED_TEXT_FACTOR` times max_prompt_bytes.
 _DROPPED_TEXT_FACTOR = 4
 # JSON can write each byte of a text as an escape sequence of six bytes, such as \u0061.
 _ESCAPED_BYTES = 6
-# A request may have this number of bytes in addition to its prompt, for example for a grammar.
+# A request may have `_OTHER_BYTES` bytes in addition to its prompt, for example for a grammar.
 _OTHER_BYTES = 4 * 2**20
 # The limit on the bytes of a prompt is max_model_len times the bytes of the longest token, but at
-# least max_model_len times this number. Some tokenizers shorten a text before they split the text
-# into tokens. For such a tokenizer, a text of max_model_len tokens may have more bytes than
+# least max_model_len times `_MIN_TOKEN_BYTES`. Some tokenizers shorten a text before they split the
+# text into tokens. For such a tokenizer, a text of max_model_len tokens may have more bytes than
 # max_model_len times the bytes of the longest token.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
@@ -82,10 +82,10 @@ class RequestLimits:
         return cls(
             max_model_len=max_model_len,
             max_prompt_bytes=max_prompt_bytes,
-            # The JSON text of the longest chat has this size if every byte is written as an escape
-            # sequence.
+            # JSON can write every byte as an escape sequence. Therefore the JSON text of a chat can
+            # be `_ESCAPED_BYTES` times as long as the chat.
             max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
-            # A chat with more messages has more than max_model_len tokens.
+            # A chat with more than `max_messages` messages has more than max_model_len tokens.
             max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
             # Some fields contain lists of token ids, and a request can have several such lists.
             max_values=max(4 * max_model_len, _MIN_VALUES),

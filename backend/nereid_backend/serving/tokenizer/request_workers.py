@@ -57,8 +57,8 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # An entry is a new request, or a long request whose response is complete. None stops the
-        # loop.
+        # An entry is a new request, or a long request whose response is complete. The entry `None`
+        # ends the loop.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # The short requests that wait for the loop's thread.
         self._short: ClientTurns[_Job] = ClientTurns()
@@ -66,7 +66,7 @@ class RequestWorkers:
         # long requests that already have a thread.
         self._long: ClientTurns[_Job] = ClientTurns()
         self._num_running = 0
-        # Limits the number of long requests, including waiting and running requests.
+        # Limits the number of long requests. Both waiting and running long requests count.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)

@@ -16,7 +16,7 @@ from nereid_backend.serving.wire import StreamContext
 # call.
 _PROMPT_TAIL_CHARS = 4096
 # A token's text can depend on the tokens before this token. Therefore the detokenizer of a
-# completion starts with this number of tokens from the end of the prompt.
+# completion starts with the last `_NUM_SEED_TOKENS` tokens of the prompt.
 _NUM_SEED_TOKENS = 6
 
 

@@ -23,7 +23,7 @@ _EFFORT = "reasoning_effort"
 _NO_EFFORT = "none"
 _MAX_EFFORT_CHARS = 32
 _UNLIMITED = -1
-# Larger budgets are replaced by this number, because the messages to the engine cannot contain
+# A larger budget is replaced by `_LARGEST`, because the messages to the engine cannot contain
 # arbitrarily large numbers. The replacement does not change the output, because every output has
 # fewer tokens.
 _LARGEST = 2**31 - 1
@@ -62,7 +62,7 @@ def read_template_kwargs(body: Mapping[str, Any], template: str) -> dict[str, An
 
 
 def has_variable(template: str, variable: str) -> bool:
-    """Return whether the code of a chat template uses the variable `variable`.
+    """Return whether the code of a chat template uses the variable with the name `variable`.
 
     The name in plain text, in a string literal or after a dot does not count. Examples for the
     variable "thinking": `{% if thinking %}` returns True. `{{ "thinking" }}` and `{{
@@ -132,7 +132,8 @@ def build_thinking_spec(
     forced_text = gate.end
     if fmt is not None and not isinstance(fmt.layout, Sections):
         # If the layout of the format is not `Sections`, the reasoning is a separate message.
-        # Therefore the forced tokens must end this message and start the next message.
+        # The tokens that force the end of the reasoning must therefore end this message and start
+        # the next message.
         forced_text += fmt.layout.start
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
@@ -236,7 +237,7 @@ def _custom_params(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read_budget(name: str, value: Any) -> int | None:  # noqa: ANN401 - any JSON value
-    """Validate the token budget in the field `name`, and return it; None if it is -1 (no limit).
+    """Validate and return the token budget `value`; None if the value is -1, which means no limit.
 
     The value may be a number or the text of a number, such as 100 or "100".
     """

@@ -52,7 +52,7 @@ from nereid_backend.vision.image_sources import ImageSources
 # A request that contains one of these texts probably has an image. Preparing an image takes time,
 # and downloading an image takes even longer.
 _IMAGE_MARKS = (b"data:image", b"image_url")
-# Tokenising this number of bytes takes about 15 ms.
+# Tokenising `_LONG_PROMPT_BYTES` bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 
 
@@ -311,7 +311,10 @@ def _logprobs_field(
 
 
 def _requested_outputs(request: Any) -> tuple[str, ...]:  # noqa: ANN401 - the server's own type
-    """Return the names of the optional outputs that the request asks for (`return_...`)."""
+    """Return the names of the optional outputs that the request asks for.
+
+    The request asks for the output NAME with the input `return_NAME`.
+    """
     return tuple(
         name
         for name in tensor_names.RETURNABLE

@@ -41,7 +41,7 @@ _NO_SUCH_SAMPLER = "this server does not support this sampler"
 
 
 def _replaced_by(field: str) -> _Refusal:
-    """Describe an unsupported field that clients must replace by `field`."""
+    """Describe an unsupported request field. Clients must send `field` instead."""
     return _Refusal(f"{field} replaces this field", remedy=f"Send {field} instead")
 
 

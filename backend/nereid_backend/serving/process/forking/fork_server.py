@@ -190,7 +190,7 @@ class ForkServer:
             os._exit(1)
 
     def _kill(self, pid: int) -> None:
-        """Kill the child process of a stub that has died."""
+        """Kill a child process, because its stub has died."""
         self._selector.unregister(self._connections[pid])
         # The process id cannot belong to another process, because `_reap` has not waited for this
         # child process yet.

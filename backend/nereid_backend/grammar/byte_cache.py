@@ -4,9 +4,16 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+class _Entry(NamedTuple, Generic[T]):
+    """A cached value, and its size in bytes."""
+
+    value: T
+    num_bytes: int
 
 
 class ByteCache(Generic[T]):
@@ -16,7 +23,8 @@ class ByteCache(Generic[T]):
         """Create a cache whose values take at most `max_bytes` together."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+        # The entries are ordered from the least to the most recently used.
+        self._entries: OrderedDict[Hashable, _Entry[T]] = OrderedDict()
         self._num_bytes = 0
 
     @property
@@ -31,7 +39,7 @@ class ByteCache(Generic[T]):
             if entry is None:
                 return None
             self._entries.move_to_end(key)
-            return entry[0]
+            return entry.value
 
     def put(self, key: Hashable, value: T, num_bytes: int) -> None:
         """Store a value that takes `num_bytes` bytes of memory.
@@ -39,13 +47,14 @@ class ByteCache(Generic[T]):
         If all values together exceed the limit, drop the least recently used values. A value that
         is larger than the whole cache is not stored.
         """
+        if num_bytes > self._max_bytes:
+            return
         with self._lock:
-            if num_bytes > self._max_bytes:
-                return
-            if key in self._entries:
-                self._num_bytes -= self._entries.pop(key)[1]
-            self._entries[key] = (value, num_bytes)
+            replaced = self._entries.pop(key, None)
+            if replaced is not None:
+                self._num_bytes -= replaced.num_bytes
+            self._entries[key] = _Entry(value, num_bytes)
             self._num_bytes += num_bytes
             while self._num_bytes > self._max_bytes:
-                _, (_, dropped_bytes) = self._entries.popitem(last=False)
-                self._num_bytes -= dropped_bytes
+                _, least_recently_used = self._entries.popitem(last=False)
+                self._num_bytes -= least_recently_used.num_bytes

@@ -66,17 +66,17 @@ def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tupl
     yield schema, path
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return
-    for word in _SCHEMA_KEYWORDS:
-        if isinstance(schema.get(word), Mapping):
-            yield from subschemas(schema[word], f"{path}.{word}", depth + 1)
-    for word in _LIST_KEYWORDS:
-        if isinstance(schema.get(word), list):
-            for number, part in enumerate(schema[word]):
-                yield from subschemas(part, f"{path}.{word}[{number}]", depth + 1)
-    for word in _MAP_KEYWORDS:
-        if isinstance(schema.get(word), Mapping):
-            for name, part in schema[word].items():
-                yield from subschemas(part, f"{path}.{word}.{name}", depth + 1)
+    for keyword in _SCHEMA_KEYWORDS:  # such as "items": {...}
+        if isinstance(schema.get(keyword), Mapping):
+            yield from subschemas(schema[keyword], f"{path}.{keyword}", depth + 1)
+    for keyword in _LIST_KEYWORDS:  # such as "anyOf": [{...}, {...}]
+        if isinstance(schema.get(keyword), list):
+            for index, part in enumerate(schema[keyword]):
+                yield from subschemas(part, f"{path}.{keyword}[{index}]", depth + 1)
+    for keyword in _MAP_KEYWORDS:  # such as "properties": {"a": {...}}
+        if isinstance(schema.get(keyword), Mapping):
+            for name, part in schema[keyword].items():
+                yield from subschemas(part, f"{path}.{keyword}.{name}", depth + 1)
 
 
 def depth_of(path: str) -> int:
@@ -84,11 +84,11 @@ def depth_of(path: str) -> int:
     return path.count(".") + path.count("[")
 
 
-def load(name: str, source: str) -> object:
-    """Parse a JSON text.
+def load(field_name: str, source: str) -> object:
+    """Parse a JSON text from a request, and return the JSON value.
 
     Args:
-        name: the field that contains the text, for error messages.
+        field_name: the field that contains the text, for error messages.
         source: the text.
 
     Raises:
@@ -98,17 +98,17 @@ def load(name: str, source: str) -> object:
         value = json.loads(source)
     except json.JSONDecodeError as error:
         raise RequestError(
-            f"{name}: the text is not JSON. The parser stopped at column {error.pos + 1}: "
+            f"{field_name}: the text is not JSON. The parser stopped at column {error.pos + 1}: "
             f"{error.msg}."
         ) from error
     except RecursionError as error:
         raise RequestError(
-            f"{name}: the JSON is nested too deeply; the limit is {_MAX_JSON_DEPTH} levels."
+            f"{field_name}: the JSON is nested too deeply; the limit is {_MAX_JSON_DEPTH} levels."
         ) from error
     depth = _json_depth(value)
     if depth > _MAX_JSON_DEPTH:
         raise RequestError(
-            f"{name}: the JSON is nested {depth} levels deep, but the limit is "
+            f"{field_name}: the JSON is nested {depth} levels deep, but the limit is "
             f"{_MAX_JSON_DEPTH} levels."
         )
     return value
@@ -122,19 +122,25 @@ def _json_depth(value: object) -> int:
     limit.
     """
     depth = 0
-    level = [value]
+    nodes = [value]  # all values at one level of the JSON
     while True:
-        containers = [node for node in level if isinstance(node, dict | list)]
+        containers = [node for node in nodes if isinstance(node, dict | list)]
         if not containers:
             return depth
         depth += 1
-        level = []
+        nodes = []
         for container in containers:
-            level += container.values() if isinstance(container, dict) else container
+            if isinstance(container, dict):
+                nodes.extend(container.values())
+            else:
+                nodes.extend(container)
 
 
 def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
     """Raise a RequestError if xgrammar would take too long to compile a grammar.
+
+    The time is estimated from the limits on repetitions in the grammar, such as `{0,2000}` or
+    `"maxLength": 2000`. Such a limit is called a bound.
 
     Args:
         kind: one of core.grammar.KINDS.
@@ -147,15 +153,16 @@ def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:
             bound and the largest value that the limit allows.
     """
     bounds = list(_bounds(kind, source))
+    # `bound.cost` is the time for one token of the vocabulary.
     total_s = sum(bound.cost for bound in bounds) * vocab_size
     if total_s <= limit_s:
         return
     worst = max(bounds, key=lambda bound: bound.cost)
-    max_count = int(limit_s / (worst.unit_s * vocab_size))
+    max_repetitions = int(limit_s / (worst.unit_s * vocab_size))
     raise RequestError(
         f"{kind}: the grammar would take about {total_s:.0f} s to compile, but the limit is "
         f"{limit_s:g} s. The bound in {worst.place} asks for {worst.repetitions} repetitions. "
-        f"Lower it to about {max_count} or less."
+        f"Lower it to about {max_repetitions} or less."
     )
 
 
@@ -172,45 +179,47 @@ def _bounds(kind: str, source: str) -> Iterator[_Bound]:
 def _tag_bounds(node: object, path: str) -> Iterator[_Bound]:
     """Yield all limits on repetitions in a structural tag.
 
-    Example: a schema in the tag contains `"maxLength": 2000`. This keyword gives one limit.
+    A structural tag is a JSON value that describes an answer. It can contain JSON schemas, regular
+    expressions and grammars. Example: a schema in the tag contains `"maxLength": 2000`. This
+    keyword gives one limit.
 
     Args:
         node: the tag, or a part of the tag.
         path: the position of `node` in the tag, for error messages.
     """
     if isinstance(node, list):
-        for number, part in enumerate(node):
-            yield from _tag_bounds(part, f"{path}[{number}]")
-    if not isinstance(node, Mapping):
-        return
-    for word, part in node.items():
-        where = f"{path}.{word}"
-        if word == "json_schema":
-            yield from _schema_bounds(part, where)
-        elif word in ("pattern", "grammar") and isinstance(part, str):
-            yield from _pattern_bounds(part, where)
-        else:
-            yield from _tag_bounds(part, where)
+        for index, part in enumerate(node):
+            yield from _tag_bounds(part, f"{path}[{index}]")
+    elif isinstance(node, Mapping):
+        for key, part in node.items():
+            part_path = f"{path}.{key}"
+            if key == "json_schema":
+                yield from _schema_bounds(part, part_path)
+            elif key in ("pattern", "grammar") and isinstance(part, str):
+                yield from _pattern_bounds(part, part_path)
+            else:
+                yield from _tag_bounds(part, part_path)
 
 
 def _schema_bounds(schema: object, path: str) -> Iterator[_Bound]:
     """Yield all limits on repetitions in a JSON schema: length limits and bounds in patterns."""
-    for part, where in subschemas(schema, path):
+    for part, part_path in subschemas(schema, path):
         if not isinstance(part, Mapping):
             continue
-        for word in _LENGTH_KEYWORDS:
-            if isinstance(part.get(word), int):
-                yield _Bound(part[word], _LENGTH_S, f"{where}.{word}")
+        for keyword in _LENGTH_KEYWORDS:
+            if isinstance(part.get(keyword), int):
+                yield _Bound(part[keyword], _LENGTH_S, f"{part_path}.{keyword}")
         if isinstance(part.get("pattern"), str):
-            yield from _pattern_bounds(part["pattern"], f"{where}.pattern")
+            yield from _pattern_bounds(part["pattern"], f"{part_path}.pattern")
 
 
-def _pattern_bounds(pattern: str, where: str) -> Iterator[_Bound]:
+def _pattern_bounds(pattern: str, path: str) -> Iterator[_Bound]:
     """Yield all bounds of repetitions in a regular expression or in a grammar.
 
-    Example: `ab.{0,2000}` has one bound of 2000 at column 4.
+    Example: `ab.{0,2000}` has one bound of 2000 at column 4. `path` is the position of the pattern,
+    for error messages.
     """
     for match in _REPETITION.finditer(pattern):
-        numbers = [int(text[:_MAX_DIGITS]) for text in match.groups() if text]
-        if numbers:
-            yield _Bound(max(numbers), _PATTERN_S, f"{where}, column {match.start() + 1}")
+        limits = [int(digits[:_MAX_DIGITS]) for digits in match.groups() if digits]
+        if limits:
+            yield _Bound(max(limits), _PATTERN_S, f"{path}, column {match.start() + 1}")

@@ -59,30 +59,33 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
         RequestError: if the grammar is not valid, takes too long to compile, or contains keywords
             that cannot be enforced.
     """
-    kind, source = spec.kind, spec.source
-    if kind == "structural_tag":
-        return _compile_tag(libraries, source, limit_s)
-    if kind == "ebnf" and "::=" in source:
-        return _compile_ebnf(libraries, source, limit_s)
-    if kind in ("json_schema", "choice"):
+    if spec.kind == "structural_tag":
+        return _compile_tag(libraries, spec.source, limit_s)
+    # A grammar of the kind "ebnf" without "::=" is a Lark grammar, which llguidance compiles.
+    if spec.kind == "ebnf" and "::=" in spec.source:
+        return _compile_ebnf(libraries, spec.source, limit_s)
+    if spec.kind in ("json_schema", "choice"):
         # This call raises a RequestError if the text is not JSON.
-        load(kind, source)
-    return libraries.llguidance.compile(kind, source)
+        load(spec.kind, spec.source)
+    return libraries.llguidance.compile(spec.kind, spec.source)
 
 
 def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
     """Compile a structural tag with xgrammar, or with llguidance if the tag is simple.
 
-    A tag is simple if it contains nothing but one schema or one regular expression.
+    A structural tag is a JSON value that describes an answer with schemas, patterns and text. A
+    tag is simple if it contains nothing but one schema or one regular expression. llguidance
+    compiles these much faster.
 
     See `compile_grammar` for the arguments and the errors.
     """
     simple = _simple_grammar(load("structural_tag", source))
     if simple is not None:
+        simple_kind, simple_source = simple
         # If llguidance rejects the grammar, xgrammar gets the tag below. xgrammar can accept the
         # tag, because it ignores some keywords that llguidance rejects.
         with contextlib.suppress(RequestError):
-            return libraries.llguidance.compile(*simple)
+            return libraries.llguidance.compile(simple_kind, simple_source)
     check_cost("structural_tag", source, libraries.vocabulary.size, limit_s)
     return libraries.xgrammar.compile("structural_tag", source)
 
@@ -123,11 +126,13 @@ def special_ids_in(vocabulary: Vocabulary, spec: GrammarSpec) -> frozenset[int]:
     """
     if spec.kind != "structural_tag":
         return frozenset()
-    written = "\0".join(_texts(json.loads(spec.source)))
+    # The separator prevents that a token is found in the end of one text and the start of the next.
+    tag_text = "\0".join(_texts(json.loads(spec.source)))
+    special_texts = {
+        token_id: vocabulary.tokens[token_id].decode() for token_id in vocabulary.special_ids
+    }
     return frozenset(
-        number
-        for number in vocabulary.special_ids
-        if vocabulary.tokens[number] and vocabulary.tokens[number].decode() in written
+        token_id for token_id, text in special_texts.items() if text and text in tag_text
     )
 
 
@@ -139,6 +144,6 @@ def _texts(node: object) -> Iterator[str]:
         for part in node:
             yield from _texts(part)
     elif isinstance(node, Mapping):
-        for word, part in node.items():
-            if word not in ("json_schema", "excludes", "type"):
+        for key, part in node.items():
+            if key not in ("json_schema", "excludes", "type"):
                 yield from _texts(part)

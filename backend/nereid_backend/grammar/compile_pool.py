@@ -41,7 +41,10 @@ class CompilePool(Generic[T]):
         self._tried = ThreadPoolExecutor(1, "grammar-tried")
 
     def submit(self, spec: GrammarSpec, work: Callable[[], T]) -> "Future[T]":
-        """Start to compile a grammar.
+        """Start to compile a grammar, without blocking.
+
+        A quick grammar is compiled immediately. Any other grammar first needs a successful trial:
+        a child process tests whether the grammar compiles within the limits of time and memory.
 
         Args:
             spec: the grammar.
@@ -74,8 +77,11 @@ class CompilePool(Generic[T]):
     ) -> None:
         """Compile a grammar in a thread if its trial was successful.
 
-        If the trial failed, store its error in `result`. If the trial was cancelled, cancel
-        `result`.
+        Args:
+            work: the function that compiles the grammar.
+            result: receives the compiled grammar. If the trial failed, `result` receives the
+                trial's error. If the trial was cancelled, `result` is cancelled.
+            trial: the trial, which has ended.
         """
         if trial.cancelled():
             result.cancel()
@@ -89,25 +95,34 @@ class CompilePool(Generic[T]):
     def _run(
         self, executor: ThreadPoolExecutor, work: Callable[[], T], result: "Future[T]"
     ) -> None:
-        """Call `work` in a thread of the executor, and store the outcome in `result`."""
+        """Call `work` in a thread of the executor, and store the outcome in `result`.
+
+        If `result` is cancelled before the thread calls `work`, `work` is not called.
+        """
         try:
             job = executor.submit(_complete, work, result)
         except RuntimeError:  # the executor is shut down
             _fail(result, _closing_error())
             return
-
-        def fail_if_cancelled(done: "Future[None]") -> None:
-            # This job is cancelled in two cases. If `result` was cancelled, `_fail` does nothing.
-            # If the pool was closed, `_fail` stores an error in `result`.
-            if done.cancelled():
-                _fail(result, _closing_error())
-
         _cancel_with(result, job)
-        job.add_done_callback(fail_if_cancelled)
+        job.add_done_callback(partial(_fail_if_cancelled, result))
+
+
+def _fail_if_cancelled(result: "Future[T]", job: "Future[None]") -> None:
+    """Store an error in `result` if the pool was closed before its job started.
+
+    A job is cancelled in two cases. If `result` was cancelled, `_fail` does nothing. If the pool
+    was closed, `_fail` stores an error in `result`.
+    """
+    if job.cancelled():
+        _fail(result, _closing_error())
 
 
 def _complete(work: Callable[[], T], result: "Future[T]") -> None:
-    """Call `work` and store its result or its error in `result`."""
+    """Call `work` and store its result or its error in `result`.
+
+    If `result` has been cancelled, do nothing.
+    """
     if not result.set_running_or_notify_cancel():
         return
     try:

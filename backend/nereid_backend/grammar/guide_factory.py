@@ -27,7 +27,7 @@ from nereid_backend.grammar.guide_rules import GuideRules, rules_for
 from nereid_backend.grammar.thinking_budget import Thinking
 from nereid_backend.grammar.token_guide import TokenGuide
 from nereid_backend.grammar.trial_compiler import TrialCompiler
-from nereid_backend.grammar.vocabulary import load_vocabulary
+from nereid_backend.grammar.vocabulary import Vocabulary, load_vocabulary
 
 # The number of GuideRules objects in the cache.
 _NUM_CACHED_RULES = 256
@@ -51,7 +51,7 @@ class _Compilation:
     num_waiting: int = 0
 
 
-_Maker = Callable[[Libraries, _CompiledSpec | None], TokenGuide]
+_MakeGuide = Callable[[Libraries, _CompiledSpec | None], TokenGuide]
 
 
 class Guides:
@@ -68,7 +68,7 @@ class Guides:
         cache_bytes: int = 64 * 2**20,
         max_source_bytes: int = 256 * 2**10,
     ) -> None:
-        """Create a factory. The libraries are loaded by the first request or by `warm_up`.
+        """Create a factory. The grammar libraries are loaded by the first request or by `warm_up`.
 
         Args:
             model: the folder of the checkpoint. Its tokenizer is loaded, but no code from the
@@ -129,17 +129,18 @@ class Guides:
             position. Several requests can wait for the compilation of one grammar. If the futures
             of all these requests are cancelled, the compilation is stopped.
         """
-        answer: Future[TokenGuide] = Future()
+        guide_future: Future[TokenGuide] = Future()
         try:
             spec = params.grammar
             if spec is not None:
                 self._check_size(spec)
-            stops = stop_token_ids or frozenset(self._eos_token_ids)
-            make = partial(self._guide, params, stops)
-            _when_done(self.warm_up(), answer, partial(self._complete, answer, spec, make))
+            stop_ids = stop_token_ids or frozenset(self._eos_token_ids)
+            make_guide = partial(self._create_guide, params, stop_ids)
+            create_guide = partial(self._create_guide_when_compiled, guide_future, spec, make_guide)
+            _when_done(self.warm_up(), guide_future, create_guide)
         except NereidError as error:
-            _fail(answer, error)
-        return answer
+            _fail(guide_future, error)
+        return guide_future
 
     def close(self) -> None:
         """Shut down the compile pool. Requests that wait for a guide get an error."""
@@ -149,7 +150,11 @@ class Guides:
     # ---- loading ---------------------------------------------------------------------------------
 
     def _load(self, libraries: "Future[Libraries]") -> None:
-        """Load the vocabulary and the grammar libraries, and store the result in `libraries`."""
+        """Load the vocabulary and the grammar libraries, and store the result in `libraries`.
+
+        Also create the pool that compiles grammars. If the loading fails, store a RequestError in
+        `libraries`, so that only the requests with a grammar or a thinking budget fail.
+        """
         try:
             vocabulary = load_vocabulary(self._model, self._vocab_size)
             loaded = load_libraries(vocabulary, self._eos_token_ids, self._num_threads)
@@ -177,42 +182,46 @@ class Guides:
                 f"{self._max_source_bytes} bytes (max_grammar_bytes)."
             )
 
-    def _complete(
+    def _create_guide_when_compiled(
         self,
-        answer: "Future[TokenGuide]",
+        guide_future: "Future[TokenGuide]",
         spec: GrammarSpec | None,
-        make: _Maker,
+        make_guide: _MakeGuide,
         libraries: Libraries,
     ) -> None:
-        """Create the guide of a request, and store the guide in `answer`.
+        """Create the guide of a request as soon as its grammar is compiled.
 
-        The libraries are loaded before this call. Equal grammars are compiled once: a request uses
-        the cached grammar, or waits for the compilation that another request has started.
+        A guide determines which tokens may come next in a sequence. Equal grammars are compiled
+        once: a request uses the cached grammar, or waits for the compilation that another request
+        has started.
 
         Args:
-            answer: receives the guide or an error.
+            guide_future: receives the guide, or an error.
             spec: the request's grammar; None if the request has only a thinking budget.
-            make: creates the guide from the libraries and the compiled grammar.
+            make_guide: creates the guide from the libraries and the compiled grammar.
             libraries: the vocabulary and the grammar libraries.
         """
         if spec is None:
-            _succeed(answer, make(libraries, None))
+            _succeed(guide_future, make_guide(libraries, None))
             return
         key = GrammarSpec(spec.kind, spec.source)
         compiled_spec = self._cache.get(key)
         if compiled_spec is not None:
-            _succeed(answer, make(libraries, compiled_spec))
+            _succeed(guide_future, make_guide(libraries, compiled_spec))
             return
         compilation = self._join_compilation(libraries, key)
-        answer.add_done_callback(partial(self._leave, key, compilation))
+        guide_future.add_done_callback(partial(self._stop_waiting, key, compilation))
         _when_done(
-            compilation.future, answer, lambda result: _succeed(answer, make(libraries, result))
+            compilation.future,
+            guide_future,
+            lambda result: _succeed(guide_future, make_guide(libraries, result)),
         )
 
     def _join_compilation(self, libraries: Libraries, key: GrammarSpec) -> _Compilation:
         """Return the running compilation of a grammar, or start one.
 
-        The number of requests that wait for the compilation increases by one.
+        Several requests can wait for the result of one compilation. This method increases the
+        number of these requests by one.
         """
         assert self._pool is not None
         with self._lock:
@@ -229,8 +238,8 @@ class Guides:
         compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
         return compilation
 
-    def _leave(
-        self, key: GrammarSpec, compilation: _Compilation, answer: "Future[TokenGuide]"
+    def _stop_waiting(
+        self, key: GrammarSpec, compilation: _Compilation, guide_future: "Future[TokenGuide]"
     ) -> None:
         """Record that one request no longer waits for the result of a compilation.
 
@@ -238,7 +247,7 @@ class Guides:
         """
         with self._lock:
             compilation.num_waiting -= 1
-            is_unwanted = answer.cancelled() and compilation.num_waiting == 0
+            is_unwanted = guide_future.cancelled() and compilation.num_waiting == 0
         if is_unwanted:
             self._forget(key, compilation)
             compilation.future.cancel()
@@ -259,10 +268,10 @@ class Guides:
         self._cache.put(spec, compiled_spec, compiled.num_bytes)
         return compiled_spec
 
-    def _guide(
+    def _create_guide(
         self,
         params: SamplingParams,
-        stops: frozenset[int],
+        stop_ids: frozenset[int],
         libraries: Libraries,
         compiled_spec: _CompiledSpec | None,
     ) -> TokenGuide:
@@ -270,7 +279,7 @@ class Guides:
 
         Args:
             params: the request's sampling parameters.
-            stops: the tokens that end the answer.
+            stop_ids: the tokens that end the answer.
             libraries: the vocabulary and the grammar libraries.
             compiled_spec: the compiled grammar; None if the request has only a thinking budget.
         """
@@ -279,51 +288,62 @@ class Guides:
         if compiled_spec is not None:
             matcher = compiled_spec.compiled.matcher()
             special_ids = compiled_spec.special_ids
-        after = params.grammar.after if params.grammar is not None else ""
-        # Requests with equal stop tokens, special tokens and markers share one GuideRules object.
-        key = (stops, special_ids, after)
-        rules = self._rules.get(key)
-        if rules is None:
-            rules = rules_for(libraries.vocabulary, stops, special_ids, after)
-            # Each value counts as one byte, so this cache limits the number of its values.
-            self._rules.put(key, rules, 1)
+        marker = params.grammar.after if params.grammar is not None else ""
+        rules = self._cached_rules(libraries.vocabulary, stop_ids, special_ids, marker)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
         return TokenGuide(rules, matcher, thinking)
 
+    def _cached_rules(
+        self,
+        vocabulary: Vocabulary,
+        stop_ids: frozenset[int],
+        special_ids: frozenset[int],
+        marker: str,
+    ) -> GuideRules:
+        """Return the token masks for the guide of a request; see `rules_for`.
+
+        Requests with equal stop tokens, special tokens and markers share one GuideRules object.
+        """
+        key = (stop_ids, special_ids, marker)
+        rules = self._rules.get(key)
+        if rules is None:
+            rules = rules_for(vocabulary, stop_ids, special_ids, marker)
+            # Each value counts as one byte, so this cache limits the number of its values.
+            self._rules.put(key, rules, 1)
+        return rules
+
 
 def _when_done(
-    first: "Future[S]", answer: "Future[TokenGuide]", follow: Callable[[S], None]
+    future: "Future[S]", guide_future: "Future[TokenGuide]", use_result: Callable[[S], None]
 ) -> None:
-    """Call `follow` with the result of `first` as soon as `first` is done.
+    """Call `use_result` with the result of `future` as soon as `future` is done.
 
-    An error of `first` or of `follow` is stored in `answer`.
+    The result is needed to create a request's guide. An error of `future` or of `use_result` is
+    therefore stored in `guide_future`, for which the request waits.
     """
 
-    def call_follow(done: "Future[S]") -> None:
-        """Call `follow` with the result of `done`, and store an error in `answer`."""
-        if done.cancelled():
+    def on_done(done_future: "Future[S]") -> None:
+        if done_future.cancelled():
             # Every request that waited for the result has been cancelled, too.
             return
         try:
-            follow(done.result())
+            use_result(done_future.result())
         except NereidError as error:
-            _fail(answer, error)
+            _fail(guide_future, error)
         except Exception as error:  # noqa: BLE001 - a callback ends here, and a request waits
-            _fail(answer, EngineError(f"The request's guide could not be created: {error}"))
+            _fail(guide_future, EngineError(f"The request's guide could not be created: {error}"))
 
-    if first.done():
-        call_follow(first)
-    else:
-        first.add_done_callback(call_follow)
+    # If `future` is already done, this method calls `on_done` immediately.
+    future.add_done_callback(on_done)
 
 
-def _succeed(answer: "Future[TokenGuide]", guide: TokenGuide) -> None:
+def _succeed(guide_future: "Future[TokenGuide]", guide: TokenGuide) -> None:
     """Store a guide in the future of a request, unless the future has been cancelled."""
-    if answer.set_running_or_notify_cancel():
-        answer.set_result(guide)
+    if guide_future.set_running_or_notify_cancel():
+        guide_future.set_result(guide)
 
 
-def _fail(answer: "Future[TokenGuide]", error: NereidError) -> None:
+def _fail(guide_future: "Future[TokenGuide]", error: NereidError) -> None:
     """Store an error in the future of a request, unless the future has been cancelled."""
-    if answer.set_running_or_notify_cancel():
-        answer.set_exception(error)
+    if guide_future.set_running_or_notify_cancel():
+        guide_future.set_exception(error)

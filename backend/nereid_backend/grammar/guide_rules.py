@@ -50,24 +50,28 @@ def rules_for(
 ) -> GuideRules:
     """Return the constant data for the guide of a request.
 
+    A guide determines which tokens may come next in an answer. It looks up the token masks and the
+    token lists of this data for each token of the answer.
+
     Args:
         vocabulary: the tokens of the model.
         stop_ids: the tokens that end the answer.
         allowed_special_ids: the special tokens that the grammar contains.
-        after: the text after which the grammar applies; see GrammarSpec.
+        after: the text after which the grammar applies, such as "</think>"; see GrammarSpec.
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
     all_tokens = mask_of(range(size), size)
+    free_mask = all_tokens & ~stop_mask
     forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
-    forbidden = mask_of(forbidden_special_ids | vocabulary.unusable_ids, size)
-    grammar_mask = all_tokens & ~stop_mask & ~forbidden
+    forbidden_mask = mask_of(forbidden_special_ids | vocabulary.unusable_ids, size)
+    grammar_mask = free_mask & ~forbidden_mask
     marker = after.strip().encode()
     return GuideRules(
         vocabulary=vocabulary,
         stop_ids=stop_ids,
         stop_mask=stop_mask,
-        free_mask=all_tokens & ~stop_mask,
+        free_mask=free_mask,
         grammar_mask=grammar_mask,
         grammar_bits=grammar_mask.tobytes(),
         white_space_mask=mask_of(vocabulary.white_space_ids - stop_ids, size),
@@ -99,7 +103,8 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tu
                 spanning.setdefault(num_before, []).append((token_id, text_after))
     # Find the tokens that contain the whole marker.
     for data, token_id in vocabulary.sorted_tokens:
-        text_after = data.partition(marker)[2].lstrip(WHITE_SPACE)
+        _, _, after_marker = data.partition(marker)  # b"" if the token does not contain the marker
+        text_after = after_marker.lstrip(WHITE_SPACE)
         if text_after:
             spanning.setdefault(0, []).append((token_id, text_after))
     return spanning

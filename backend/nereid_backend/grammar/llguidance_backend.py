@@ -84,20 +84,40 @@ class LLGuidanceBackend:
     def compile(self, kind: str, source: str) -> "LLGuidanceGrammar":
         """Compile a grammar; see GrammarBackend.compile."""
         if kind == "json_schema":
-            schema = _with_inclusive_bounds(_with_integer_lengths(json.loads(source)))
-            matcher = self._matcher(_schema_grammar(schema))
-            if matcher.is_error():
-                raise self._schema_error(schema, _problem(matcher))
+            matcher = self._schema_matcher(source)
         else:
-            grammar = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind](source)
-            matcher = self._matcher(grammar)
-            if matcher.is_error():
-                raise self._grammar_error(kind, source, matcher)
+            matcher = self._text_matcher(kind, source)
         # Compute the first mask once, because all copies of the matcher share it. For 64 sequences
         # with one regular expression and 151k tokens, all first masks then take 0.4 ms instead of
         # 70 ms.
         matcher.compute_bitmask()
         return LLGuidanceGrammar(matcher, self._vocabulary, len(source))
+
+    def _schema_matcher(self, source: str) -> LLMatcher:
+        """Return llguidance's matcher for a JSON schema.
+
+        Raises:
+            RequestError: if the schema is not valid, or has keywords that cannot be enforced.
+        """
+        schema = json.loads(source)
+        _convert_lengths_to_integers(schema)
+        _replace_exclusive_bounds(schema)
+        matcher = self._matcher(_schema_grammar(schema))
+        if matcher.is_error():
+            raise self._schema_error(schema, _problem(matcher))
+        return matcher
+
+    def _text_matcher(self, kind: str, source: str) -> LLMatcher:
+        """Return llguidance's matcher for a regular expression, a list of choices or a grammar.
+
+        Raises:
+            RequestError: if the source is not valid.
+        """
+        convert = {"regex": _regex, "choice": _choice, "ebnf": _ebnf}[kind]
+        matcher = self._matcher(convert(source))
+        if matcher.is_error():
+            raise self._grammar_error(kind, source, matcher)
+        return matcher
 
     def _matcher(self, grammar: str) -> LLMatcher:
         """Return llguidance's matcher for a grammar.
@@ -124,33 +144,30 @@ class LLGuidanceBackend:
             schema: the whole schema.
             problem: the message with which llguidance rejects the schema.
         """
-        where = self._where(schema, problem)
-        words = re.match(r"Unimplemented keys: \[(.*)\]", problem)
-        if words is None:
-            return RequestError(f"json_schema: the schema at {where} is not valid: {problem}")
-        keywords = ", ".join(re.findall(r'"([^"]+)"', words[1]))
+        path = self._path_of_problem(schema, problem)
+        # The library's message is, for example, 'Unimplemented keys: ["not", "if"]'.
+        unsupported = re.match(r"Unimplemented keys: \[(.*)\]", problem)
+        if unsupported is None:
+            return RequestError(f"json_schema: the schema at {path} is not valid: {problem}")
+        keywords = ", ".join(re.findall(r'"([^"]+)"', unsupported[1]))
         return RequestError(
-            f"json_schema: the schema at {where} has keywords that cannot be enforced: {keywords}. "
+            f"json_schema: the schema at {path} has keywords that cannot be enforced: {keywords}. "
             'Leave them out, or do not set "strict".'
         )
 
-    def _where(self, schema: object, problem: str) -> str:
+    def _path_of_problem(self, schema: object, problem: str) -> str:
         """Return the path of the innermost schema that causes the error `problem`.
 
-        Example: if "not" cannot be enforced, the schema `{"properties": {"a": {"not": {}}}}` gives
-        `$.properties.a`.
+        The schemas inside `schema` are compiled one by one, because llguidance does not report the
+        position of an error. At most _MAX_LOCATED schemas are compiled. Example: if "not" cannot be
+        enforced, the schema `{"properties": {"a": {"not": {}}}}` gives `$.properties.a`.
         """
-        definitions = {
-            word: schema[word]
-            for word in ("$defs", "definitions")
-            if isinstance(schema, Mapping) and word in schema
-        }
-        innermost = "$"
+        definitions = _definitions_in(schema)
+        problem_path = "$"
         num_compiled = 0
         # `subschemas` yields each schema before the schemas inside it.
         for part, path in subschemas(schema):
-            is_inside = path.startswith(innermost) and depth_of(path) > depth_of(innermost)
-            if not is_inside or not isinstance(part, Mapping):
+            if not isinstance(part, Mapping) or not _is_inside(path, problem_path):
                 continue
             if num_compiled == _MAX_LOCATED:
                 break
@@ -158,11 +175,11 @@ class LLGuidanceBackend:
             # A part of the schema may refer to the definitions of the whole schema, so these
             # definitions are added to the part. They are not added to a part that is itself in the
             # definitions.
-            is_definition = any(path.startswith(f"$.{word}") for word in definitions)
+            is_definition = any(path.startswith(f"$.{keyword}") for keyword in definitions)
             complete = dict(part) if is_definition else {**definitions, **part}
             if _problem(self._matcher(_schema_grammar(complete))) == problem:
-                innermost = path
-        return innermost
+                problem_path = path
+        return problem_path
 
 
 class LLGuidanceGrammar:
@@ -244,22 +261,44 @@ def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
                       ^
     """
     text = str(matcher.get_error())
-    # The first line with nothing but spaces and "^" marks the column of the error.
-    column = re.search(r"^( +)\^", text, re.MULTILINE)
     messages = re.findall(r"^error: (.*)$", text, re.MULTILINE)
     if messages:
-        place = ""
-        if column and has_pattern:
-            place = f" (column {len(column[1]) - _EXCERPT_INDENT})"
+        column = _column_in_pattern(text) if has_pattern else None
+        place = "" if column is None else f" (column {column})"
         return f"{messages[-1]}{place}"
     # Other messages have one line, such as 'at 1(8): unknown name: "x"'.
     if has_pattern:
         text = re.sub(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ', "", text)
-    return " ".join(text.partition("\n")[0].split())[:_MAX_MESSAGE]
+    first_line, _, _ = text.partition("\n")
+    return " ".join(first_line.split())[:_MAX_MESSAGE]
 
 
-def _with_integer_lengths(schema: object) -> object:
-    """Convert the lengths and counts in a schema to integers, and return the schema.
+def _column_in_pattern(error_text: str) -> int | None:
+    """Return the column of the error in a regular expression, or None if the text has no column.
+
+    The first line that begins with spaces and "^" marks the column; see `_problem`.
+    """
+    indent = re.search(r"^( +)\^", error_text, re.MULTILINE)
+    return None if indent is None else len(indent[1]) - _EXCERPT_INDENT
+
+
+def _definitions_in(schema: object) -> dict[str, object]:
+    """Return the definitions of a schema, to which other parts of the schema can refer.
+
+    Example: `{"$defs": {"a": {}}, "type": "object"}` gives `{"$defs": {"a": {}}}`.
+    """
+    if not isinstance(schema, Mapping):
+        return {}
+    return {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
+
+
+def _is_inside(path: str, outer_path: str) -> bool:
+    """Return whether a path is inside another path. Example: `$.items` is inside `$`."""
+    return path.startswith(outer_path) and depth_of(path) > depth_of(outer_path)
+
+
+def _convert_lengths_to_integers(schema: object) -> None:
+    """Convert the lengths and counts in a schema to integers.
 
     JSON Schema accepts 30.0 as an integer, but llguidance does not. Example: {"maxLength": 30.0}
     becomes {"maxLength": 30}.
@@ -267,15 +306,15 @@ def _with_integer_lengths(schema: object) -> object:
     Mutates: schema.
     """
     for part, _ in subschemas(schema):
-        if isinstance(part, dict):
-            part |= {
-                name: int(part[name]) for name in _LENGTHS & part.keys() if _is_integer(part[name])
-            }
-    return schema
+        if not isinstance(part, dict):
+            continue
+        for keyword in _LENGTHS & part.keys():
+            if _is_integer(part[keyword]):
+                part[keyword] = int(part[keyword])
 
 
-def _with_inclusive_bounds(schema: object) -> object:
-    """Replace the bounds that llguidance 1.9 handles incorrectly, and return the schema.
+def _replace_exclusive_bounds(schema: object) -> None:
+    """Replace the bounds that llguidance 1.9 handles incorrectly.
 
     If an exclusive bound is an integer and the opposite bound is less than 1 away, llguidance
     allows the excluded number. Example: with "exclusiveMinimum": 3 and "maximum": 3.6, llguidance
@@ -291,12 +330,30 @@ def _with_inclusive_bounds(schema: object) -> object:
         # The opposite bound can be inclusive ("maximum") or exclusive ("exclusiveMaximum").
         largest = part.get("maximum", high)
         smallest = part.get("minimum", low)
-        # llguidance handles negative lower bounds and positive upper bounds correctly.
-        if _is_integer(low) and _is_number(largest) and low >= 0 and largest < low + 1:
+        if _allows_excluded_minimum(low, largest):
             part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
-        elif _is_integer(high) and _is_number(smallest) and high <= 0 and smallest > high - 1:
+        elif _allows_excluded_maximum(high, smallest):
             part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
-    return schema
+
+
+def _allows_excluded_minimum(low: object, largest: object) -> bool:
+    """Return whether llguidance would allow the number `low`, although `low` is excluded.
+
+    llguidance handles negative lower bounds correctly.
+    """
+    if not _is_integer(low) or not _is_number(largest):
+        return False
+    return low >= 0 and largest < low + 1
+
+
+def _allows_excluded_maximum(high: object, smallest: object) -> bool:
+    """Return whether llguidance would allow the number `high`, although `high` is excluded.
+
+    llguidance handles positive upper bounds correctly.
+    """
+    if not _is_integer(high) or not _is_number(smallest):
+        return False
+    return high <= 0 and smallest > high - 1
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -328,12 +385,13 @@ def _choice(source: str) -> str:
         raise RequestError(
             f"choice: the value must be a list of at least one string, but it is {choices!r}."
         )
-    for number, choice in enumerate(choices):
+    for index, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             raise RequestError(
-                f"choice: member {number} must be a string that is not empty, but it is {choice!r}."
+                f"choice: member {index} must be a string that is not empty, but it is {choice!r}."
             )
-    return _regex("(?:" + "|".join(map(_escaped, choices)) + ")")
+    alternatives = "|".join(_escaped(choice) for choice in choices)
+    return _regex(f"(?:{alternatives})")
 
 
 def _escaped(text: str) -> str:

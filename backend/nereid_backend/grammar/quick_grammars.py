@@ -27,6 +27,7 @@ _QUICK_LENGTH = 1000
 def is_quick(spec: GrammarSpec) -> bool:
     """Return whether a grammar is known to compile within a fraction of a second.
 
+    Any other grammar needs a trial: a child process tests whether the grammar compiles in time.
     Examples: a schema with ten properties is quick. A schema with `allOf`, a schema of 100 kB and
     every EBNF grammar need a trial.
     """

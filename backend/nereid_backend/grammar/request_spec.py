@@ -16,6 +16,9 @@ _OPTIONS = "x-guidance"
 def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarSpec:
     """Return the grammar specification for a JSON schema.
 
+    The boolean schemas True (every value is valid) and False (no value is valid) are converted to
+    the equivalent objects `{}` and `{"not": {}}`.
+
     Args:
         schema: the schema as a JSON value.
         is_strict: whether a keyword that cannot be enforced is an error. If False, such a keyword
@@ -31,10 +34,11 @@ def schema_spec(schema: object, *, is_strict: bool, after: str = "") -> GrammarS
         raise RequestError(
             f"json_schema: the schema must be a JSON object, but it is {type(schema).__name__}."
         )
-    plain = {word: value for word, value in schema.items() if word != _OPTIONS}
+    # Requests may not set llguidance's options.
+    source = {keyword: value for keyword, value in schema.items() if keyword != _OPTIONS}
     if not is_strict:
-        plain[_OPTIONS] = {"lenient": True, "coerce_one_of": True}
-    return GrammarSpec("json_schema", json.dumps(plain, ensure_ascii=False), after)
+        source[_OPTIONS] = {"lenient": True, "coerce_one_of": True}
+    return GrammarSpec("json_schema", json.dumps(source, ensure_ascii=False), after)
 
 
 def grammar_spec(source: str, *, after: str = "") -> GrammarSpec:

@@ -8,6 +8,11 @@ from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import EngineError, RequestError
 
 
+def last_bytes(data: bytes, max_bytes: int) -> bytes:
+    """Return the end of `data`, at most `max_bytes` bytes. Example: b"abc" and 2 give b"bc"."""
+    return data[max(len(data) - max_bytes, 0) :]
+
+
 class _State(Enum):
     """The position of the next token in an answer: before, in or after the answer's reasoning."""
 
@@ -49,14 +54,16 @@ class Thinking:
             )
         # The last bytes of the answer. They are stored because they may be the beginning of a
         # marker.
-        self._text = b""
+        self._tail = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
         if spec.is_open:
             self._state = _State.OPEN
+        elif self._start:
+            self._state = _State.BEFORE
         else:
-            self._state = _State.BEFORE if self._start else _State.CLOSED
-        self._end_if_used_up()
+            self._state = _State.CLOSED
+        self._force_end_if_used_up()
 
     @property
     def is_open(self) -> bool:
@@ -64,7 +71,9 @@ class Thinking:
         return self._state is _State.OPEN or bool(self.forced)
 
     def feed(self, token_id: int, data: bytes) -> None:
-        """Advance by one token.
+        """Advance the state of the reasoning by the next token of the answer.
+
+        If the budget is used up after this token, `forced` contains the tokens of the end marker.
 
         Args:
             token_id: the token.
@@ -83,50 +92,56 @@ class Thinking:
             if not self.forced:
                 self._state = _State.CLOSED
         elif self._state is _State.BEFORE:
-            self._find_start(data)
+            self._look_for_start(data)
         elif self._state is _State.OPEN:
-            self._find_end(data)
+            self._look_for_end(data)
 
     def fork(self) -> Self:
         """Return an independent copy for another sequence."""
         copy = type(self)(self._spec)
         copy._state = self._state
-        copy._text = self._text
+        copy._tail = self._tail
         copy.num_tokens = self.num_tokens
         copy.forced = self.forced
         return copy
 
-    def _find_start(self, data: bytes) -> None:
-        """Append `data` to the last bytes of the answer, and look for the start marker."""
-        self._text = (self._text + data).lstrip()
-        if self._text.startswith(self._start):
-            rest = self._text[len(self._start) :]
-            self._state = _State.OPEN
-            self._text = b""
-            if rest.strip():
-                self._find_end(rest)
-            self._end_if_used_up()
-        elif not self._start.startswith(self._text):
-            self._state = _State.CLOSED
-            self._text = b""
+    def _look_for_start(self, data: bytes) -> None:
+        """Add the bytes of one token, and open the reasoning if the start marker is complete.
 
-    def _find_end(self, data: bytes) -> None:
-        """Append `data` to the last bytes of the answer, and look for the end marker.
-
-        `data` is the bytes of one token. If the reasoning continues, count the token.
+        If the answer cannot begin with the start marker, the answer has no reasoning. Examples for
+        the start marker "<think>": after "<", the state is still BEFORE. After "<think> I", the
+        state is OPEN. After "Hello", the state is CLOSED.
         """
-        self._text += data
-        if self._end and self._end in self._text:
+        beginning = (self._tail + data).lstrip()
+        if beginning.startswith(self._start):
+            self._state = _State.OPEN
+            self._tail = b""
+            reasoning = beginning[len(self._start) :]
+            if reasoning.strip():
+                self._look_for_end(reasoning)
+            self._force_end_if_used_up()
+        elif self._start.startswith(beginning):
+            self._tail = beginning
+        else:
             self._state = _State.CLOSED
-            self._text = b""
+            self._tail = b""
+
+    def _look_for_end(self, data: bytes) -> None:
+        """Add the bytes of one token, and close the reasoning if the end marker is complete.
+
+        If the reasoning continues, count the token as a token of the reasoning.
+        """
+        text = self._tail + data
+        if self._end and self._end in text:
+            self._state = _State.CLOSED
+            self._tail = b""
             return
         # Keep only the last bytes, which can be the beginning of an end marker.
-        num_kept = max(len(self._end) - 1, 0)
-        self._text = self._text[-num_kept:] if num_kept else b""
+        self._tail = last_bytes(text, len(self._end) - 1) if self._end else b""
         self.num_tokens += 1
-        self._end_if_used_up()
+        self._force_end_if_used_up()
 
-    def _end_if_used_up(self) -> None:
+    def _force_end_if_used_up(self) -> None:
         """Force the end marker if the reasoning is open and the budget is used up."""
         budget = self._spec.budget
         if self._state is _State.OPEN and budget is not None and self.num_tokens >= budget:

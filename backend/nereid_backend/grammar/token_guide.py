@@ -26,7 +26,7 @@ import numpy as np
 from nereid_backend.errors import EngineError
 from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.guide_rules import WHITE_SPACE, GuideRules
-from nereid_backend.grammar.thinking_budget import Thinking
+from nereid_backend.grammar.thinking_budget import Thinking, last_bytes
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, mask_of
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ _MAX_WHITE_SPACE = 4
 # The number of preceding tokens that are tokenised together with a forced text. They are needed
 # because the tokens of a text depend on the preceding text.
 _NUM_RECENT = 4
+# Shorter forced texts are sampled as usual. A single byte is one token, and the last token of a
+# forced text is left out.
+_MIN_FORCED_BYTES = 2
 
 
 class Phase(Enum):
@@ -81,19 +84,14 @@ class TokenGuide:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
                 this token.
         """
-        rules = self._rules
-        matcher = self._matcher
+        grammar_bits = self._rules.grammar_bits
+        only_matcher = self._matcher if self._thinking is None else None
         for token_id in token_ids:
             # In nearly all cases, only the grammar limits the tokens. For these cases, this branch
             # has the same effect as `_accept`, but takes less time.
-            if (
-                self._phase is Phase.GRAMMAR
-                and matcher is not None
-                and self._thinking is None
-                and 0 <= token_id < rules.vocabulary.size
-                and _has(rules.grammar_bits, token_id)
-            ):
-                self._check(token_id, matcher.accept(token_id))
+            is_in_grammar = self._phase is Phase.GRAMMAR and _has(grammar_bits, token_id)
+            if only_matcher is not None and is_in_grammar:
+                self._check(token_id, only_matcher.accept(token_id))
                 self._recent.append(token_id)
             else:
                 self._accept(token_id)
@@ -129,8 +127,15 @@ class TokenGuide:
     def _advance(self, matcher: Matcher, token_id: int, data: bytes) -> bool:
         """Advance the phase and the grammar by one token. Return whether the token is allowed.
 
-        The phases are described in the module's docstring. Example: in the phase WHITE_SPACE, a
-        newline token does not change the phase, and the token `{` begins the phase GRAMMAR.
+        An answer passes through the phases BEFORE_MARKER (until a marker such as "</think>"),
+        WHITE_SPACE (directly after the marker), GRAMMAR and ENDED (after a stop token). Example: in
+        the phase WHITE_SPACE, a newline token does not change the phase, and the token `{` begins
+        the phase GRAMMAR.
+
+        Args:
+            matcher: tracks the position of the answer in the grammar.
+            token_id: the token.
+            data: the bytes of the token.
         """
         if token_id in self._rules.stop_ids:
             if not self._may_end(matcher):
@@ -177,8 +182,7 @@ class TokenGuide:
         if not found_marker:
             # Keep the last bytes, because they may be the beginning of the marker. The text does
             # not contain the whole marker, so at most len(marker) - 1 bytes are needed.
-            max_tail = len(marker) - 1
-            self._tail = text[-max_tail:] if max_tail else b""
+            self._tail = last_bytes(text, len(marker) - 1)
             return True
         self._tail = b""
         grammar_text = after_marker.lstrip(WHITE_SPACE)
@@ -208,7 +212,9 @@ class TokenGuide:
     def fill_all(
         guides: Sequence["TokenGuide"], rows: TokenMasks, places: Sequence[int]
     ) -> list[bool]:
-        """Write the masks of several guides; see `fill`.
+        """Write the masks of the possible next tokens of several guides.
+
+        Matchers, which track a position in a grammar, fill many rows in one call.
 
         Args:
             guides: the guides.
@@ -222,19 +228,19 @@ class TokenGuide:
         """
         is_limited = []
         # The guides whose grammars decide the next tokens, grouped by the class of the matcher.
-        # Each class fills the rows of all its matchers in one call.
-        by_class: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
+        groups: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
             if matcher is None:
                 is_limited.append(guide._fill_otherwise(rows[place]))
             else:
                 is_limited.append(True)
-                by_class.setdefault(type(matcher), []).append((guide, matcher, place))
-        for matcher_class, entries in by_class.items():
-            matchers = [matcher for _, matcher, _ in entries]
-            matcher_class.fill_all(matchers, rows, [place for _, _, place in entries])
-            for guide, matcher, place in entries:
+                groups.setdefault(type(matcher), []).append((guide, matcher, place))
+        for matcher_class, group in groups.items():
+            group_matchers = [matcher for _, matcher, _ in group]
+            group_places = [place for _, _, place in group]
+            matcher_class.fill_all(group_matchers, rows, group_places)
+            for guide, matcher, place in group:
                 guide._finish_row(matcher, rows[place])
         return is_limited
 
@@ -244,17 +250,25 @@ class TokenGuide:
         Return None if there is no grammar, before the marker, after a stop token, and while the
         thinking budget forces tokens.
         """
-        is_forced = self._thinking is not None and self._thinking.forced
-        decides = self._phase is Phase.GRAMMAR or self._phase is Phase.WHITE_SPACE
-        return self._matcher if decides and not is_forced else None
+        if self._thinking is not None and self._thinking.forced:
+            return None
+        if self._phase is Phase.GRAMMAR or self._phase is Phase.WHITE_SPACE:
+            return self._matcher
+        return None
 
     def _fill_otherwise(self, row: TokenMask) -> bool:
-        """Write the mask of a guide for which `_deciding_matcher` returns None.
+        """Write the mask of the next tokens if the grammar alone does not decide these tokens.
+
+        The possible reasons are: the thinking budget forces the next token, the request has no
+        grammar, the answer has ended, or the marker before the grammar is not complete yet.
 
         Return whether any token is forbidden. If not, the row is unchanged.
+
+        Mutates: row.
         """
         if self._thinking is not None and self._thinking.forced:
-            row[:] = mask_of(self._thinking.forced[:1], self._rules.vocabulary.size)
+            forced_id = self._thinking.forced[0]
+            row[:] = mask_of([forced_id], self._rules.vocabulary.size)
             return True
         if self._matcher is None:
             return False
@@ -267,25 +281,32 @@ class TokenGuide:
     def _fill_before_marker(self, matcher: Matcher, row: TokenMask) -> None:
         """Write the mask for the phase BEFORE_MARKER. Stop tokens are forbidden.
 
-        A token that contains text after the marker is allowed only if the grammar allows this text.
-        All other tokens are allowed.
+        The marker is the text after which the grammar applies, such as "</think>". A token that
+        contains text after the marker is allowed only if the grammar allows this text. All other
+        tokens are allowed. Example: the token `>{` is forbidden after "</think" if the grammar
+        cannot begin with `{`.
+
+        Mutates: row.
         """
         rules = self._rules
         row[:] = rules.free_mask
         # Each token in `tokens` contains the end of the marker and text after the marker. The token
         # completes the marker only if the answer ends with the marker's first `num_before` bytes.
         for num_before, tokens in rules.spanning.items():
-            if num_before and not self._tail.endswith(rules.marker[:num_before]):
-                continue  # The answer does not end with these bytes.
+            marker_start = rules.marker[:num_before]
+            if not self._tail.endswith(marker_start):
+                continue
             for token_id, text_after_marker in tokens:
                 if not matcher.fork().accept_bytes(text_after_marker):
-                    row[token_id >> 5] &= ~_bit(token_id)
+                    _clear_bit(row, token_id)
 
     def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
-        """Complete a mask that the grammar library has written.
+        """Complete a mask of the next tokens that the grammar library has written.
 
-        Forbid all tokens outside `grammar_mask`. Then add the stop tokens if the answer may end,
+        Forbid all tokens outside `grammar_mask`. Then allow the stop tokens if the answer may end,
         and white space if it may still follow the marker.
+
+        Mutates: row.
         """
         rules = self._rules
         np.bitwise_and(row, rules.grammar_mask, out=row)
@@ -314,18 +335,20 @@ class TokenGuide:
         """Return the tokens that must come next, or [] if several tokens are possible.
 
         If the grammar forces a text, the result is the tokens that the tokenizer would choose for
-        this text. The engine appends the tokens without sampling.
+        this text. The engine appends the tokens without sampling. Example: if the grammar allows
+        only `"name": ` here, the result is the tokens of `"name":`. The last token, a space, is
+        left out, because it may merge with the text that follows.
         """
         if self._thinking is not None and self._thinking.is_open:
             return list(self._thinking.forced)
         if self._matcher is None or self._phase is not Phase.GRAMMAR:
             return []
         forced_bytes = self._matcher.forced()
-        if len(forced_bytes) <= 1:
+        if len(forced_bytes) < _MIN_FORCED_BYTES:
             return []
-        tokens = self._rules.vocabulary.encode_forced([*self._recent], forced_bytes)
-        are_allowed = all(_has(self._rules.grammar_bits, token_id) for token_id in tokens)
-        return tokens if are_allowed else []
+        token_ids = self._rules.vocabulary.encode_forced(list(self._recent), forced_bytes)
+        are_allowed = all(_has(self._rules.grammar_bits, token_id) for token_id in token_ids)
+        return token_ids if are_allowed else []
 
     def fork(self) -> "TokenGuide":
         """Return an independent copy for another sequence."""
@@ -340,11 +363,18 @@ class TokenGuide:
 
 
 def _has(bits: bytes, token_id: int) -> bool:
-    """Return whether the bit of a token is set in a mask."""
-    return bool(bits[token_id >> 3] >> (token_id & 7) & 1)
+    """Return whether the bit of a token is set in a mask. Ids outside the mask have no bit.
+
+    Example: the bit of the token 10 is bit 2 of byte 1.
+    """
+    byte_index = token_id >> 3
+    return 0 <= byte_index < len(bits) and bool(bits[byte_index] >> (token_id & 7) & 1)
 
 
-def _bit(token_id: int) -> int:
-    """Return the bit of a token within its mask word, as a signed 32-bit integer."""
-    bit = 1 << (token_id & 31)
-    return bit - (1 << 32) if bit >> 31 else bit
+def _clear_bit(row: TokenMask, token_id: int) -> None:
+    """Forbid a token in a mask. Example: the bit of the token 33 is bit 1 of word 1.
+
+    Mutates: row.
+    """
+    bit = np.uint32(1 << (token_id & 31))
+    row.view(np.uint32)[token_id >> 5] &= ~bit

@@ -18,7 +18,6 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
 
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
@@ -28,6 +27,7 @@ from nereid_backend.grammar.vocabulary import Vocabulary
 log = logging.getLogger(__name__)
 
 _MODULE = "nereid_backend.grammar.trial_process"
+# The largest number of grammars that wait for the end of their trial.
 _MAX_JOBS = 256
 _STOP_TIMEOUT_S = 5.0
 
@@ -78,7 +78,7 @@ class TrialCompiler:
             job_id = next(self._ids)
             self._futures[job_id] = future
         future.add_done_callback(partial(self._on_done, job_id))
-        self._send(job_id, "compile", job_id, spec.kind, spec.source)
+        self._send("compile", job_id, spec.kind, spec.source)
         return future
 
     def close(self) -> None:
@@ -94,20 +94,28 @@ class TrialCompiler:
             "grammar: the grammar was not compiled, because the engine is shutting down."
         )
 
-    def _send(self, job_id: int, *message: Any) -> None:  # noqa: ANN401 - any values
+    def _send(self, command: str, job_id: int, *grammar: str) -> None:
+        """Send a message about a job to the process, without blocking."""
         with contextlib.suppress(RuntimeError):  # the sender is shut down
-            self._sender.submit(self._deliver, job_id, message)
+            self._sender.submit(self._deliver, command, job_id, *grammar)
 
-    def _deliver(self, job_id: int, message: tuple[Any, ...]) -> None:
-        """Send a message about a job to the process, and start the process if necessary."""
+    def _deliver(self, command: str, job_id: int, *grammar: str) -> None:
+        """Send a message about a job to the process, and start the process if necessary.
+
+        If the process cannot be reached, store an error in the future of the job.
+        """
         try:
             connection = self._connection or self._start()
-            connection.send(message)
+            connection.send((command, job_id, *grammar))
         except OSError as error:
-            with self._lock:
-                future = self._futures.pop(job_id, None)
+            future = self._pop_future(job_id)
             if future is not None:
                 _resolve(future, RequestError(f"grammar: the compiler cannot be reached: {error}"))
+
+    def _pop_future(self, job_id: int) -> "Future[None] | None":
+        """Remove the future of a job, and return it. Return None if the job has already ended."""
+        with self._lock:
+            return self._futures.pop(job_id, None)
 
     def _start(self) -> Connection:
         """Start the process and the thread that reads its messages.
@@ -116,12 +124,12 @@ class TrialCompiler:
             OSError: if the process cannot be started, or if the compiler is closed.
         """
         connection, child_end = Pipe()
-        fd = child_end.fileno()
-        command = [sys.executable, "-m", _MODULE, str(fd), str(self._timeout_s)]
+        child_fd = child_end.fileno()
+        command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
         with self._lock:
             if self._is_closed:
                 raise BrokenPipeError("the engine is shutting down")
-            self._process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
         child_end.close()
         self._connection = connection
         threading.Thread(
@@ -135,21 +143,17 @@ class TrialCompiler:
 
     def _on_done(self, job_id: int, future: "Future[None]") -> None:
         """Stop the trial of a job if the job's future was cancelled."""
-        if future.cancelled():
-            with self._lock:
-                is_known = self._futures.pop(job_id, None) is not None
-            if is_known:
-                self._send(job_id, "cancel", job_id)
+        if future.cancelled() and self._pop_future(job_id) is not None:
+            self._send("cancel", job_id)
 
     def _read_all(self, connection: Connection, process: "subprocess.Popen[bytes]") -> None:
         """Read messages until the process ends. Store each result in the future of its job."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                job_id, outcome, text = connection.recv()
-                with self._lock:
-                    future = self._futures.pop(job_id, None)
+                job_id, outcome, error_text = connection.recv()
+                future = self._pop_future(job_id)
                 if future is not None:
-                    _resolve(future, self._error(outcome, text))
+                    _resolve(future, self._error_of(outcome, error_text))
         process.wait()
         self._connection = None
         connection.close()
@@ -163,22 +167,28 @@ class TrialCompiler:
         for future in futures:
             _resolve(future, RequestError(message))
 
-    def _error(self, outcome: str, text: str) -> RequestError | None:
-        """Return the error that a trial reports, or None if the grammar was compiled."""
+    def _error_of(self, outcome: str, error_text: str) -> RequestError | None:
+        """Return the error of a finished trial, or None if the grammar was compiled.
+
+        Args:
+            outcome: one of the values of `Outcome`.
+            error_text: the message of the child process; "" if the child sent no message.
+        """
         if outcome == Outcome.DONE:
             return None
         if outcome == Outcome.REFUSED:
-            return RequestError(text)
+            return RequestError(error_text)
         if outcome == Outcome.LATE:
             return RequestError(
                 f"grammar: compiling takes longer than {self._timeout_s:g} s, which is the limit "
                 "(grammar_timeout). Lower the bounds and repetitions of the grammar, or raise the "
                 "limit."
             )
-        log.warning("A grammar library failed to compile a grammar. %s", text)
+        log.warning("A grammar library failed to compile a grammar. %s", error_text)
+        detail = f" The library's message is: {error_text}" if error_text else ""
         return RequestError(
             "grammar: the grammar library failed or needed too much memory. Use a smaller grammar."
-            + (f" The library's message is: {text}" if text else "")
+            + detail
         )
 
 

@@ -110,12 +110,14 @@ class TrialServer:
         jobs = [*self._running, *self._waiting]
         timeout_s = min((job.deadline - now for job in jobs), default=None)
         results = [job.result for job in self._running if job.result is not None]
-        ready = wait([self._connection, *results], timeout_s)
+        ready_connections = wait([self._connection, *results], timeout_s)
         while self._connection.poll():
             self._handle(*self._connection.recv())
-        for job in [job for job in self._running if job.result in ready]:
+        finished_jobs = [job for job in self._running if job.result in ready_connections]
+        for job in finished_jobs:
             self._finish(job)
-        for job in [job for job in jobs if job.deadline <= time.monotonic()]:
+        late_jobs = [job for job in jobs if job.deadline <= time.monotonic()]
+        for job in late_jobs:
             # `_remove` returns False if the job has ended or was cancelled in this call of `_step`.
             # The engine then needs no further message about the job.
             if self._remove(job):
@@ -123,9 +125,15 @@ class TrialServer:
         while self._waiting and len(self._running) < _MAX_CHILDREN:
             self._start(self._waiting.popleft())
 
-    def _handle(self, message: str, job_id: int, *grammar: str) -> None:
-        """Handle a message from the engine."""
-        if message == "compile":
+    def _handle(self, command: str, job_id: int, *grammar: str) -> None:
+        """Handle a message from the engine.
+
+        Args:
+            command: "compile" adds a job, and "cancel" removes a job.
+            job_id: the engine's number of the job.
+            grammar: the kind and the source of the grammar; empty for "cancel".
+        """
+        if command == "compile":
             deadline = time.monotonic() + self._timeout_s
             kind, source = grammar
             self._waiting.append(_Job(job_id, kind, source, deadline))
@@ -154,7 +162,10 @@ class TrialServer:
             self._connection.send((job.job_id, outcome, text))
 
     def _remove(self, job: _Job) -> bool:
-        """Remove a job and kill its child. Return False if the job was already removed."""
+        """Remove a job, and kill its child process if the job has started.
+
+        Return False if the job was already removed.
+        """
         if job in self._waiting:
             self._waiting.remove(job)
             return True
@@ -171,7 +182,17 @@ class TrialServer:
 
 
 def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_s: float) -> None:
-    """Compile a grammar in a forked child process, send the outcome, and exit."""
+    """Compile a grammar in a forked child process, send the outcome, and exit.
+
+    The child limits its own memory and time. A grammar that exceeds a limit therefore ends only
+    this child, not the engine.
+
+    Args:
+        result: the connection that receives the outcome and an error text.
+        compile_grammar: raises a RequestError if the grammar is refused.
+        job: the grammar.
+        timeout_s: the limit of the processor time in seconds.
+    """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
         compile_grammar(job.kind, job.source)
@@ -182,10 +203,11 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
         os._exit(1)
     except BaseException as error:  # noqa: BLE001 - the child ends here, and the engine must learn why
         # Compare the name of the class, because an import of the class would import the engine.
-        is_refusal = type(error).__name__ == "RequestError"
-        text = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        outcome = Outcome.REFUSED if is_refusal else Outcome.CRASHED
-        result.send((outcome.value, text))
+        class_name = type(error).__name__
+        if class_name == "RequestError":
+            result.send((Outcome.REFUSED.value, str(error)))
+        else:
+            result.send((Outcome.CRASHED.value, f"{class_name}: {error}"))
     finally:
         os._exit(0)
 

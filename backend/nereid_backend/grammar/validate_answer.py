@@ -38,28 +38,29 @@ def validate_strict(text: str, schema: object) -> str | None:
     if schema is True or schema == {}:
         return None
     try:
-        errors = _validator(json.dumps(schema, sort_keys=True)).iter_errors(value)
-        first = next(iter(errors), None)
+        validator = _validator(json.dumps(schema, sort_keys=True))
+        first_error = next(validator.iter_errors(value), None)
     except Exception as problem:  # noqa: BLE001
         # The schema comes from the client and may be invalid, so jsonschema can raise any
         # exception. Every exception is reported as a problem of this answer.
         return f"the answer cannot be checked: {problem}"
-    if first is None:
+    if first_error is None:
         return None
-    message = str(first.message)
-    short = message if len(message) <= _MAX_TEXT else message[:_MAX_TEXT] + ".."
-    return f"at {first.json_path}: {short}"
+    message = str(first_error.message)
+    if len(message) > _MAX_TEXT:
+        message = message[:_MAX_TEXT] + ".."
+    return f"at {first_error.json_path}: {message}"
 
 
 @lru_cache(maxsize=256)
 def _validator(source: str) -> Any:  # noqa: ANN401 - jsonschema creates its classes at run time
     """Return the validator for a schema. `source` is the schema as JSON text."""
     schema = json.loads(source)
-    kind = jsonschema.Draft202012Validator
+    validator_class = jsonschema.Draft202012Validator
     if isinstance(schema, Mapping) and "$schema" in schema:
-        kind = jsonschema.validators.validator_for(schema, default=kind)
+        validator_class = jsonschema.validators.validator_for(schema, default=validator_class)
     # The empty registry prevents the validator from fetching other documents.
-    return kind(schema, registry=Registry())
+    return validator_class(schema, registry=Registry())
 
 
 def _reject_constant(name: str) -> None:

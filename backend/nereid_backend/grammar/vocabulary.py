@@ -20,6 +20,8 @@ TokenMask = NDArray[np.int32]
 # The token masks of n sequences, an array of the shape [n, ceil(size / 32)].
 TokenMasks = NDArray[np.int32]
 
+_SHORT_WHITE_SPACE = frozenset({b" ", b"\n", b"  ", b" \n", b"\n ", b"\n\n"})
+
 
 def mask_width(vocab_size: int) -> int:
     """Return the number of int32 words in a token mask."""
@@ -84,9 +86,9 @@ class Vocabulary:
         These tokens may follow a marker.
         """
         return frozenset(
-            number
-            for number, data in enumerate(self.tokens)
-            if 0 < len(data) <= 2 and not data.strip(b" \n") and number not in self.special_ids
+            token_id
+            for token_id, data in enumerate(self.tokens)
+            if data in _SHORT_WHITE_SPACE and token_id not in self.special_ids
         )
 
     def starting_with(self, prefix: bytes) -> Iterator[tuple[bytes, int]]:
@@ -99,24 +101,34 @@ class Vocabulary:
             yield data, token_id
 
     def spell(self, data: bytes) -> list[int]:
-        """Split bytes into plain tokens, and return the ids of the tokens.
+        """Split bytes into plain (not special) tokens, and return the ids of the tokens.
 
         Each token is the longest plain token that is a prefix of the remaining bytes.
 
-        The tokenizer might choose other tokens. Use the result only to advance a matcher.
+        The tokenizer might choose other tokens. Use the result only to advance a matcher, which
+        tracks a position in a grammar and accepts any tokens with the right bytes.
 
         Raises:
             KeyError: if no plain token is a prefix of the remaining bytes.
         """
         token_ids: list[int] = []
-        while data:
-            ends = (end for end in range(len(data), 0, -1) if data[:end] in self._plain)
-            end = next(ends, None)
-            if end is None:
-                raise KeyError(data[:1])
-            token_ids.append(self._plain[data[:end]])
-            data = data[end:]
+        rest = data
+        while rest:
+            token = self._longest_plain_prefix(rest)
+            token_ids.append(self._plain[token])
+            rest = rest[len(token) :]
         return token_ids
+
+    def _longest_plain_prefix(self, data: bytes) -> bytes:
+        """Return the longest prefix of `data` that is a plain token.
+
+        A plain token is a token that is not special. Raises KeyError if no plain token is a prefix.
+        """
+        for length in range(len(data), 0, -1):
+            prefix = data[:length]
+            if prefix in self._plain:
+                return prefix
+        raise KeyError(data[:1])
 
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
         """Return the tokens that the tokenizer would choose for the forced bytes `data`.
@@ -133,18 +145,23 @@ class Vocabulary:
             recent: the last tokens of the answer.
             data: the bytes that must follow.
         """
-        text = _decoded(data)
-        before = _decoded(b"".join(self.tokens[token_id] for token_id in recent))
-        if not text or (recent and not before):
+        forced_text = _decoded(data)
+        recent_text = _decoded(self._bytes_of(recent))
+        if not forced_text or (recent and not recent_text):
             return []
-        all_tokens = self.encode(before + text)
-        if all_tokens[: len(recent)] != recent:
+        all_ids = self.encode(recent_text + forced_text)
+        if all_ids[: len(recent)] != recent:
             return []
-        tokens = all_tokens[len(recent) :]
-        if tokens and tokens[-1] not in self.marker_ids:
-            tokens.pop()
-        spelled = b"".join(self.tokens[token_id] for token_id in tokens)
-        return tokens if data.startswith(spelled) else []
+        forced_ids = all_ids[len(recent) :]
+        if forced_ids and forced_ids[-1] not in self.marker_ids:
+            forced_ids.pop()
+        # If the text changes during encoding, for example by Unicode normalisation, the tokens do
+        # not spell the forced bytes.
+        return forced_ids if data.startswith(self._bytes_of(forced_ids)) else []
+
+    def _bytes_of(self, token_ids: list[int]) -> bytes:
+        """Return the bytes of several tokens."""
+        return b"".join(self.tokens[token_id] for token_id in token_ids)
 
     @cached_property
     def _plain(self) -> Mapping[bytes, int]:
@@ -193,7 +210,7 @@ def load_vocabulary(path: str, vocab_size: int) -> Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN401 - transformers'
-    """Return the vocabulary of a transformers tokenizer.
+    """Return the vocabulary of a transformers tokenizer: the bytes of each token.
 
     Args:
         tokenizer: a tokenizer that is built on the tokenizers library.
@@ -223,7 +240,9 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
 
     return Vocabulary(
         tokens=tuple(tokens),
-        special_ids=frozenset(i for i, token in added_tokens.items() if token.special),
+        special_ids=frozenset(
+            token_id for token_id, token in added_tokens.items() if token.special
+        ),
         marker_ids=frozenset(added_tokens),
         encode=encode,
     )
@@ -252,6 +271,10 @@ def _token_bytes(
 def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes]:
     """Return the function that converts the text of a token into bytes.
 
+    A vocabulary represents bytes in one of three ways. Examples for the token " a": byte-level BPE
+    has the text "Ġa". SentencePiece has the text "▁a". With byte fallback, a SentencePiece
+    vocabulary also contains one token for each byte, such as "<0x80>".
+
     Args:
         decoder: the value of "decoder" in tokenizer.json.
         ids: maps the text of each token to its id.
@@ -259,8 +282,8 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
         return byte_level
-    # A SentencePiece vocabulary with byte fallback contains a token for each byte, such as <0x80>.
-    if "ByteFallback" in kinds or all(f"<0x{byte:02X}>" in ids for byte in range(128, 256)):
+    has_byte_tokens = all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
+    if "ByteFallback" in kinds or has_byte_tokens:
         return byte_fallback
     # This vocabulary is byte-level BPE, although the tokenizer has no decoder. "Ġ" means a space.
     if not kinds and "Ġ" in ids:

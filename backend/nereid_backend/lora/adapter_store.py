@@ -48,6 +48,11 @@ class AdapterStore:
         self._resident: dict[Adapter, int] = {}
 
     @property
+    def _resident_bytes(self) -> int:
+        """The total size of the adapters in memory."""
+        return sum(self._resident.values())
+
+    @property
     def names(self) -> list[str]:
         """The names of all adapters, in the order in which they were loaded."""
         return list(self._named)
@@ -98,21 +103,30 @@ class AdapterStore:
         if adapter is None:
             raise RequestError(self._unknown(name))
         if adapter in self._resident:
+            # Move the adapter to the end, because it is now the most recently used adapter.
             self._resident[adapter] = self._resident.pop(adapter)
-            return adapter
+        else:
+            self._make_resident(adapter, self._read_again(adapter))
+        return adapter
+
+    def _read_again(self, adapter: Adapter) -> AdapterWeights:
+        """Return the weights of an adapter that was removed from memory.
+
+        Raises:
+            RequestError: if the files of the adapter have changed or cannot be read.
+        """
         try:
-            read, weights = self._read(name, adapter.path)
+            current, weights = self._read(adapter.name, adapter.path)
         except ModelError as error:
             raise RequestError(
-                f"lora_name: the adapter {name} cannot be read again: {error}"
+                f"lora_name: the adapter {adapter.name} cannot be read again: {error}"
             ) from error
-        if read.digest != adapter.digest:
+        if current.digest != adapter.digest:
             raise RequestError(
-                f"lora_name: the files of the adapter {name} have changed since it was loaded. "
-                "Load the adapter again."
+                f"lora_name: the files of the adapter {adapter.name} have changed since it was "
+                "loaded. Load the adapter again."
             )
-        self._make_resident(adapter, weights)
-        return adapter
+        return weights
 
     def _read(self, name: str, path: str) -> tuple[Adapter, AdapterWeights]:
         return read_adapter(name, path, self._sizes, self._max_bytes, self._like)
@@ -130,25 +144,35 @@ class AdapterStore:
                 f"the adapter {adapter.name} needs {size} bytes, but all adapters together may "
                 f"have {self._max_bytes} bytes (lora_memory). Raise lora_memory."
             )
-        used = self._in_use()
-        for old in [old for old in self._resident if old not in used]:
-            if sum(self._resident.values()) + size <= self._max_bytes:
-                break
-            self._remove(old)
-        free = self._max_bytes - sum(self._resident.values())
-        if size > free:
+        self._free_memory(size)
+        free_bytes = self._max_bytes - self._resident_bytes
+        if size > free_bytes:
             raise CapacityError(
                 f"the adapter {adapter.name} needs {size} bytes, but the adapters of unfinished "
-                f"requests leave only {free} bytes of {self._max_bytes} (lora_memory). Try again "
-                "later, or raise lora_memory."
+                f"requests leave only {free_bytes} bytes of {self._max_bytes} (lora_memory). Try "
+                "again later, or raise lora_memory."
             )
         self._layers.add(adapter, weights)
         self._resident[adapter] = size
 
+    def _free_memory(self, num_bytes: int) -> None:
+        """Remove adapters from memory until `num_bytes` bytes are free.
+
+        The least recently used adapters are removed first. Adapters of unfinished requests are
+        never removed, so fewer bytes may be free afterwards.
+        """
+        used_adapters = self._in_use()
+        removable = [adapter for adapter in self._resident if adapter not in used_adapters]
+        for adapter in removable:
+            if self._resident_bytes + num_bytes <= self._max_bytes:
+                return
+            self._remove(adapter)
+
     def _remove_nameless(self) -> None:
         """Remove an adapter from memory if it was unloaded or replaced and no request uses it."""
         needed = self._in_use() | set(self._named.values())
-        for adapter in [adapter for adapter in self._resident if adapter not in needed]:
+        nameless = [adapter for adapter in self._resident if adapter not in needed]
+        for adapter in nameless:
             self._remove(adapter)
 
     def _remove(self, adapter: Adapter) -> None:

@@ -68,6 +68,9 @@ def read_adapter(
 ) -> tuple[Adapter, AdapterWeights]:
     """Read a LoRA adapter from disk, and check that the adapter fits the model.
 
+    Return a description of the adapter and its weights. The description contains a hash of the
+    files, so that a later change of the files can be detected.
+
     Args:
         name: the name with which requests select the adapter.
         folder: the adapter's folder.
@@ -79,16 +82,18 @@ def read_adapter(
         ModelError: if the files are missing or broken, or if the adapter does not fit the model.
     """
     root = Path(folder).absolute()
-    config_file, weights_file = root / _CONFIG_FILE, root / _WEIGHTS_FILE
+    config_file = root / _CONFIG_FILE
+    weights_file = root / _WEIGHTS_FILE
     config_bytes = _read(config_file, max_bytes)
     weights_bytes = _read(weights_file, max_bytes, _FILE_RATIO)
-    config = _read_config(config_file, config_bytes)
+    config = _parse_config(config_file, config_bytes)
     try:
         tensors = safetensors.torch.load(weights_bytes)
     except (SafetensorError, ValueError, KeyError) as error:
         raise ModelError(f"{weights_file}: the file is broken ({error}).") from error
-    weights = _read_weights(weights_file, config, tensors, layers, like)
-    return Adapter(name, str(root), _digest(config_bytes, weights_bytes)), weights
+    weights = _convert_weights(weights_file, config, tensors, layers, like)
+    adapter = Adapter(name, str(root), _digest(config_bytes, weights_bytes))
+    return adapter, weights
 
 
 def _digest(*contents: bytes) -> bytes:
@@ -104,10 +109,15 @@ def _digest(*contents: bytes) -> bytes:
 
 
 def _read(file: Path, max_bytes: int, ratio: int = 1) -> bytes:
-    """Return the content of a file.
+    """Return the content of a file of an adapter.
+
+    Args:
+        file: the file.
+        max_bytes: the largest size of an adapter in memory (the setting lora_memory).
+        ratio: the file may have `ratio` times `max_bytes` bytes.
 
     Raises:
-        ModelError: if the file cannot be read, or has more than `ratio` times `max_bytes` bytes.
+        ModelError: if the file cannot be read or is too large.
     """
     try:
         size = file.stat().st_size
@@ -118,17 +128,23 @@ def _read(file: Path, max_bytes: int, ratio: int = 1) -> bytes:
             )
         return file.read_bytes()
     except OSError as error:
-        hint = ""
-        if file.name == _WEIGHTS_FILE and file.with_suffix(".bin").exists():
-            hint = (
-                " Load the adapter with the library PEFT, and write it again with"
-                " save_pretrained(folder, safe_serialization=True)."
-            )
+        hint = _pickle_hint(file)
         raise ModelError(f"{file}: the file cannot be read ({error.strerror}).{hint}") from error
 
 
-def _read_config(file: Path, text: bytes) -> dict[str, Any]:
-    """Parse the settings of an adapter, and return them.
+def _pickle_hint(missing_file: Path) -> str:
+    """Return advice for an adapter whose weights are in PyTorch's format (.bin); otherwise ""."""
+    is_pickled = missing_file.name == _WEIGHTS_FILE and missing_file.with_suffix(".bin").exists()
+    if not is_pickled:
+        return ""
+    return (
+        " Load the adapter with the library PEFT, and write it again with"
+        " save_pretrained(folder, safe_serialization=True)."
+    )
+
+
+def _parse_config(file: Path, text: bytes) -> dict[str, Any]:
+    """Return the settings in the text of adapter_config.json.
 
     Raises:
         ModelError: if the settings describe something other than a plain LoRA adapter.
@@ -137,9 +153,20 @@ def _read_config(file: Path, text: bytes) -> dict[str, Any]:
         config = json.loads(text)
     except ValueError as error:
         raise ModelError(f"{file}: the file is not valid JSON ({error}).") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ModelError(f"{file}: peft_type must be LORA, but the file has {kind!r}.")
+    peft_type = config.get("peft_type") if isinstance(config, dict) else None
+    if not isinstance(config, dict) or peft_type != "LORA":
+        raise ModelError(f"{file}: peft_type must be LORA, but the file has {peft_type!r}.")
+    _check_settings(file, config)
+    return config
+
+
+def _check_settings(file: Path, config: dict[str, Any]) -> None:
+    """Raise a ModelError if an adapter changes more than the outputs of linear layers.
+
+    Args:
+        file: the path of adapter_config.json, for error messages.
+        config: the content of adapter_config.json.
+    """
     if saved := config.get("modules_to_save"):
         raise ModelError(
             f"{file}: modules_to_save: the adapter replaces whole modules ({', '.join(saved)}), "
@@ -161,10 +188,9 @@ def _read_config(file: Path, text: bytes) -> dict[str, Any]:
                 f"{file}: the setting {setting} has the value {value!r}, and this server does not "
                 "support such adapters. Merge the adapter into the model."
             )
-    return config
 
 
-def _read_weights(
+def _convert_weights(
     file: Path,
     config: dict[str, Any],
     tensors: dict[str, Tensor],
@@ -173,27 +199,40 @@ def _read_weights(
 ) -> AdapterWeights:
     """Return the two matrices of each linear layer that an adapter changes, by layer name.
 
-    `read_adapter` describes the arguments `layers` and `like`.
+    The matrix lora_A (down) reduces the inputs of a layer to `rank` numbers, and the matrix lora_B
+    (up) converts these numbers into a change of the outputs. The scale of the adapter is
+    multiplied into lora_B.
+
+    Args:
+        file: the path of the weights, for error messages.
+        config: the content of adapter_config.json.
+        tensors: the tensors of the file by name.
+        layers: the linear layers of the model that an adapter can change.
+        like: a tensor with the dtype and the device of the model.
 
     Raises:
         ModelError: if a tensor does not fit the model.
     """
+    config_file = file.with_name(_CONFIG_FILE)
     weights = {}
-    for name, parts in _matrices_by_layer(file, tensors).items():
-        problem = _describe_misfit(parts, layers.get(name))
+    for layer_name, matrices in _matrices_by_layer(file, tensors).items():
+        problem = _describe_misfit(matrices, layers.get(layer_name))
         if problem:
-            raise ModelError(f"{file}: {name}: {problem}")
-        down, up = parts["A"].to(like), parts["B"].float()
-        config_file = file.with_name(_CONFIG_FILE)
-        rank = _layer_setting(config_file, config, "rank_pattern", name, config.get("r"))
-        if rank is not None and rank != len(down):
+            raise ModelError(f"{file}: {layer_name}: {problem}")
+        down = matrices["A"].to(like)
+        up = matrices["B"].float()
+        rank = len(down)
+        config_rank = _layer_setting(
+            config_file, config, "rank_pattern", layer_name, config.get("r")
+        )
+        if config_rank is not None and config_rank != rank:
             raise ModelError(
-                f"{file}: {name}: the matrix lora_A has the rank {len(down)}, but {config_file} "
-                f"gives this layer the rank {rank!r} (r or rank_pattern). The two files do not "
-                "belong to the same adapter."
+                f"{file}: {layer_name}: the matrix lora_A has the rank {rank}, but {config_file} "
+                f"gives this layer the rank {config_rank!r} (r or rank_pattern). The two files do "
+                "not belong to the same adapter."
             )
-        scale = _scale(config_file, config, name, rank=len(down))
-        weights[name] = LayerPair(down, (up * scale).to(like))
+        scale = _scale(config_file, config, layer_name, rank)
+        weights[layer_name] = LayerPair(down, (up * scale).to(like))
     return weights
 
 
@@ -217,15 +256,20 @@ def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict
             raise ModelError(
                 f"{file}: the tensor {key} must contain finite floating point numbers."
             )
-        layer, letter = match.groups()
-        matrices.setdefault(layer, {})[letter] = tensor
+        layer_name, letter = match.groups()
+        matrices.setdefault(layer_name, {})[letter] = tensor
     if not matrices:
         raise ModelError(f"{file}: the file contains no matrices.")
     return matrices
 
 
 def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str | None:
-    """Return the reason why two matrices do not fit a layer; None if they fit."""
+    """Return the reason why the matrices of an adapter do not fit a layer; None if they fit.
+
+    Args:
+        parts: the matrices lora_A (key "A") and lora_B (key "B") of the layer.
+        sizes: the sizes of the model's layer; None if an adapter cannot change this layer.
+    """
     if sizes is None:
         return (
             "the model has no such linear layer, or the layer cannot have an adapter. Only layers "
@@ -233,19 +277,20 @@ def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str 
         )
     if missing := {"A", "B"} - parts.keys():
         return f"the matrix lora_{missing.pop()} is missing."
-    down, up = parts["A"], parts["B"]
-    rank = down.shape[0]
-    expected = ((rank, sizes.in_features), (sizes.out_features, rank))
-    shapes = (tuple(down.shape), tuple(up.shape))
-    if shapes != expected or not rank:
+    shape_a = tuple(parts["A"].shape)
+    shape_b = tuple(parts["B"].shape)
+    rank = shape_a[0]
+    expected_a = (rank, sizes.in_features)
+    expected_b = (sizes.out_features, rank)
+    if shape_a != expected_a or shape_b != expected_b or rank == 0:
         return (
-            f"the matrices lora_A and lora_B have the shapes {shapes[0]} and {shapes[1]}, but the "
-            f"layer needs {expected[0]} and {expected[1]}."
+            f"the matrices lora_A and lora_B have the shapes {shape_a} and {shape_b}, but the "
+            f"layer needs {expected_a} and {expected_b}."
         )
     return None
 
 
-def _scale(file: Path, config: dict[str, Any], name: str, rank: int) -> float:
+def _scale(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> float:
     """Return the factor by which the product of lora_B and lora_A is multiplied in a layer.
 
     Example: lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
@@ -253,14 +298,15 @@ def _scale(file: Path, config: dict[str, Any], name: str, rank: int) -> float:
     Raises:
         ModelError: if lora_alpha is not a number.
     """
-    alpha = _layer_setting(file, config, "alpha_pattern", name, config.get("lora_alpha"))
+    alpha = _layer_setting(file, config, "alpha_pattern", layer_name, config.get("lora_alpha"))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ModelError(f"{file}: lora_alpha must be a number, but the file has {alpha!r}.")
-    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    return float(alpha / divisor)
 
 
 def _layer_setting(
-    file: Path, config: dict[str, Any], setting: str, name: str, default: object
+    file: Path, config: dict[str, Any], setting: str, layer_name: str, default: object
 ) -> object:
     """Return the setting of the first pattern that matches a layer, or the default setting.
 
@@ -270,7 +316,7 @@ def _layer_setting(
         file: the path of adapter_config.json.
         config: the content of adapter_config.json.
         setting: the name of the setting that contains the patterns and their values.
-        name: the name of the layer.
+        layer_name: the name of the layer.
         default: the value for layers that match no pattern.
 
     Raises:
@@ -279,7 +325,7 @@ def _layer_setting(
     patterns = config.get(setting) or {}
     try:
         for pattern, value in patterns.items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            if re.fullmatch(rf"(.*\.)?({pattern})", layer_name):
                 return value
     except (AttributeError, re.error) as error:
         raise ModelError(

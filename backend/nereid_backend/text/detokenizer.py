@@ -32,9 +32,9 @@ def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) 
     """
     from transformers import TokenizersBackend
 
-    kind = type(tokenizer)
+    tokenizer_class = type(tokenizer)
     has_standard_decoding = all(
-        getattr(kind, name) is getattr(TokenizersBackend, name, None)
+        getattr(tokenizer_class, name) is getattr(TokenizersBackend, name, None)
         for name in ("decode", "_decode", "convert_tokens_to_string")
     )
     if isinstance(tokenizer, TokenizersBackend) and has_standard_decoding:
@@ -70,67 +70,73 @@ class Detokenizer:
         """
         self._decode = decode
         # The window has two parts: first the tokens whose text was returned, and then the tokens
-        # whose text was not returned yet. `_start` is the index of the first token of the second
-        # part.
+        # whose text was not returned yet. `_num_returned` is the length of the first part.
         self._window = list(seed_token_ids)
-        self._start = len(self._window)
+        self._num_returned = len(self._window)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Add new tokens of the answer, and return the new text.
 
         If the new text ends in the middle of a character, return "" and wait for further tokens.
+        A tokenizer decodes the bytes of an incomplete character as the replacement character
+        U+FFFD.
         """
         if not token_ids:
             return ""
         self._window.extend(token_ids)
-        before = self._decode(self._window[: self._start]) if self._start else ""
+        returned_text = self._returned_text()
         text = self._decode(self._window)
-        may_hold = len(self._window) - self._start <= _MAX_HELD_TOKENS
-        if may_hold and len(text) == len(before):
+        num_held = len(self._window) - self._num_returned
+        can_wait = num_held <= _MAX_HELD_TOKENS
+        if can_wait and len(text) == len(returned_text):
             # The new tokens have no text, for example because they are special tokens. Do not mark
             # them as returned, because they are no useful context for decoding further tokens.
             return ""
         if text.endswith(_REPLACEMENT):
-            return "" if may_hold else self._return_decodable(before)
-        self._advance(len(self._window))
-        return text[len(before) :]
+            return "" if can_wait else self._return_decodable(returned_text)
+        self._mark_returned(len(self._window))
+        return text[len(returned_text) :]
 
     def finish(self) -> str:
         """Return the rest of the text, with U+FFFD in place of an incomplete character."""
-        if self._start == len(self._window):
+        if self._num_returned == len(self._window):
             return ""
-        before = self._decode(self._window[: self._start]) if self._start else ""
-        text = self._decode(self._window)[len(before) :]
-        self._advance(len(self._window))
-        return text
+        returned_text = self._returned_text()
+        text = self._decode(self._window)
+        self._mark_returned(len(self._window))
+        return text[len(returned_text) :]
 
-    def _return_decodable(self, before: str) -> str:
+    def _returned_text(self) -> str:
+        """Return the text of the tokens in the window whose text was returned earlier."""
+        if self._num_returned == 0:
+            return ""
+        return self._decode(self._window[: self._num_returned])
+
+    def _return_decodable(self, returned_text: str) -> str:
         """Return the decoded text up to its last complete character.
 
-        This method is called if too many tokens wait for the rest of a character.
-
-        The returned text ends after the last token that completes a character. If none of the last
-        four tokens completes a character, their bytes are invalid. In that case, return the text of
-        all tokens except the last four, with U+FFFD for invalid bytes.
+        This method is called if too many tokens wait for the rest of a character. The last tokens
+        are left out until the text ends with a complete character. A character has at most four
+        tokens. If the text without the last four tokens still ends with U+FFFD, the bytes are
+        invalid. In that case, return this text.
 
         Args:
-            before: the text of the tokens before `_start`.
+            returned_text: the text of the tokens in the window whose text was returned earlier.
         """
-        length = len(self._window)
-        for num_left in range(1, _MAX_CHARACTER_TOKENS + 1):
-            text = self._decode(self._window[: length - num_left])
-            if not text.endswith(_REPLACEMENT):
-                break
-        # If no iteration has reached `break`, `text` is the text of all tokens except the last
-        # four.
-        self._advance(length - num_left)
-        return text[len(before) :]
+        num_complete = len(self._window) - 1
+        min_complete = len(self._window) - _MAX_CHARACTER_TOKENS
+        text = self._decode(self._window[:num_complete])
+        while text.endswith(_REPLACEMENT) and num_complete > min_complete:
+            num_complete -= 1
+            text = self._decode(self._window[:num_complete])
+        self._mark_returned(num_complete)
+        return text[len(returned_text) :]
 
-    def _advance(self, end: int) -> None:
-        """Mark the tokens before `end` as returned. Remove tokens that were marked earlier.
+    def _mark_returned(self, end: int) -> None:
+        """Mark the tokens before the index `end` as returned. Remove tokens marked earlier.
 
         Example: the window is [5, 6, 7, 8], and its first 2 tokens have been returned. After
-        `_advance(3)`, the window is [7, 8], and its first token has been returned.
+        `_mark_returned(3)`, the window is [7, 8], and its first token has been returned.
         """
-        del self._window[: self._start]
-        self._start = end - self._start
+        del self._window[: self._num_returned]
+        self._num_returned = end - self._num_returned

@@ -24,12 +24,12 @@ def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
         texts: the texts of single tokens.
     """
     token_ids, logprobs, rank = TokenLogprobs(*row)
-    top = zip(token_ids[1:], logprobs[1:], strict=True)
-    return {
-        **_token(token_ids[0], logprobs[0], texts),
-        "rank": rank,
-        "top_logprobs": [_token(token_id, logprob, texts) for token_id, logprob in top],
-    }
+    top_logprobs = [
+        _token(token_id, logprob, texts)
+        for token_id, logprob in zip(token_ids[1:], logprobs[1:], strict=True)
+    ]
+    chosen_token = _token(token_ids[0], logprobs[0], texts)
+    return {**chosen_token, "rank": rank, "top_logprobs": top_logprobs}
 
 
 def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]]:
@@ -42,18 +42,18 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
         row: the fields of TokenLogprobs.
         texts: the texts of single tokens.
     """
-    token_ids, logprobs, rank = TokenLogprobs(*row)
-    # The most likely tokens have the ranks 1, 2, 3, ...
-    ranks = [rank, *range(1, len(token_ids))]
+    token_ids, logprobs, chosen_rank = TokenLogprobs(*row)
+    # The first token is the token of the text. The other tokens have the ranks 1, 2, 3, ...
+    ranks = [chosen_rank, *range(1, len(token_ids))]
     entry: dict[str, dict[str, Any]] = {}
-    for token_id, logprob, token_rank in zip(token_ids, logprobs, ranks, strict=True):
+    for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
         # If the first token is one of the most likely tokens, `token_ids` contains it a second
         # time. `setdefault` then keeps the first entry.
         entry.setdefault(
             str(token_id),
             {
                 "logprob": max(logprob, LOWEST),
-                "rank": token_rank,
+                "rank": rank,
                 "decoded_token": texts.text(token_id),
             },
         )

@@ -77,12 +77,17 @@ class PromptEncoder:
         return ids
 
     def _check_length(self, text: str, limit: int) -> None:
-        """Raise a RequestError as soon as the pieces of a text have too many tokens."""
+        """Raise a RequestError if a text certainly has more than `limit` tokens.
+
+        Converting a very long text takes long. A text with many characters is therefore converted
+        piece by piece, until the pieces have too many tokens. A short text is not checked here.
+        """
         if len(text) <= _USUAL_TOKEN_CHARS * limit + _PIECE_CHARS:
             return
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
-            num_tokens += len(self._encode(text[start : start + _PIECE_CHARS], False))
+            piece = text[start : start + _PIECE_CHARS]
+            num_tokens += len(self._encode(piece, add_special_tokens=False))
             if num_tokens > _MARGIN * limit:
                 # The rest of the text is not converted, so the exact number of tokens is unknown,
                 # and the message says "more than".
@@ -93,11 +98,16 @@ class PromptEncoder:
 
 
 def _longest_token(tokenizer: "PreTrainedTokenizerBase", backend: Any) -> int:  # noqa: ANN401
-    """Return an upper bound for the number of bytes in one token."""
+    """Return an upper bound for the number of bytes in one token of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer of transformers.
+        backend: its tokenizer of the tokenizers library, or None.
+    """
     from tokenizers.decoders import ByteLevel
 
-    tokens = tokenizer.get_vocab()
+    token_texts = tokenizer.get_vocab()
     if backend is not None and isinstance(backend.decoder, ByteLevel):
         # A byte-level vocabulary writes each byte as one character. Example: " a" is "Ġa".
-        return max(map(len, tokens), default=1)
-    return max((len(token.encode()) for token in tokens), default=1)
+        return max((len(text) for text in token_texts), default=1)
+    return max((len(text.encode()) for text in token_texts), default=1)

@@ -46,20 +46,21 @@ class StopStrings:
     def feed(self, text: str) -> StopMatch:
         """Add a piece of text and return the text that may be sent to the client.
 
-        Do not call this method again after a stop string was found.
+        The end of the text is kept back if it may be the beginning of a stop string. Do not call
+        this method again after a stop string was found.
         """
         if not self._stops:
             return StopMatch(text)
-        text = self._held + text
-        match = self._find(text)
+        unsent_text = self._held + text
+        match = self._find(unsent_text)
         if match is not None:
             start, stop = match
             self._held = ""
             end = start + len(stop) if self._include else start
-            return StopMatch(text[:end], stop)
-        num_sendable = len(text) - self._held_length(text)
-        self._held = text[num_sendable:]
-        return StopMatch(text[:num_sendable])
+            return StopMatch(unsent_text[:end], stop)
+        num_sendable = len(unsent_text) - self._held_length(unsent_text)
+        self._held = unsent_text[num_sendable:]
+        return StopMatch(unsent_text[:num_sendable])
 
     def finish(self) -> str:
         """Return the text that was kept back as the possible beginning of a stop string."""
@@ -89,8 +90,9 @@ class StopStrings:
 
         Example: for the stop string "END", the text "the E" gives 1 and the text "the" gives 0.
         """
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
+        max_length = min(len(text), self._longest - 1)
+        for length in range(max_length, 0, -1):
+            suffix = text[len(text) - length :]
+            if any(stop.startswith(suffix) for stop in self._stops):
                 return length
         return 0

@@ -41,7 +41,8 @@ class TokenText:
         """Return the bytes that a token adds to a text, or b"" for an id without a token."""
         data = self._bytes.get(token_id)
         if data is None:
-            data = self._bytes[token_id] = self._read(token_id)
+            data = self._read(token_id)
+            self._bytes[token_id] = data
         return data
 
     def text(self, token_id: int) -> str:
@@ -71,20 +72,25 @@ def _piece_reader(tokenizer: "PreTrainedTokenizerBase") -> BytesOfPiece | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    steps = _decoder_steps(json.loads(backend.to_str()).get("decoder"))
-    kinds = {step["type"] for step in steps}
-    if "ByteLevel" in kinds:
+    settings = json.loads(backend.to_str())  # the content of tokenizer.json
+    steps = _decoder_steps(settings.get("decoder"))
+    step_types = {step["type"] for step in steps}
+    if "ByteLevel" in step_types:
         # In byte-level BPE, as in GPT-2, each character of an entry represents one byte.
         return byte_level
-    replaces_space = any(
-        step["type"] == "Replace" and step.get("content") == " " and SPACE in str(step["pattern"])
-        for step in steps
-    )
-    if replaces_space or "Metaspace" in kinds:
-        # In SentencePiece, as in Llama, "▁" represents a space. With byte fallback, an entry such
-        # as "<0xE2>" represents one byte.
-        return byte_fallback if "ByteFallback" in kinds else sentence_piece
-    return None
+    # In SentencePiece, as in Llama, "▁" represents a space.
+    is_sentence_piece = "Metaspace" in step_types or any(map(_replaces_with_space, steps))
+    if not is_sentence_piece:
+        return None
+    # With byte fallback, an entry such as "<0xE2>" represents one byte.
+    return byte_fallback if "ByteFallback" in step_types else sentence_piece
+
+
+def _replaces_with_space(step: dict[str, Any]) -> bool:
+    """Return whether a step of a decoder replaces "▁" by a space."""
+    if step["type"] != "Replace" or step.get("content") != " ":
+        return False
+    return SPACE in str(step["pattern"])
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -51,7 +51,8 @@ def convert(source: str, target: str, dtype: Target) -> None:
         ConfigError: if the target folder is not empty.
         ModelError: if the source is damaged or not supported.
     """
-    folder, new_folder = Path(checkpoint_folder(source)), Path(target)
+    folder = Path(checkpoint_folder(source))
+    new_folder = Path(target)
     check_files(folder)
     if new_folder.exists() and any(new_folder.iterdir()):
         raise ConfigError(f"{new_folder} is not empty. Choose an empty or a new folder.")
@@ -61,17 +62,19 @@ def convert(source: str, target: str, dtype: Target) -> None:
     bits = _BITS.get(dtype)  # None if the weights become floating point numbers
     float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
     arguments = weight_arguments(folder, config, float_dtype, is_lazy=True)
-    linear_layers: set[str] = set()
+    weights = arguments["state_dict"]
+    integer_names: set[str] = set()
+    quantization_config = None
     if bits is not None:
-        with torch.device("meta"):
+        with torch.device("meta"):  # The model is needed only for the names of its layers.
             linear_layers = linear_names(model_class(config)(arguments["config"]))
+        integer_names = linear_layers & weights.keys()
+        quantization_config = _quantization_config(bits, linear_layers, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
     _copy_other_files(folder, new_folder)
-    weights = arguments["state_dict"]
-    integers = linear_layers & weights.keys()
-    _write_shards(new_folder, _converted(weights, integers, bits, float_dtype))
-    settings = None if bits is None else _quantization_config(bits, linear_layers, integers)
-    _write_config(folder, new_folder, str(float_dtype).removeprefix("torch."), settings)
+    _write_shards(new_folder, _converted(weights, integer_names, bits, float_dtype))
+    dtype_name = str(float_dtype).removeprefix("torch.")
+    _write_config(folder, new_folder, dtype_name, quantization_config)
 
 
 def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' configs are untyped
@@ -81,26 +84,27 @@ def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' confi
 
 
 def _converted(
-    weights: Mapping[str, Any], integers: set[str], bits: int | None, dtype: torch.dtype
+    weights: Mapping[str, Any], integer_names: set[str], bits: int | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the value of each tensor in the new checkpoint.
 
     Args:
-        weights: the weights of the source by name, read one by one.
-        integers: the names of the weights that become integers of `bits` bits.
+        weights: the weights of the source by name. A weight is read from disk when it is indexed.
+        integer_names: the names of the weights that become integers of `bits` bits.
         bits: 4 or 8; None if no weight becomes integers.
         dtype: the data type of the other weights.
     """
-    for name, weight in weights.items():
-        numbers = weight[...]
-        if name in integers and bits is not None and numbers.dim() == 2:
-            stem = name.removesuffix(".weight")
-            for suffix, tensor in _rounded(numbers, bits).items():
-                yield stem + suffix, tensor
-        elif numbers.is_floating_point():
-            yield name, numbers.to(dtype)
+    for name, lazy_weight in weights.items():
+        weight = lazy_weight[...]
+        is_matrix = weight.dim() == 2
+        if bits is not None and name in integer_names and is_matrix:
+            layer_name = name.removesuffix(".weight")
+            for suffix, tensor in _rounded(weight, bits).items():
+                yield layer_name + suffix, tensor
+        elif weight.is_floating_point():
+            yield name, weight.to(dtype)
         else:
-            yield name, numbers
+            yield name, weight
 
 
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
@@ -126,13 +130,19 @@ def _pack(values: Tensor) -> Tensor:
 
     Example: [[0, 1, 2, 3, 4, 5, 6, 7]] becomes [[0x76543210]].
     """
-    padded = functional.pad(values, (0, -values.shape[1] % 8))
-    octets = padded[:, 0::2] | (padded[:, 1::2] << 4)
-    return octets.contiguous().view(torch.int32)
+    num_padding = -values.shape[1] % 8  # rounds the number of columns up to a multiple of 8
+    padded = functional.pad(values, (0, num_padding))
+    low_halves = padded[:, 0::2]
+    high_halves = padded[:, 1::2] << 4
+    packed_bytes = low_halves | high_halves
+    return packed_bytes.contiguous().view(torch.int32)
 
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write tensors to safetensors files of about 2 GiB, and write the index of these files."""
+    """Write tensors to safetensors files of about 2 GiB, and write the index of these files.
+
+    The index maps the name of each tensor to the file that contains the tensor.
+    """
     names_by_shard: list[list[str]] = []
     total_bytes = 0
     for index, shard in enumerate(_shards(tensors)):
@@ -179,13 +189,15 @@ def _copy_other_files(folder: Path, new_folder: Path) -> None:
             shutil.copy(file, new_folder)
 
 
-def _quantization_config(bits: int, layers: set[str], integers: set[str]) -> dict[str, Any]:
+def _quantization_config(bits: int, layers: set[str], integer_names: set[str]) -> dict[str, Any]:
     """Return the quantization_config of the new checkpoint.
+
+    This part of config.json describes the integers in the format of the compressed-tensors library.
 
     Args:
         bits: 4 or 8.
         layers: the names of the weights of all linear layers except the output layer.
-        integers: the weights among `layers` that are converted.
+        integer_names: the weights among `layers` that are converted.
     """
     # `quantise_weight` returns zeros only for integers of 4 bits. Integers of 8 bits are symmetric,
     # so the integer 0 always represents the weight 0.
@@ -199,7 +211,7 @@ def _quantization_config(bits: int, layers: set[str], integers: set[str]) -> dic
     }
     # The format "pack-quantized" stores several integers in one 32-bit word.
     file_format = "pack-quantized" if bits == 4 else "int-quantized"
-    unconverted = sorted(name.removesuffix(".weight") for name in layers - integers)
+    unconverted = sorted(name.removesuffix(".weight") for name in layers - integer_names)
     return {
         "quant_method": "compressed-tensors",
         "format": file_format,
@@ -210,16 +222,24 @@ def _quantization_config(bits: int, layers: set[str], integers: set[str]) -> dic
 
 
 def _write_config(
-    folder: Path, new_folder: Path, dtype: str, settings: dict[str, Any] | None
+    folder: Path, new_folder: Path, dtype_name: str, quantization_config: dict[str, Any] | None
 ) -> None:
-    """Write a config.json that describes the new data type of the weights."""
+    """Write a copy of a checkpoint's config.json with the new data type of the weights.
+
+    Args:
+        folder: the folder of the source.
+        new_folder: the folder of the copy.
+        dtype_name: the data type of the floating point weights, such as "bfloat16".
+        quantization_config: describes the integers; None if no weight is an integer.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for owner in (config, config.get("text_config") or {}):
-        owner.pop("quantization_config", None)
-        owner.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    if settings is not None:
-        config["quantization_config"] = settings
+    text_config = config.get("text_config") or {}
+    for section in (config, text_config):
+        section.pop("quantization_config", None)
+        section.pop("torch_dtype", None)
+    config["dtype"] = dtype_name
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
     text = json.dumps(config, indent=2)
     (new_folder / "config.json").write_text(text, encoding="utf-8")
 

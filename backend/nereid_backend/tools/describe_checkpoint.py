@@ -34,6 +34,9 @@ Finding = dict[str, Any]
 def describe(path: str, *, loads: bool = False) -> list[Finding]:
     """Return a list of findings about a checkpoint.
 
+    A finding is a dictionary such as {"check": "tokenizer", "ok": True, "finding":
+    "tokenizer.json"}. If files are missing, the list contains only this finding.
+
     Args:
         path: the folder of a checkpoint, or a GGUF file.
         loads: whether the checkpoint is loaded to find its forward path.
@@ -95,17 +98,15 @@ def _describe_weights(folder: Path) -> str:
 
 
 def _memory(folder: Path) -> list[Finding]:
-    """Return one finding for each setting: the size of the weights in memory."""
-    free = available_memory()
-    return [
-        {
-            "check": f"memory with {setting}",
-            "ok": True,
-            "finding": f"{format_bytes(size)} for the weights"
-            + ("" if size <= free else f"; only {format_bytes(free)} are free"),
-        }
-        for setting, size in memory_by_setting(count_weights(folder)).items()
-    ]
+    """Return the size of the weights in memory, one finding for each setting of the data type."""
+    free_bytes = available_memory()
+    findings = []
+    for setting, weight_bytes in memory_by_setting(count_weights(folder)).items():
+        text = f"{format_bytes(weight_bytes)} for the weights"
+        if weight_bytes > free_bytes:
+            text += f"; only {format_bytes(free_bytes)} are free"
+        findings.append({"check": f"memory with {setting}", "ok": True, "finding": text})
+    return findings
 
 
 def _describe_tokenizer(folder: Path) -> str:

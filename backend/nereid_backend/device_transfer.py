@@ -64,8 +64,9 @@ def pack(arrays: Sequence[Integers], *, pinned: bool = False) -> Tensor:
         arrays: the arrays.
         pinned: whether the tensor is in pinned memory.
     """
-    packed = torch.empty(sum(map(_aligned_size, arrays)), dtype=torch.int64, pin_memory=pinned)
-    values = packed.numpy()
+    num_values = sum(_aligned_size(array) for array in arrays)
+    packed = torch.empty(num_values, dtype=torch.int64, pin_memory=pinned)
+    values = packed.numpy()  # a view of the same memory
     start = 0
     for array in arrays:
         values[start : start + array.size] = array.reshape(-1)
@@ -112,5 +113,9 @@ def _begin_copy(tensor: Tensor) -> Tensor:
 
 
 def _aligned_size(array: Integers) -> int:
-    """Return how many int64 values an array and its padding need in a packed tensor."""
-    return -(-array.size // _ALIGNED_VALUES) * _ALIGNED_VALUES
+    """Return how many int64 values an array and its padding need in a packed tensor.
+
+    The size is rounded up to a multiple of 8 values. Examples: 3 gives 8, and 16 gives 16.
+    """
+    num_lines = (array.size + _ALIGNED_VALUES - 1) // _ALIGNED_VALUES
+    return num_lines * _ALIGNED_VALUES

@@ -117,6 +117,7 @@ class _Draft:
         """
         own = self.own
         new_tokens = self.target.token_ids[self.first + self.num_known :]
+        # The draft model has computed the right tokens up to the index `num_valid`.
         num_valid = self.num_known
         if keeps_accepted:
             num_valid += common_prefix_len(self.tokens, new_tokens)
@@ -161,26 +162,26 @@ class DraftModel:
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
         """Generate draft tokens for the next step; see `Drafter.prepare`.
 
-        Mutates: the KV cache of the draft model.
+        If the draft model fails, it is never used again, and all requests continue without draft
+        tokens.
+
+        Args:
+            sequences: the sequences that the large model computes in the next step.
+
+        Mutates: the KV cache of the draft model, and the proposals that `propose` returns.
         """
         self._proposals = {}
         if self._is_broken:
             return
         self.lengths.begin_step(len(sequences))
-        for target in [target for target in self._drafts if target.row is None]:
-            # The large model has preempted this sequence, so release its row and its blocks here,
-            # too.
-            self._release(target)
-        drafts = [
-            draft for target in sequences if (draft := self._prepare_draft(target)) is not None
-        ]
+        self._release_preempted()
+        prepared = [self._prepare_draft(target) for target in sequences]
+        drafts = [draft for draft in prepared if draft is not None]
         if not drafts:
             return
         try:
             self._generate(drafts, len(sequences))
         except Exception:
-            # The draft model has failed and is never used again. All requests continue without
-            # draft tokens.
             logger.exception("The draft model failed. The engine continues without draft tokens.")
             self._is_broken = True
             self._proposals = {}
@@ -204,22 +205,23 @@ class DraftModel:
         if self._hook is not None:
             self._hook.remove()
 
+    def _release_preempted(self) -> None:
+        """Release the rows and the blocks of all sequences that the large model has preempted."""
+        preempted = [target for target in self._drafts if target.row is None]
+        for target in preempted:
+            self._release(target)
+
     def _prepare_draft(self, target: Sequence) -> _Draft | None:
         """Update the draft of a sequence, and return the draft.
 
         Return None if the sequence gets no draft tokens in this step. This is the case while the
         prompt is computed, if the prompt has images, if the sequence is close to its length limit,
         and if too few blocks are free.
+
+        Args:
+            target: the sequence in the large model.
         """
-        num_known = len(target.token_ids)
-        is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
-        if target.num_output_tokens == 0 or not is_decoding or target.images is not None:
-            return None
-        length = min(
-            self.lengths.next_length(target),
-            target.max_total_tokens - num_known - 1,
-            self._sizes.max_model_len - num_known,
-        )
+        length = self._draft_length(target)
         if length <= 0:
             return None
         draft = self._drafts.get(target) or self._admit(target)
@@ -236,8 +238,21 @@ class DraftModel:
             return None
         return draft
 
+    def _draft_length(self, target: Sequence) -> int:
+        """Return how many draft tokens a sequence may get in this step; 0 or less for none."""
+        num_known = len(target.token_ids)
+        is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
+        if target.num_output_tokens == 0 or not is_decoding or target.images is not None:
+            return 0
+        return min(
+            self.lengths.next_length(target),
+            # The large model adds one token to the accepted draft tokens.
+            target.max_total_tokens - num_known - 1,
+            self._sizes.max_model_len - num_known,
+        )
+
     def _admit(self, target: Sequence) -> _Draft | None:
-        """Give a sequence a row and blocks in the draft model.
+        """Create the draft of a sequence, with a row and blocks in the draft model.
 
         Return None if there are not enough free blocks.
         """
@@ -253,7 +268,8 @@ class DraftModel:
         own.row = self._free_rows.pop()
         if self._mtp is not None:
             self._mtp.follow(own, target)
-        draft = self._drafts[target] = _Draft(target, own, first, len(own.token_ids))
+        draft = _Draft(target, own, first, num_known=len(own.token_ids))
+        self._drafts[target] = draft
         return draft
 
     def _release(self, target: Sequence) -> None:
@@ -279,7 +295,7 @@ class DraftModel:
         while active:
             active = self._run_pass(active)
         self._proposals = {draft.target: draft.tokens for draft in drafts}
-        num_tokens = sum(map(len, self._proposals.values()))
+        num_tokens = sum(len(tokens) for tokens in self._proposals.values())
         if is_timed and num_tokens:
             seconds = time.perf_counter() - start
             self.lengths.costs.add_drafting(num_sequences, num_tokens, seconds)
@@ -290,8 +306,29 @@ class DraftModel:
         If a draft has more uncomputed tokens than one pass may compute, several steps compute these
         tokens. The draft gets no draft token before the last of these steps.
 
+        Args:
+            drafts: the drafts. The pass advances their states.
+
         Returns:
             The drafts that need another pass for this step.
+        """
+        planned = self._plan_pass(drafts)
+        chunks = [chunk for _, chunk in planned]
+        plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
+        logits = self._path.forward(plan)
+        for draft, chunk in planned:
+            draft.is_new = False
+            draft.own.num_computed_tokens += chunk.num_tokens
+        sampling = [draft for draft, chunk in planned if chunk.samples]
+        return self._sample(logits, sampling) if sampling else []
+
+    def _plan_pass(self, drafts: list[_Draft]) -> list[tuple[_Draft, Chunk]]:
+        """Divide the token budget of a pass among the drafts.
+
+        Drafts with few uncomputed tokens come first, so that many drafts get their next token.
+
+        Returns:
+            The drafts that the pass computes, each with its chunk: the tokens to compute.
         """
         budget = self._sizes.max_num_batched_tokens
         planned: list[tuple[_Draft, Chunk]] = []
@@ -311,19 +348,15 @@ class DraftModel:
                 num_logits=int(has_last_token),
             )
             planned.append((draft, chunk))
-        # The attention code expects chunks of one token before longer chunks.
+        # The attention code expects chunks of one token before longer chunks. The budget can
+        # shorten the last chunk, so the chunks are sorted again.
         planned.sort(key=lambda pair: pair[1].num_tokens)
-        chunks = [chunk for _, chunk in planned]
-        plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
-        logits = self._path.forward(plan)
-        for draft, chunk in planned:
-            draft.is_new = False
-            draft.own.num_computed_tokens += chunk.num_tokens
-        sampling = [draft for draft, chunk in planned if chunk.samples]
-        return self._sample(logits, sampling) if sampling else []
+        return planned
 
     def _sample(self, logits: torch.Tensor, drafts: list[_Draft]) -> list[_Draft]:
         """Append one sampled token to each draft, and return the drafts that need more tokens.
+
+        A draft ends with a stop token, or when it has its planned length.
 
         Args:
             logits: [num_drafts, vocab_size].
@@ -342,8 +375,9 @@ class DraftModel:
                 continue
             token_id = sampled.token_ids[index]
             draft.own.token_ids.append(token_id)
-            is_last = token_id in draft.target.stop_token_ids
-            if not is_last and len(draft.own.token_ids) < draft.num_known + draft.length:
+            ends_answer = token_id in draft.target.stop_token_ids
+            has_full_length = len(draft.own.token_ids) >= draft.num_known + draft.length
+            if not ends_answer and not has_full_length:
                 active.append(draft)
         return active
 

@@ -55,7 +55,8 @@ class LostRankError(EngineError):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the class name if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
 
 
 # If an error message contains one of these texts, the process can no longer use the GPU.

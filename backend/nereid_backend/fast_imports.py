@@ -61,7 +61,8 @@ def use_cached_index() -> None:
     If the file does not exist, transformers computes the index during its import. Do nothing if
     transformers has already been imported.
     """
-    if _MODULE not in sys.modules and not any(isinstance(one, _Finder) for one in sys.meta_path):
+    has_finder = any(isinstance(finder, _Finder) for finder in sys.meta_path)
+    if _MODULE not in sys.modules and not has_finder:
         sys.meta_path.insert(0, _Finder())
 
 
@@ -126,28 +127,29 @@ class _Loader(SourceFileLoader):
 def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
     """Return a function that returns the same as `compute`, but caches the index of all models.
 
-    The returned function reads the index from a file. If the file does not exist, the function
-    calls `compute` and creates the file.
+    The index contains the names that each file of transformers defines. Computing it takes about
+    a second. The returned function therefore reads the index from a file. If the file does not
+    exist, the function calls `compute` and creates the file.
 
     Args:
         compute: returns the index of a folder of transformers. The argument is the path of the
             folder or of a file in the folder.
         package: the folder of the package transformers.
     """
-    models = str(package / "models")
-    folders = {models, f"{models}{os.sep}__init__.py"}
+    models_folder = str(package / "models")
+    cached_arguments = {models_folder, f"{models_folder}{os.sep}__init__.py"}
 
-    def cached(module_path: Any) -> Any:  # noqa: ANN401 - the types are those of transformers
-        if str(module_path) not in folders:
+    def compute_with_cache(module_path: Any) -> Any:  # noqa: ANN401 - transformers' types
+        if str(module_path) not in cached_arguments:
             return compute(module_path)
-        path = cache_folder() / f"transformers-models-{_fingerprint(package)}.marshal"
-        index = _read(path)
+        cache_file = cache_folder() / f"transformers-models-{_fingerprint(package)}.marshal"
+        index = _read(cache_file)
         if index is None:
             index = compute(module_path)
-            _write(path, index)
+            _write(cache_file, index)
         return index
 
-    return cached
+    return compute_with_cache
 
 
 def _fingerprint(package: Path) -> str:

@@ -72,19 +72,24 @@ def to_request_error(error: ValidationError) -> RequestError:
 
     Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".`
     """
-    detail = error.errors(include_url=False)[0]
-    name, *place = map(str, detail["loc"])
-    requirement = _REQUIREMENTS.get(detail["type"])
+    first_error = error.errors(include_url=False)[0]
+    # The location is the name of the field. For an item of a list or of an object, the location
+    # also contains the index or the key of the item. For a wrong key, it ends with "[key]".
+    field_name, *item_location = map(str, first_error["loc"])
+    requirement = _REQUIREMENTS.get(first_error["type"])
     if requirement is None:
-        return RequestError(f"{name}: {detail['msg']}.")
-    subject = "the value"
-    if place:
-        subject = "each key" if place[-1] == "[key]" else "each item"
-    limits = _limits(detail.get("ctx", {}))
+        return RequestError(f"{field_name}: {first_error['msg']}.")
+    if not item_location:
+        subject = "the value"
+    elif item_location[-1] == "[key]":
+        subject = "each key"
+    else:
+        subject = "each item"
+    limits = _limits(first_error.get("ctx", {}))
     # If a list has a wrong number of items, the message contains that number instead of the items.
-    value = limits.get("actual_length", detail["input"])
+    value = limits.get("actual_length", first_error["input"])
     return RequestError(
-        f"{name}: {subject} must be {requirement.format(**limits)}, but the request has "
+        f"{field_name}: {subject} must be {requirement.format(**limits)}, but the request has "
         f"{shown(value)}."
     )
 

@@ -49,9 +49,10 @@ def discard_pages(address: int, num_bytes: int) -> None:
     Example: the address is 4000, num_bytes is 9000, and pages have 4096 bytes. The two pages from
     address 4096 to 12288 are returned.
     """
-    start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
-    end = (address + num_bytes) // _PAGE_BYTES * _PAGE_BYTES
-    if sys.platform == "linux" and end > start:
+    first_page = (address + _PAGE_BYTES - 1) // _PAGE_BYTES  # rounded up
+    end_page = (address + num_bytes) // _PAGE_BYTES  # rounded down
+    if sys.platform == "linux" and end_page > first_page:
+        start_address = ctypes.c_void_p(first_page * _PAGE_BYTES)
+        size = ctypes.c_size_t((end_page - first_page) * _PAGE_BYTES)
         # The call is only meant to save memory, so its errors are ignored.
-        advise = ctypes.CDLL(None).madvise
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(start_address, size, mmap.MADV_DONTNEED)

@@ -138,9 +138,10 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
     config = read_config(folder, trust_remote_code)
     text_config = config.get_text_config(decoder=True)
     torch_dtype = _choose_dtype(dtype, config, text_config, device)
-    architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
+    architectures = getattr(config, "architectures", None) or [config.model_type]
+    architecture = architectures[0]
     progress(f"loading {architecture} from {folder} as {_name(torch_dtype)}")
-    model = None
+    # `load` takes the name of the attention as its only argument.
     load = functools.partial(
         load_model,
         folder,
@@ -152,6 +153,7 @@ def load_checkpoint(  # noqa: PLR0913 - the settings that select how weights are
         distributed,
         progress,
     )
+    model = None
     if takes_attention_by_name(config, text_config):
         model = load_with_attention(load, config, attention)
     takes_hook = model is not None
@@ -225,15 +227,16 @@ def _describe_newer_version(folder: Path) -> str:
     If config.json was written by a newer version than the installed version, the sentence names the
     newer version.
     """
+    installed_version = Version(transformers.__version__)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        written = Version(str(config["transformers_version"]))
+        config_version = Version(str(config["transformers_version"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return " A newer version of transformers may support the architecture."
-    if written <= Version(transformers.__version__):
+        config_version = installed_version  # config.json names no version
+    if config_version <= installed_version:
         return " A newer version of transformers may support the architecture."
     return (
-        f" The file was written for transformers {written}, but the installed version is "
+        f" The file was written for transformers {config_version}, but the installed version is "
         f"{transformers.__version__}. Install the newer version."
     )
 
@@ -247,17 +250,24 @@ def _choose_dtype(
     checkpoint's data type is not in `_DTYPES`. On a CPU, "auto" also selects float32 instead of
     float16, and instead of bfloat16 if this CPU has no fast kernel for bfloat16. In the last case,
     and if the setting is "bfloat16" on such a CPU, a warning is logged.
+
+    Args:
+        name: the setting `dtype`.
+        config: the config of the checkpoint.
+        text_config: the part of the config that describes the decoder.
+        device: the device of the weights.
     """
     is_cpu = device.type == "cpu"
     has_slow_bfloat16 = is_cpu and not has_fast_bfloat16()
+    if name == "bfloat16" and has_slow_bfloat16:
+        logger.warning(_SLOW_BFLOAT16)
     if name != "auto":
-        if name == "bfloat16" and has_slow_bfloat16:
-            logger.warning(_SLOW_BFLOAT16)
         return _DTYPES[name]
     dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
     if isinstance(dtype, str):
         dtype = _DTYPES.get(dtype)
-    if dtype not in _DTYPES.values() or (dtype == torch.float16 and is_cpu):
+    is_slow_float16 = is_cpu and dtype == torch.float16
+    if dtype not in _DTYPES.values() or is_slow_float16:
         return torch.float32
     if dtype == torch.bfloat16 and has_slow_bfloat16:
         logger.warning(

@@ -22,12 +22,12 @@ def report_items(
         what: the beginning of each line.
         progress: called with each line.
     """
-    last = time.monotonic()
-    for index, item in enumerate(items):
-        now = time.monotonic()
-        if now - last >= _INTERVAL_S:
-            last = now
-            progress(f"{what}: {index} of {len(items)}")
+    last_report_s = time.monotonic()
+    for num_yielded, item in enumerate(items):
+        now_s = time.monotonic()
+        if now_s - last_report_s >= _INTERVAL_S:
+            last_report_s = now_s
+            progress(f"{what}: {num_yielded} of {len(items)}")
         yield item
 
 

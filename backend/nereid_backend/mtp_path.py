@@ -55,12 +55,16 @@ class HiddenStates:
         self._parts: dict[Sequence, list[tuple[int, Tensor]]] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step; see `ForwardPath.forward`."""
-        self._outputs.clear()
+        """Compute the logits of a step with the large model; see `ForwardPath.forward`.
+
+        Also store the hidden states that the decoder of the large model computes.
+        """
+        self._outputs.clear()  # During the forward pass, a hook appends the outputs of the decoder.
         logits = self._path.forward(plan, sampled)
         # In a step with images, the decoder may be called several times, or for one sequence at a
         # time. The hidden states of such a step are not stored.
-        if len(self._outputs) == 1 and self._outputs[0].shape[:2] == (1, plan.num_tokens):
+        has_one_call = len(self._outputs) == 1
+        if has_one_call and self._outputs[0].shape[:2] == (1, plan.num_tokens):
             self._add(plan.chunks, self._outputs[0][0])
         self._outputs.clear()
         return logits
@@ -84,11 +88,15 @@ class HiddenStates:
         """
         end = start + len(rows)
         parts = self._parts.get(sequence, [])
-        for first, states in parts:
-            begin, stop = max(first, start), min(first + len(states), end)
-            if begin < stop:
-                rows[begin - start : stop - start] = states[begin - first : stop - first]
-        self._parts[sequence] = [part for part in parts if part[0] + len(part[1]) > end]
+        for part_start, states in parts:
+            copy_start = max(part_start, start)
+            copy_end = min(part_start + len(states), end)
+            if copy_start < copy_end:
+                copied = states[copy_start - part_start : copy_end - part_start]
+                rows[copy_start - start : copy_end - start] = copied
+        self._parts[sequence] = [
+            (part_start, states) for part_start, states in parts if part_start + len(states) > end
+        ]
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the hidden states of an ended sequence."""
@@ -107,26 +115,40 @@ class HiddenStates:
         """Split the hidden states of a step by sequence, and store the hidden states.
 
         Args:
-            chunks: the chunks of the step.
+            chunks: the chunks of the step. A chunk is the tokens of one sequence that the step
+                computes.
             output: the hidden states of all tokens of the step, [num_tokens, hidden_size].
         """
-        step_parts = torch.split(output, [chunk.num_tokens for chunk in chunks])
-        for chunk, part in zip(chunks, step_parts, strict=True):
-            if chunk.sequence.images is not None:
-                continue
-            parts = self._parts.setdefault(chunk.sequence, [])
-            last_start, last_states = parts[-1] if parts else (chunk.start, part[:0])
-            num_kept = chunk.start - last_start
-            if 0 <= num_kept <= len(last_states) < _MAX_APPENDED:
-                # The tokens after the first `num_kept` tokens were rejected draft tokens, so this
-                # part replaces their hidden states.
-                parts[-1:] = [(last_start, torch.cat([last_states[:num_kept], part]))]
-            else:
-                # Copy the hidden states. A view would keep the hidden states of the whole step in
-                # memory.
-                parts.append((chunk.start, part.clone()))
-            while sum(len(each) for _, each in parts[1:]) >= _MAX_STATES:
-                del parts[0]
+        chunk_states = torch.split(output, [chunk.num_tokens for chunk in chunks])
+        for chunk, states in zip(chunks, chunk_states, strict=True):
+            if chunk.sequence.images is None:
+                parts = self._parts.setdefault(chunk.sequence, [])
+                _append_states(parts, chunk.start, states)
+
+
+def _append_states(parts: list[tuple[int, Tensor]], start: int, states: Tensor) -> None:
+    """Add new hidden states to the stored hidden states of a sequence.
+
+    Example: the last part contains the positions 4 to 9, and the new hidden states are those of
+    the positions 8 and 9. The tokens at these positions were rejected draft tokens. The last part
+    then contains the old hidden states of 4 to 7, and the new hidden states of 8 and 9.
+
+    Args:
+        parts: pairs of the position of the first hidden state and hidden states
+            [num_tokens, hidden_size]. Mutated: the oldest parts are deleted if there are too many
+            hidden states.
+        start: the position of the first new hidden state.
+        states: the new hidden states, [num_tokens, hidden_size].
+    """
+    last_start, last_states = parts[-1] if parts else (start, states[:0])
+    num_kept = start - last_start
+    if 0 <= num_kept <= len(last_states) < _MAX_APPENDED:
+        parts[-1:] = [(last_start, torch.cat([last_states[:num_kept], states]))]
+    else:
+        # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
+        parts.append((start, states.clone()))
+    while sum(len(part_states) for _, part_states in parts[1:]) >= _MAX_STATES:
+        del parts[0]
 
 
 class MtpPath:
@@ -182,14 +204,15 @@ class MtpPath:
         hidden = torch.cat([self._inputs(chunk) for chunk in plan.chunks])
         attention = PagedForward(self._layers, self._cache, batch.attention)
         with self._hook.serving(attention):
+            # The first token of each sequence is left out, so the positions begin at 1.
             output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)
-        parts = torch.split(output[0], [chunk.num_tokens for chunk in plan.chunks])
-        for chunk, part in zip(plan.chunks, parts, strict=True):
-            self._last_outputs[chunk.sequence] = part[-1]
-        rows = [
-            part[len(part) - c.num_logits :] for c, part in zip(plan.chunks, parts, strict=True)
-        ]
-        logits: Tensor = self._model._project_to_logits(join_logits(rows, output.shape[-1])[None])
+        chunk_outputs = torch.split(output[0], [chunk.num_tokens for chunk in plan.chunks])
+        rows_with_logits = []
+        for chunk, chunk_output in zip(plan.chunks, chunk_outputs, strict=True):
+            self._last_outputs[chunk.sequence] = chunk_output[-1]
+            rows_with_logits.append(chunk_output[chunk.num_tokens - chunk.num_logits :])
+        joined = join_logits(rows_with_logits, output.shape[-1])
+        logits: Tensor = self._model._project_to_logits(joined[None])
         return logits[0]
 
     def clear(self, sequence: Sequence) -> None:
@@ -199,6 +222,10 @@ class MtpPath:
     def _inputs(self, chunk: Chunk) -> Tensor:
         """Return the hidden states that precede the tokens of a chunk.
 
+        The hidden states before known tokens come from the large model. If the large model has no
+        hidden state for a token, the result contains zeros. The hidden state before a draft token
+        is the last output of the MTP layer.
+
         The shape is [num_tokens, hidden_size].
         """
         target = self._targets[chunk.sequence]
@@ -206,10 +233,11 @@ class MtpPath:
         num_known = len(target.token_ids) - 1
         if chunk.start >= num_known:
             return self._last_outputs[chunk.sequence][None]
-        weight = self._model.layers[0].eh_proj.weight
-        rows: Tensor = weight.new_zeros(chunk.num_tokens, weight.shape[0])
-        self.hidden.take(target, chunk.start, rows)
-        return rows
+        projection = self._model.layers[0].eh_proj.weight
+        hidden_size = projection.shape[0]
+        hidden_states: Tensor = projection.new_zeros(chunk.num_tokens, hidden_size)
+        self.hidden.take(target, chunk.start, hidden_states)
+        return hidden_states
 
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401

@@ -7,6 +7,8 @@ import resource
 # The nice value of child processes. It gives them a low priority, so that they do not slow down the
 # steps of the engine.
 _NICENESS = 5
+# The kernel kills a child this number of seconds later than the parent process.
+_EXTRA_SECONDS = 2
 
 
 def limit_child(max_bytes: int, timeout_s: float) -> None:
@@ -22,13 +24,15 @@ def limit_child(max_bytes: int, timeout_s: float) -> None:
     """
     os.nice(_NICENESS)
     limit_memory(max_bytes)
-    seconds = int(timeout_s) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    cpu_seconds = int(timeout_s) + _EXTRA_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    # A killed child would otherwise write its memory to a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_memory(max_bytes: int) -> None:
     """Limit the address space of this process to its present size plus `max_bytes`."""
     with open("/proc/self/statm", encoding="ascii") as file:
-        limit = int(file.read().split()[0]) * resource.getpagesize() + max_bytes
+        num_pages = int(file.read().split()[0])
+    limit = num_pages * resource.getpagesize() + max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

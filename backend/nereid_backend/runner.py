@@ -122,7 +122,8 @@ class Runner:
     def start(self, plan: StepPlan, before: RunningStep | None = None) -> RunningStep:
         """Launch the forward pass of a step.
 
-        If no other step is running, threads fill the token masks at the same time.
+        If no other step is running, threads fill the token masks at the same time. A token mask
+        contains the tokens that the grammar of a request allows next.
 
         Args:
             plan: a plan with at least one chunk.
@@ -172,6 +173,9 @@ class Runner:
     def finish(self, step: RunningStep) -> StepResult:
         """Wait for the tokens of a step and return the result of the step.
 
+        The result contains the new tokens of each sequence, and the log-probabilities of prompt
+        tokens if requests ask for them.
+
         Mutates: the guides of the sequences that get tokens. If the logits of a sequence contain
             NaN or infinity, the state of the sequence is cleared.
         """
@@ -199,8 +203,12 @@ class Runner:
                 self._path.clear(chunk.sequence)
 
     def _launch_sampling(self, step: RunningStep) -> None:
-        """Launch the sampling of tokens and the ranking of prompt tokens. Mutates: `step`."""
-        logits, step.logits = step.logits, None
+        """Launch the sampling of tokens and the ranking of prompt tokens. Mutates: `step`.
+
+        The logits are removed from the step, so that their memory is free after sampling.
+        """
+        logits = step.logits
+        step.logits = None
         assert logits is not None
         step.reports = _prompt_logprobs(logits, step.plan)
         positions, rows, _ = step.sampling
@@ -277,7 +285,8 @@ def _read_sampled(
         sampled_tokens: one sampled token for each position.
         masks: the token masks of the step, with the errors of guides.
     """
-    token_ids, logprobs = sampled_tokens.token_ids, sampled_tokens.logprobs
+    token_ids = sampled_tokens.token_ids
+    logprobs = sampled_tokens.logprobs
     if _have_single_tokens(sampling, sampled_tokens):
         # This condition is true in nearly all steps. In this case, the loop below would return the
         # same tokens, but would take more time.
@@ -287,11 +296,11 @@ def _read_sampled(
         ]
     sampled = []
     next_index = 0
-    for count in sampling.counts:
+    for num_positions in sampling.counts:
         first = next_index
-        next_index += count
+        next_index += num_positions
         sequence = sampling.positions[first].sequence
-        if count == 1 and sequence.guide is None and not sampled_tokens.errors:
+        if num_positions == 1 and sequence.guide is None and not sampled_tokens.errors:
             # Nearly all sequences have no draft tokens and no grammar. For such sequences,
             # `_accept` would return the same tokens, but would take more time.
             top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
@@ -325,7 +334,7 @@ def _accept_or_end(
 ) -> Sampled:
     """Return the new tokens of a sequence, or an error if its grammar fails.
 
-    The error ends the sequence.
+    The error ends the sequence. `_accept` describes the arguments.
     """
     try:
         return _accept(sequence, drafts, sampled_tokens, first)
@@ -357,7 +366,8 @@ def _accept(
             one token after each draft token.
         first: the index in `sampled_tokens` of the token after the known tokens.
     """
-    guide, stops = guide_of(sequence), sequence.stop_token_ids
+    guide = guide_of(sequence)
+    stop_ids = sequence.stop_token_ids
     token_ids: list[int] = []
     logprobs: list[float] = []
     top: list[TokenLogprobs] | None = None if sequence.params.logprobs is None else []
@@ -373,27 +383,28 @@ def _accept(
         logprobs.append(sampled_tokens.logprobs[index])
         if top is not None:
             top.append(sampled_tokens.top[index])
-        if token_ids[-1] in stops:
+        if token_ids[-1] in stop_ids:
             break
         if guide is not None:
             guide.accept(token_ids[-1:])
-            forced = _forced(sequence, guide.forced(), len(token_ids))
+            forced = _usable_forced(sequence, guide.forced(), len(token_ids))
             token_ids += forced
             logprobs += [0.0] * len(forced)
-            # `top` needs no entries for forced tokens, because `_forced` returns [] if the request
-            # asks for log-probabilities.
-            if token_ids[-1] in stops:
+            # `top` needs no entries for forced tokens, because there are none if the request asks
+            # for log-probabilities.
+            if token_ids[-1] in stop_ids:
                 break
             if forced:
                 guide.accept(forced)
     return Sampled(token_ids, logprobs, None, top)
 
 
-def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
+def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
     """Return the forced tokens that can be added without another forward pass.
 
-    Tokens after a stop token are left out. Example: if 9 is a stop token, [4, 9, 6] gives [4, 9].
-    If min_tokens does not allow the end yet, [4, 9, 6] gives [4].
+    A token is forced if the grammar allows no other token at its position. Tokens after a stop
+    token are left out. Example: if 9 is a stop token, [4, 9, 6] gives [4, 9]. If min_tokens does
+    not allow the end yet, [4, 9, 6] gives [4].
 
     The result is empty in two cases. If the request asks for log-probabilities, a step of the model
     must compute them. If other fields of the request also limit the tokens, only the mask of the
@@ -405,11 +416,8 @@ def _forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
         num_new: the number of tokens that this step has already added to the sequence.
     """
     params = sequence.params
-    if (
-        params.logprobs is not None
-        or params.allowed_token_ids is not None
-        or params.bad_words_token_ids
-    ):
+    has_other_limits = params.allowed_token_ids is not None or params.bad_words_token_ids
+    if params.logprobs is not None or has_other_limits:
         return []
     num_output = sequence.num_output_tokens + num_new
     for index, token_id in enumerate(forced):

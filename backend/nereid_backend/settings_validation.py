@@ -100,18 +100,26 @@ def _check_size(value: object) -> object:
     """
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     pattern = r"\s*\d+(\.\d+)?\s*([kmgt]?i?b)?\s*"
-    if is_number or (isinstance(value, str) and re.fullmatch(pattern, value.lower())):
-        return value
-    raise ValueError("a number of bytes, such as 65536 or 64MiB")
+    is_size_text = isinstance(value, str) and re.fullmatch(pattern, value.lower()) is not None
+    if not is_number and not is_size_text:
+        raise ValueError("a number of bytes, such as 65536 or 64MiB")
+    return value
 
 
 def _parse_adapters(value: object) -> object:
-    """Convert text of the form "name=/path,other=/path" to a dict of folders by name."""
+    """Convert text of the form "name=/path,other=/path" to a dict of folders by name.
+
+    A value that is already a dict is returned unchanged.
+
+    Raises:
+        ValueError: the value is neither such a text nor a dict, or a name or a folder is empty.
+    """
+    adapters = value
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
-        value = {name.strip(): path.strip() for name, _, path in pairs}
-    if isinstance(value, dict) and all(value) and all(value.values()):
-        return value
+        adapters = {name.strip(): path.strip() for name, _, path in pairs}
+    if isinstance(adapters, dict) and all(adapters) and all(adapters.values()):
+        return adapters
     raise ValueError("pairs such as name=/path, separated by commas")
 
 
@@ -158,9 +166,10 @@ def from_texts(kind: type[SettingsT], texts: Mapping[str, str], *, prefix: str =
     Raises:
         ConfigError: a value is wrong, or a setting without a default is missing.
     """
-    given = {name: texts[name].strip() for name in setting_names(kind) if name in texts}
+    stripped = {name: texts[name].strip() for name in setting_names(kind) if name in texts}
+    not_empty = {name: text for name, text in stripped.items() if text}
     with _config_errors(kind, prefix):
-        return TypeAdapter(kind).validate_strings({n: text for n, text in given.items() if text})
+        return TypeAdapter(kind).validate_strings(not_empty)
 
 
 def setting_names(*kinds: type) -> list[str]:
@@ -189,15 +198,16 @@ def _config_errors(kind: type, prefix: str = "") -> Iterator[None]:
 
     Example of a message: "max_num_seqs: the value must be greater than 0, but it is 0."
     """
+    known_names = setting_names(kind)
     try:
         yield
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         # If the argument is positional, pydantic gives its index instead of its name.
         [location] = problem["loc"]
-        name = setting_names(kind)[location] if isinstance(location, int) else location
+        name = known_names[location] if isinstance(location, int) else location
         if problem["type"] == "unexpected_keyword_argument":
-            check_names([name], setting_names(kind))
+            check_names([name], known_names)
         raise ConfigError(f"{prefix}{name}: {_describe(problem)}") from None
 
 

@@ -34,6 +34,9 @@ def use_compiled_forward(
 ) -> CompiledForward | None:
     """Compile the forward pass of a model. Use the compiled forward pass if its logits are correct.
 
+    If the compilation fails or the logits are wrong, the path continues with the model's own code.
+    On a GPU, fused functions then replace some modules of the model.
+
     Args:
         path: the forward path with the sizes of the engine. Mutated.
         checkpoint: the model.
@@ -229,6 +232,9 @@ def _check_piecewise_graphs(
 ) -> None:
     """Check that replayed steps with prefills give the same logits as the unmodified model.
 
+    A step with prefills computes prompts. The step is replayed from several graphs (pieces). The
+    arguments are those of `_check_graphs`.
+
     Raises:
         UnfitError: if the logits differ, or if no step with prefills was replayed.
     """
@@ -243,7 +249,7 @@ def _check_piecewise_graphs(
     path.pieces.capture_all(TOKEN_COUNTS[:1])
     check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=sizes.stored != "auto")
     if path.pieces.num_replays == 0:
-        raise UnfitError(next(iter(failures), "the check had no step with prefills"))
+        raise UnfitError(failures[0] if failures else "the check had no step with prefills")
 
 
 def _check_graphs(
@@ -254,6 +260,15 @@ def _check_graphs(
     capture: Capture | None,
 ) -> None:
     """Check that replayed decode steps give the same logits as the unmodified model.
+
+    The check captures and replays the steps of a new path with the test sequences.
+
+    Args:
+        checkpoint: the model.
+        chosen: the chosen forward path, with the test sequences and the expected logits.
+        compiled: the compiled forward pass that the path uses; None if it uses none.
+        sizes: the sizes of the engine's path. The check uses the same data type of the KV cache.
+        capture: captures graphs on the device; None if the device is not a GPU.
 
     Raises:
         UnfitError: if the logits differ, or if no decode step was replayed.
@@ -279,4 +294,5 @@ def _check_graphs(
     # After each capture, the captured step is replayed once.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
     if failures or not has_replayed_later_steps:
-        raise UnfitError(graphs.failure or next(iter(failures), "the check had no decode step"))
+        first_failure = failures[0] if failures else "the check had no decode step"
+        raise UnfitError(graphs.failure or first_failure)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how much memory a step needs in addition to the weights and the KV cache."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -43,15 +44,22 @@ def measure_activations(
         The number of bytes, or None if the memory cannot be measured. On a CPU, the memory can be
         measured only if the operating system is Linux.
     """
-    on_gpu = checkpoint.device.type == "cuda"
-    num_measured = num_tokens if on_gpu else min(num_tokens, _CPU_TOKENS)
-    num_blocks = -(-num_measured // block_size)
-    path = spec.build(Sizes(num_blocks, block_size, max_num_seqs=1, max_model_len=num_measured))
-    plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_measured, num_blocks)
-    used = _measure_on_gpu(path, plan, checkpoint.device) if on_gpu else _measure_on_cpu(path, plan)
-    if used is None:
+    is_gpu = checkpoint.device.type == "cuda"
+    num_measured_tokens = num_tokens if is_gpu else min(num_tokens, _CPU_TOKENS)
+    num_blocks = math.ceil(num_measured_tokens / block_size)
+    sizes = Sizes(num_blocks, block_size, max_num_seqs=1, max_model_len=num_measured_tokens)
+    path = spec.build(sizes)
+    plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_measured_tokens, num_blocks)
+    if is_gpu:
+        measured_bytes: int | None = _measure_on_gpu(path, plan, checkpoint.device)
+    else:
+        measured_bytes = _measure_on_cpu(path, plan)
+    if measured_bytes is None:
         return None
-    return used * num_tokens // num_measured + num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
+    step_bytes = measured_bytes * num_tokens // num_measured_tokens
+    # The measured step computes the logits of one token only.
+    logits_bytes = num_seqs * checkpoint.vocab_size * _LOGIT_BYTES
+    return step_bytes + logits_bytes
 
 
 def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> int:
@@ -65,11 +73,12 @@ def _measure_on_gpu(path: ForwardPath, plan: StepPlan, device: torch.device) -> 
 
 def _measure_on_cpu(path: ForwardPath, plan: StepPlan) -> int | None:
     """Run a step, and return the main memory in bytes that the step needed; None if unknown."""
-    before = _reset_peak()
-    if before is None:
+    bytes_before = _reset_peak()
+    if bytes_before is None:
         return None
     path.forward(plan)
-    return max(0, (_status_bytes("VmHWM") or 0) - before)
+    peak_bytes = _status_bytes("VmHWM") or 0
+    return max(0, peak_bytes - bytes_before)
 
 
 def _prompt_plan(token_id: int, num_tokens: int, num_blocks: int) -> StepPlan:

@@ -32,6 +32,7 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     Mutates: the checkpoint. The model uses its own attention after the call.
     """
     sizes: dict[str, LayerSizes] = {}
+    # For each layer, one entry for each call: whether the call computed all tokens.
     calls: dict[str, list[bool]] = {}
     hooks = []
     for name, module in checkpoint.model.named_modules():
@@ -50,7 +51,9 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: sizes[name] for name, called in calls.items() if called and all(called)}
+    return {
+        name: sizes[name] for name, layer_calls in calls.items() if layer_calls and all(layer_calls)
+    }
 
 
 def _sizes_of(module: nn.Module) -> LayerSizes | None:
@@ -66,7 +69,14 @@ def _sizes_of(module: nn.Module) -> LayerSizes | None:
 def _recorder(
     calls: list[bool], sizes: LayerSizes
 ) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
-    """Return a hook for a layer. The hook appends to `calls` whether a call computes all tokens."""
+    """Return a hook for a layer. The hook appends to `calls` whether a call computes all tokens.
+
+    A layer that computes only some tokens, such as an expert, has a smaller input or output.
+
+    Args:
+        calls: receives one entry for each call of the layer. Mutated by the hook.
+        sizes: the numbers of inputs and outputs of the layer.
+    """
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         del module

@@ -14,6 +14,7 @@ choice never depends on the model's name. A path that fails or computes wrong lo
 no path can be used, loading fails with an error that gives the reason for each path.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -63,7 +64,9 @@ def choose_path(
 ) -> ChosenPath:
     """Choose the first forward path whose logits equal those of the unmodified model.
 
-    The attention of the model is set to the attention that this path needs.
+    A forward path is a way to run the forward passes of a model, such as one row with the tokens
+    of all sequences. Faster paths are tried first. The attention of the model is set to the
+    attention that this path needs.
 
     Args:
         checkpoint: a loaded model.
@@ -169,6 +172,11 @@ def try_variants(
     Example: the difference 0.02 means that the logits differ from the logits of the unmodified
     model by 2 % of the standard deviation of the logits.
 
+    Args:
+        checkpoint: the model. Its attention is set to the attention that the variant needs.
+        variants: the variants of one forward path, from the fastest to the slowest.
+        trials: the test sequences, and the logits of the unmodified model.
+
     Raises:
         Exception: if no variant has correct logits. The exception is the error of the last variant.
     """
@@ -216,7 +224,7 @@ def _with_measurements(
         return replace(spec, detail=NO_SNAPSHOTS)
     if isinstance(path, SinglePath):
         num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
-        return replace(spec, bytes_per_token=-(-path.stored_bytes() // num_tokens))
+        return replace(spec, bytes_per_token=math.ceil(path.stored_bytes() / num_tokens))
     return spec
 
 

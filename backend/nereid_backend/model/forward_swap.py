@@ -90,7 +90,7 @@ class ForwardSwap:
         self._chosen = chosen
         self._progress = progress
         skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
-        self._started = time.monotonic()
+        self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
         self._steps = self._check()
         self.is_done = False
@@ -133,6 +133,7 @@ class ForwardSwap:
             Exception: of any class, if there is no library, or if the logits of the library are
                 wrong.
         """
+        # The outcome is the reason of a failure, or "" if the compilation was successful.
         if reason := self._compilation.outcome:
             raise RuntimeError(reason)
         compiled = load_library(self._checkpoint.model, self._compilation.folder)
@@ -141,9 +142,10 @@ class ForwardSwap:
         yield from check_in_steps(path, self._chosen.trial, self._checkpoint.model.dtype)
         compiled.confirm()
         self._path.use(compiled)
+        seconds = time.monotonic() - self._start_s
         self._progress(
             "the forward pass is compiled and used from now on. The compilation took "
-            f"{time.monotonic() - self._started:.0f} s"
+            f"{seconds:.0f} s"
         )
 
 
@@ -155,10 +157,10 @@ def _reason_against_compilation(folder: Path) -> str | None:
         find_compiler()
     except KernelBuildError as error:
         return str(error)
-    free = available_memory()
-    if free < _MIN_FREE_BYTES:
+    free_bytes = available_memory()
+    if free_bytes < _MIN_FREE_BYTES:
         return (
-            f"only {format_bytes(free)} of memory are free, but a compilation may need "
+            f"only {format_bytes(free_bytes)} of memory are free, but a compilation may need "
             f"{format_bytes(_MIN_FREE_BYTES)}"
         )
     return None
@@ -189,9 +191,8 @@ def use_fast_forward(
         The compilation that was started; None if no compilation was started.
     """
     is_small = checkpoint.weights_bytes < MIN_WEIGHTS_BYTES
-    if checkpoint.device.type != "cpu" or config.tensor_parallel_size > 1 or is_small:
-        return None
-    if not isinstance(path, PackedPath):
+    is_one_cpu_process = checkpoint.device.type == "cpu" and config.tensor_parallel_size == 1
+    if is_small or not is_one_cpu_process or not isinstance(path, PackedPath):
         return None
     folder = library_folder(checkpoint.model, is_native=path.is_native)
     if has_library(folder):

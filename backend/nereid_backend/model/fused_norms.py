@@ -67,17 +67,22 @@ def fuse_norms(model: nn.Module) -> Callable[[], None] | None:
 
 
 def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
-    """Return a fused module with the same results as `module`, or None if there is none."""
+    """Return a fused module with the same results as `module`, or None if there is none.
+
+    Only an RMSNorm whose single parameter is a vector of weights can be replaced.
+    """
+    if not type(module).__name__.endswith("RMSNorm"):
+        return None
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    is_norm = type(module).__name__.endswith("RMSNorm") and not list(module.children())
-    if not is_norm or not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
+    if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return None
-    if weight.dim() != 1 or weight.dtype not in _TOLERANCE or len(list(module.parameters())) != 1:
+    has_other_parts = bool(list(module.children())) or len(list(module.parameters())) != 1
+    if has_other_parts or weight.dim() != 1 or weight.dtype not in _TOLERANCE:
         return None
     # The RMSNorm classes of some model types add 1 to the weight.
-    for offset in (0.0, 1.0):
-        fused = FusedRmsNorm(weight if offset == 0 else weight.detach() + offset, eps)
+    for candidate_weight in (weight, weight.detach() + 1.0):
+        fused = FusedRmsNorm(candidate_weight, eps)
         if _are_equal(module, fused):
             return fused
     return None
@@ -106,5 +111,6 @@ def _are_equal(module: nn.Module, fused: FusedRmsNorm) -> bool:
         return False
     if expected.dtype != actual.dtype:
         return False
-    difference = (actual.float() - expected.float()).abs().amax(-1)
-    return bool((difference <= _TOLERANCE[weight.dtype] * expected.float().abs().amax(-1)).all())
+    row_differences = (actual.float() - expected.float()).abs().amax(-1)
+    row_maxima = expected.float().abs().amax(-1)
+    return bool((row_differences <= _TOLERANCE[weight.dtype] * row_maxima).all())

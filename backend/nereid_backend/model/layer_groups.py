@@ -10,6 +10,7 @@ layers. Example of a model with 4 layers with full attention (F) and 22 layers w
     2 places in a block   F F | F F | W W | ... | W W           2 groups F, 11 groups W
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -36,7 +37,9 @@ def choose_layer_groups(
 ) -> tuple[LayerGroups, str]:
     """Return the groups of a model's layers, and a reason if there is only one group.
 
-    The reason is a clause without a final period; it is empty if the layers form several groups.
+    A block of the KV cache belongs to one group of layers. If all layers of a group have a sliding
+    window, blocks before the window can be freed. The reason is a clause without a final period; it
+    is empty if the layers form several groups.
 
     Args:
         config: the settings.
@@ -91,7 +94,8 @@ def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str
         return "the prefix cache on disk stores one block for the tokens of a block"
     if config.draft_model is not None or config.speculative_method == "mtp":
         return "the memory of the draft model is planned for one block table for each sequence"
-    if len({(s.num_kv_heads, s.key_dim, s.value_dim) for s in spec.layers}) > 1:
+    cache_sizes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in spec.layers}
+    if len(cache_sizes) > 1:
         return "the layers have keys or values of different sizes"
     return None
 
@@ -100,6 +104,10 @@ def divide_layers(
     layers: Sequence[LayerSpec], max_model_len: int, max_step_tokens: int, block_size: int
 ) -> LayerGroups:
     """Divide the layers into groups, such that the longest request needs little memory.
+
+    A group has a block table for each sequence. A block has one place for each layer of its group,
+    and all groups have the same number of places. Few groups are preferred, because each block
+    table costs time.
 
     Example: 10 layers have full attention, 52 layers have a window of 1024 tokens, and the longest
     request has 131072 tokens. A block then has 10 places. One group has full attention, and 6
@@ -114,19 +122,22 @@ def divide_layers(
 
     def cost(groups: LayerGroups) -> int:
         """Return the number of places in all blocks of the longest request."""
-        return groups.num_places * max_sequence_blocks(
-            groups.windows, max_model_len, max_step_tokens, block_size
-        )
+        num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
+        return groups.num_places * num_blocks
 
+    # Maps a number of groups to the division with this number of groups.
     candidates = {1: single_group(layers)}
     for num_places in range(1, len(layers) + 1):
         groups = _group_by_window(layers, num_places)
+        num_groups = len(groups.windows)
         # Several values of `num_places` can give the same number of groups. The first of these
         # values is the smallest one and needs the least memory, so `setdefault` keeps it.
-        if len(groups.windows) <= _MAX_GROUPS:
-            candidates.setdefault(len(groups.windows), groups)
-    limit = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates.values()))
-    return candidates[min(count for count in candidates if cost(candidates[count]) <= limit)]
+        if num_groups <= _MAX_GROUPS:
+            candidates.setdefault(num_groups, groups)
+    lowest_cost = min(cost(groups) for groups in candidates.values())
+    max_cost = (1 + _MIN_SAVED_SHARE) * lowest_cost
+    cheap = {num: groups for num, groups in candidates.items() if cost(groups) <= max_cost}
+    return cheap[min(cheap)]
 
 
 def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
@@ -138,18 +149,25 @@ def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroup
     groups contain 1, 2 and 2 layers with the window.
     """
     layers_by_window: dict[LayerWindow, list[int]] = {}
-    for index, layer in enumerate(layers):
-        layers_by_window.setdefault(layer.window, []).append(index)
-    windows: list[AttentionWindow | None] = []
+    for layer_index, layer in enumerate(layers):
+        layers_by_window.setdefault(layer.window, []).append(layer_index)
+    group_windows: list[AttentionWindow | None] = []
+    # For each layer: the index of its group, and its place in a block of this group.
     places = [(0, 0)] * len(layers)
     for window in sorted(layers_by_window, key=lambda window: not window.is_full):
-        indices = layers_by_window[window]
-        num_groups = -(-len(indices) // num_places)
-        bounds = [len(indices) * i // num_groups for i in range(num_groups + 1)]
-        for start, end in pairwise(bounds):
-            for place, index in enumerate(indices[start:end]):
-                places[index] = (len(windows), place)
-            windows.append(
-                None if window.is_full else AttentionWindow(((window.size, window.chunk),))
-            )
-    return LayerGroups(tuple(windows), tuple(places))
+        group_window = None if window.is_full else AttentionWindow(((window.size, window.chunk),))
+        for group in _equal_parts(layers_by_window[window], num_places):
+            for place, layer_index in enumerate(group):
+                places[layer_index] = (len(group_windows), place)
+            group_windows.append(group_window)
+    return LayerGroups(tuple(group_windows), tuple(places))
+
+
+def _equal_parts(items: list[int], max_len: int) -> list[list[int]]:
+    """Divide a list into the fewest parts of at most `max_len` items and nearly equal lengths.
+
+    Example: the items [1, 2, 3, 4, 5] and max_len 2 give [[1], [2, 3], [4, 5]].
+    """
+    num_parts = math.ceil(len(items) / max_len)
+    bounds = [len(items) * part // num_parts for part in range(num_parts + 1)]
+    return [items[start:end] for start, end in pairwise(bounds)]

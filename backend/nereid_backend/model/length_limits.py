@@ -68,15 +68,16 @@ def _rope_limits(config: PretrainedConfig, own_limit: LengthLimit) -> list[Lengt
     """
     limits = []
     for rope in _rope_parameters(config):
-        kind = rope.get("rope_type")
-        if kind in ("longrope", "dynamic"):
-            original = rope.get("original_max_position_embeddings")
-            num_tokens = original if isinstance(original, int) else own_limit.num_tokens
-            reason = (
-                f"original_max_position_embeddings of {kind} position embeddings, because a longer "
-                "request would change the output of the other requests in its batch"
-            )
-            limits.append(LengthLimit(num_tokens, reason))
+        rope_type = rope.get("rope_type")
+        if rope_type not in ("longrope", "dynamic"):
+            continue
+        threshold = rope.get("original_max_position_embeddings")
+        num_tokens = threshold if isinstance(threshold, int) else own_limit.num_tokens
+        reason = (
+            f"original_max_position_embeddings of {rope_type} position embeddings, because a "
+            "longer request would change the output of the other requests in its batch"
+        )
+        limits.append(LengthLimit(num_tokens, reason))
     return limits
 
 
@@ -101,9 +102,10 @@ def sparse_limit(config: PretrainedConfig) -> LengthLimit | None:
     if isinstance(num_tokens, int):
         return LengthLimit(num_tokens, f"index_topk {num_tokens}")
     num_blocks = getattr(config, "index_topk_blocks", None)
-    size = getattr(config, "index_block_size", None)
-    if isinstance(num_blocks, int) and isinstance(size, int):
-        return LengthLimit(num_blocks * size, f"index_topk_blocks {num_blocks} of {size}")
+    block_size = getattr(config, "index_block_size", None)
+    if isinstance(num_blocks, int) and isinstance(block_size, int):
+        reason = f"index_topk_blocks {num_blocks} of {block_size}"
+        return LengthLimit(num_blocks * block_size, reason)
     return None
 
 

@@ -2,6 +2,7 @@
 """Determines the size of the KV cache, and derives the limits of requests from this size."""
 
 import gc
+import math
 import os
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -81,11 +82,15 @@ class BlockShape:
         sequence of `max_tokens` tokens fits, the result is at least `max_tokens`. Example: 20
         blocks of 16 tokens in a single group with full attention give 320 tokens.
         """
-        counts = range(max(0, num_blocks) + 1)
-        longest = bisect_right(
-            counts, num_blocks, key=lambda count: self.num_sequence_blocks(count * self.block_size)
+        # The number of blocks increases with the length of the sequence, so a binary search finds
+        # the first length that needs too many blocks. Lengths are counted in full blocks of tokens.
+        lengths = range(max(0, num_blocks) + 1)
+        first_too_long = bisect_right(
+            lengths,
+            num_blocks,
+            key=lambda length: self.num_sequence_blocks(length * self.block_size),
         )
-        num_tokens = max(0, longest - 1) * self.block_size
+        num_tokens = max(0, first_too_long - 1) * self.block_size
         if self.num_sequence_blocks(max_tokens) <= num_blocks:
             return max(num_tokens, max_tokens)
         return num_tokens
@@ -120,12 +125,13 @@ def plan_memory(
         ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
             too small for one sequence.
     """
+    has_blocks = block.num_bytes > 0
     max_num_seqs = config.max_num_seqs
     if bytes_per_sequence:
         max_num_seqs = _limit_by_states(
-            max_num_seqs, bytes_per_sequence, num_bytes, has_blocks=block.num_bytes > 0
+            max_num_seqs, bytes_per_sequence, num_bytes, has_blocks=has_blocks
         )
-    if not block.num_bytes:
+    if not has_blocks:
         num_states = num_bytes // bytes_per_sequence if bytes_per_sequence else 0
         return _plan_without_blocks(config, limit, max_num_seqs, num_states)
     bytes_for_blocks = num_bytes - max_num_seqs * bytes_per_sequence
@@ -185,19 +191,24 @@ def _longest_request(
         ConfigError: if max_model_len exceeds the model's limit or the memory, or if the memory is
             too small for one block.
     """
-    block_size = config.block_size
-    configured = _configured_len(config, limit)
+    configured_len = _configured_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    required_len = configured or min(block_size, limit.num_tokens)
+    if configured_len is None:
+        required_len = min(config.block_size, limit.num_tokens)
+        longest_len = min(limit.num_tokens, fitting_len)
+    else:
+        required_len = configured_len
+        longest_len = configured_len
     if fitting_len >= required_len:
-        return configured or min(limit.num_tokens, fitting_len)
-    num_needed = block.num_sequence_blocks(configured or 1)
+        return longest_len
+    num_needed_blocks = block.num_sequence_blocks(configured_len or 1) + 1  # one for padding
+    needed_bytes = num_needed_blocks * block.num_bytes
+    alternative = "" if configured_len is None else " or lower max_model_len"
     raise ConfigError(
         f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
-        f"max_model_len of {configured or block_size} needs "
-        f"{format_bytes((num_needed + 1) * block.num_bytes)}. Raise kv_cache_memory"
-        + (" or lower max_model_len." if configured else ".")
+        f"max_model_len of {configured_len or config.block_size} needs "
+        f"{format_bytes(needed_bytes)}. Raise kv_cache_memory{alternative}."
     )
 
 
@@ -226,7 +237,7 @@ def _plan_without_blocks(
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:
     """Return the number of blocks of a sequence. Example: 35 tokens need 3 blocks of 16 tokens."""
-    return -(-num_tokens // block_size)
+    return math.ceil(num_tokens / block_size)
 
 
 def _configured_len(config: EngineConfig, limit: LengthLimit) -> int | None:
@@ -264,16 +275,17 @@ def describe_memory(
         num_tokens: the largest number of tokens in one step.
         windows: a sentence about the attention windows; "" if there are none.
     """
-    step = "an unknown size" if activations is None else format_bytes(activations)
+    step_size = "an unknown size" if activations is None else format_bytes(activations)
     # Each token is stored in a block of every group, until the token leaves the group's window.
     num_cached_tokens = memory.num_blocks // len(block.windows) * block.block_size
-    return (
+    line = (
         f"memory: the weights need {format_bytes(weights_bytes)}, a step of {num_tokens} tokens "
-        f"needs {step}, and the KV cache of {format_bytes(memory.num_bytes)} has space for "
+        f"needs {step_size}, and the KV cache of {format_bytes(memory.num_bytes)} has space for "
         f"{num_cached_tokens} tokens. A request can have "
         f"{memory.max_model_len} tokens, and {memory.max_num_seqs} sequences can run at the same "
-        f"time. {windows}".rstrip()
+        f"time. {windows}"
     )
+    return line.rstrip()
 
 
 def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int = 0) -> int:
@@ -298,64 +310,70 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
         ConfigError: if kv_cache_memory is larger than the free memory.
     """
     if device.type == "cuda":
-        free, usable = _gpu_memory(config, device, activations)
+        free_bytes, default_bytes = _gpu_memory(config, device, activations)
     else:
-        free = available_memory()
+        free_bytes = available_memory()
+        shared_bytes = min(int(free_bytes * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
         # The engine processes of data parallelism share the memory.
-        usable = min(int(free * _DEFAULT_CPU_SHARE), _DEFAULT_CPU_BYTES)
-        usable //= config.data_parallel_size
-    configured = config.kv_cache_bytes
-    if configured is None:
-        return max(0, usable)
-    if configured > free:
+        default_bytes = shared_bytes // config.data_parallel_size
+    configured_bytes = config.kv_cache_bytes
+    if configured_bytes is None:
+        return max(0, default_bytes)
+    if configured_bytes > free_bytes:
         raise ConfigError(
-            f"kv_cache_memory: the value is {format_bytes(configured)}, but only "
-            f"{format_bytes(free)} are free on {device}. Lower kv_cache_memory."
+            f"kv_cache_memory: the value is {format_bytes(configured_bytes)}, but only "
+            f"{format_bytes(free_bytes)} are free on {device}. Lower kv_cache_memory."
         )
-    return configured
+    return configured_bytes
 
 
 def _gpu_memory(config: EngineConfig, device: torch.device, activations: int) -> tuple[int, int]:
     """Return the free memory of a GPU, and the memory that the KV cache may use, in bytes.
 
     Memory that torch cached during loading is released first. The GPU then reports it as free.
+    `kv_cache_budget` describes the arguments.
     """
     gc.collect()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    used = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
-    share = int(total * config.gpu_memory_utilization)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    process_bytes = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+    process_limit = int(total_bytes * config.gpu_memory_utilization)
+    available_bytes = min(process_limit - process_bytes, free_bytes)
     # If no adapters are configured, adapters are rarely loaded. No memory is reserved in this case.
-    reserved_for_adapters = config.lora_memory if config.lora_adapters else 0
-    return free, min(share - used, free) - activations - reserved_for_adapters
+    adapter_bytes = config.lora_memory if config.lora_adapters else 0
+    return free_bytes, available_bytes - activations - adapter_bytes
 
 
 def available_memory() -> int:
     """Return the free main memory in bytes, within the limit of the container."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
+        # This number is better, because it includes memory that the operating system can free.
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    limit = _read_number("memory.max")
-    used = _read_number("memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
-    return available
+                kibibytes = int(line.split()[1])
+                available_bytes = kibibytes * 1024
+    container_limit = _read_number("memory.max")
+    container_used = _read_number("memory.current")
+    if container_limit is not None and container_used is not None:
+        available_bytes = min(available_bytes, max(0, container_limit - container_used))
+    return available_bytes
 
 
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use, within the quota of the container."""
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        num_cpus = len(os.sched_getaffinity(0))
+    else:
+        num_cpus = os.cpu_count() or 1
     try:
+        # The file contains two numbers of microseconds, such as "200000 100000" for two CPUs.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        count = min(count, max(1, round(int(quota) / int(period))))
+        num_quota_cpus = max(1, round(int(quota) / int(period)))
     except (OSError, ValueError):
-        pass  # Without the file, or with the text "max", there is no quota.
-    return count
+        return num_cpus  # Without the file, or with the text "max", there is no quota.
+    return min(num_cpus, num_quota_cpus)
 
 
 def format_bytes(count: int) -> str:

@@ -89,9 +89,11 @@ def check_draft_folder(config: EngineConfig) -> None:
             f"draft_model: {config.draft_model} is not a folder with a file config.json. Set "
             "draft_model to the folder of a Hugging Face checkpoint."
         )
+    # If the file is damaged, the function that loads the checkpoint raises an error later.
     with suppress(OSError, ValueError, AttributeError):
-        for name in json.loads(path.read_text(encoding="utf-8")).get("architectures") or []:
-            _check_architecture(config.draft_model, str(name))
+        model_config = json.loads(path.read_text(encoding="utf-8"))
+        for architecture in model_config.get("architectures") or []:
+            _check_architecture(config.draft_model, str(architecture))
 
 
 def _check_architecture(folder: str, architecture: str) -> None:
@@ -132,17 +134,7 @@ def open_draft(
     if config.draft_model is None or config.max_draft_tokens == 0:
         return None
     _check_path(target, target_spec)
-    draft_config = replace(
-        config,
-        model=config.draft_model,
-        draft_model=None,
-        speculative_method=None,
-        num_speculative_tokens=0,
-        tensor_parallel_size=1,
-        kv_cache_dtype="auto",
-        lora_adapters={},
-        lora_memory=0,
-    )
+    draft_config = _draft_config(config, config.draft_model)
     hook = AttentionHook()
     try:
         progress(f"loading the draft model {config.draft_model}")
@@ -156,6 +148,21 @@ def open_draft(
     itemsize = checkpoint.model.dtype.itemsize
     layer_bytes = sum(layer.bytes_per_token(itemsize, 0) for layer in chosen.spec.layers)
     return OpenedDraft(checkpoint, chosen, layer_bytes, hook)
+
+
+def _draft_config(config: EngineConfig, draft_folder: str) -> EngineConfig:
+    """Return the engine's settings with the changes that are necessary to load the draft model."""
+    return replace(
+        config,
+        model=draft_folder,
+        draft_model=None,
+        speculative_method=None,
+        num_speculative_tokens=0,
+        tensor_parallel_size=1,
+        kv_cache_dtype="auto",
+        lora_adapters={},
+        lora_memory=0,
+    )
 
 
 def _check_path(checkpoint: Checkpoint, spec: PathSpec) -> None:
@@ -180,8 +187,11 @@ def _check_vocabulary(config: EngineConfig, target: Checkpoint, draft: Checkpoin
             "same. Use a smaller model of the same family."
         )
     assert config.draft_model is not None
-    vocabularies = [_read_vocabulary(path) for path in (config.model, config.draft_model)]
-    if None not in vocabularies and vocabularies[0] != vocabularies[1]:
+    target_ids = _read_vocabulary(config.model)
+    draft_ids = _read_vocabulary(config.draft_model)
+    if target_ids is None or draft_ids is None:
+        return
+    if target_ids != draft_ids:
         raise ConfigError(
             f"draft_model: the tokenizers of the two models assign different ids to the tokens, "
             f"although both vocabularies have {target.vocab_size} tokens. Use a smaller model of "

@@ -86,6 +86,9 @@ def open_mtp(
 ) -> OpenedMtp | None:
     """Load the MTP layers of a checkpoint. Return None if the settings select no MTP layers.
 
+    An MTP layer (multi-token prediction) generates draft tokens for speculative decoding from the
+    hidden states of the large model.
+
     Args:
         config: the settings of the engine.
         target: the large model, whose attention is `hook`.

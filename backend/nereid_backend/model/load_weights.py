@@ -27,6 +27,10 @@ from nereid_backend.paths.model_call import ModelCall
 # The largest accepted difference of a logit, relative to the standard deviation of the logits. A
 # different order of summation causes differences of 1e-6 in float32 and of 0.05 in bfloat16.
 _LAYOUT_TOLERANCE = 0.3
+# The number of tokens for which the logits are compared.
+_NUM_TEST_TOKENS = 4
+# The device type that a value of the setting weight_dtype requires.
+_REQUIRED_DEVICES = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}
 
 
 def load_weights(
@@ -73,11 +77,11 @@ def load_weights(
 
 def _check_weight_dtype(config: EngineConfig, device: torch.device) -> None:
     """Raise a ConfigError if the setting weight_dtype requires another device."""
-    required = {"int8": "cpu", "int4": "cpu", "fp8": "cuda"}.get(config.weight_dtype, device.type)
-    if device.type != required:
+    required_type = _REQUIRED_DEVICES.get(config.weight_dtype)
+    if required_type is not None and device.type != required_type:
         raise ConfigError(
-            f"weight_dtype: the value {config.weight_dtype} requires device={required}, but the "
-            f"device is {device}. Set weight_dtype=auto."
+            f"weight_dtype: the value {config.weight_dtype} requires device={required_type}, but "
+            f"the device is {device}. Set weight_dtype=auto."
         )
 
 
@@ -103,6 +107,9 @@ def _load(
 def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
     """Prepack and merge the linear layers of a model. Keep only changes that preserve the logits.
 
+    Prepacking rearranges a weight for the CPU's matrix products. Merging computes several layers
+    with the same input in one product.
+
     Args:
         checkpoint: the model. Mutated.
         progress: called with a line if prepacking changes the logits.
@@ -111,21 +118,21 @@ def _rearrange(checkpoint: Checkpoint, progress: Progress) -> bool:
         False if prepacking has changed the logits. The model must then be loaded again. True in all
         other cases, even if no layer was changed.
     """
-    before = _short_logits(checkpoint)
-    if before is None:
+    original_logits = _short_logits(checkpoint)
+    if original_logits is None:
         return True  # The logits could not be compared, so the layers stay as they are.
     if checkpoint.device.type == "cpu":
         num_packed = prepack_linears(checkpoint.model, copy_shared=True, progress=progress)
         if num_packed == 0:
             return True
-        if not _are_equal(before, _short_logits(checkpoint)):
+        if not _are_equal(original_logits, _short_logits(checkpoint)):
             progress(
                 "prepack: the weights of linear layers are not rearranged, because the model's "
                 "code reads them directly"
             )
             return False
     merge_linears(checkpoint.model, lambda: _short_logits(checkpoint))
-    if not _are_equal(before, _short_logits(checkpoint)):
+    if not _are_equal(original_logits, _short_logits(checkpoint)):
         separate_linears(checkpoint.model)
     return True
 
@@ -160,7 +167,8 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
             f"weight_dtype: the value {weight_dtype} requires a model with standard linear layers, "
             f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."
         )
-    difference = ((after - before).square().mean().sqrt() / before.std()).item()
+    root_mean_square = (after - before).square().mean().sqrt()
+    difference = (root_mean_square / before.std()).item()
     warning = "" if weight_dtype == "fp8" else slow_integers_warning()
     progress(
         f"the weights of {num_layers} linear layers are stored as {weight_dtype}, which changes "
@@ -191,7 +199,8 @@ def _short_logits(checkpoint: Checkpoint) -> Tensor | None:
 
     Return None if the model cannot be called, or if its logits are not finite.
     """
-    ids = torch.tensor([plain_token_ids(checkpoint)[:4]], device=checkpoint.device)
+    token_ids = plain_token_ids(checkpoint)[:_NUM_TEST_TOKENS]
+    ids = torch.tensor([token_ids], device=checkpoint.device)
     positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
     try:
         set_attention(checkpoint, None)

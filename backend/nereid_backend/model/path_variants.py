@@ -106,6 +106,9 @@ def path_variants(
 def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
     """Set the attention implementation of a model.
 
+    A forward path that stores keys and values in blocks needs the engine's attention. The logits
+    of the unmodified model are computed with the model's own attention.
+
     Args:
         checkpoint: the model. Mutated.
         hook: the engine's entry in transformers' attention interface; None selects the model's own
@@ -133,7 +136,9 @@ def _packed(
 ) -> Iterator[PathSpec]:
     """Yield the forward path `packed`, which has only one variant.
 
-    This function is a generator, so that its code runs only when the path is tried.
+    In this path, one row contains the tokens of all sequences, and the engine's attention reads
+    keys and values from blocks. This function is a generator, so that its code runs only when the
+    path is tried.
 
     Raises:
         UnfitError: if the path cannot compute correct logits.
@@ -246,26 +251,21 @@ def _row_variants(build: Callable[..., RowsPath], spec: PathSpec) -> Iterator[Pa
         build: builds the path; see `_row_path`.
         spec: the values that all variants have in common.
     """
-
-    def variant(*, computes_from_start: bool = False, replays_preempted: bool = False) -> PathSpec:
-        detail = "each prompt is computed in one pass, because chunks give other logits"
-        details = [spec.detail, detail] if computes_from_start else [spec.detail]
-        return replace(
-            spec,
-            build=partial(
-                build,
-                computes_from_start=computes_from_start,
-                replays_preempted=replays_preempted,
-            ),
-            detail="; ".join(filter(None, details)),
-            shares_blocks=False,
-            whole_prefill=computes_from_start,
-            is_generated=replays_preempted,
-        )
-
-    yield variant()
-    yield variant(computes_from_start=True)
-    yield variant(computes_from_start=True, replays_preempted=True)
+    yield replace(spec, shares_blocks=False)
+    one_pass = "each prompt is computed in one pass, because chunks give other logits"
+    with_whole_prefill = replace(
+        spec,
+        build=partial(build, computes_from_start=True),
+        detail=f"{spec.detail}; {one_pass}" if spec.detail else one_pass,
+        shares_blocks=False,
+        whole_prefill=True,
+    )
+    yield with_whole_prefill
+    yield replace(
+        with_whole_prefill,
+        build=partial(build, computes_from_start=True, replays_preempted=True),
+        is_generated=True,
+    )
 
 
 def _padded(checkpoint: Checkpoint) -> Iterator[PathSpec]:
@@ -279,9 +279,8 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     The first variant stores keys and values in blocks. The second variant uses the cache of the
     model's own code. The third variant has no cache.
     """
-    # The first variant requires that the model's cache can be stored in blocks. If it cannot, one
-    # of these errors is raised. The other variants do not store the cache in blocks, so they are
-    # tried next.
+    # The first variant requires that the model's cache can be stored in blocks. If the cache cannot
+    # be stored in blocks, one of these errors is raised, and only the other variants are yielded.
     with suppress(UnfitError, ValueError, TypeError, AttributeError):
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)

@@ -5,6 +5,7 @@ The model computes one token, and a recorder stores the properties of each atten
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,18 @@ class _Recorder:
     ) -> Tensor:
         """Record the attention layer that makes this call, and return the result of attention.
 
-        The result has the shape [1, 1, num_heads, value_dim].
+        The pass computes one token, which attends only to itself, so the result of each query head
+        is the value of the token.
+
+        Args:
+            module: the attention layer.
+            query: [1, num_heads, 1, key_dim].
+            key: [1, num_kv_heads, 1, key_dim].
+            value: [1, num_kv_heads, 1, value_dim].
+            kwargs: other arguments of transformers, such as sliding_window.
+
+        Returns:
+            The result, [1, 1, num_heads, value_dim].
         """
         if kwargs.get("position_bias") is not None:
             self.unsupported = "its attention adds a position bias"
@@ -51,16 +63,18 @@ class _Recorder:
             self.unsupported = f"it calls attention with keys of shape {tuple(key.shape)}"
         spec = self._spec(query, key, value, kwargs)
         self.layers.append(spec)
-        groups = spec.num_heads // spec.num_kv_heads
-        return value.repeat_interleave(groups, dim=1).transpose(1, 2)
+        num_heads_per_value = spec.num_heads // spec.num_kv_heads
+        return value.repeat_interleave(num_heads_per_value, dim=1).transpose(1, 2)
 
     def _spec(
         self, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]
     ) -> LayerSpec:
         """Determine the properties of a layer from the arguments of its attention call."""
-        number = len(self.layers)
-        kind = self._layer_types[number] if number < len(self._layer_types) else ""
-        window = kwargs.get("sliding_window")
+        index = len(self.layers)
+        layer_type = self._layer_types[index] if index < len(self._layer_types) else ""
+        window_size = kwargs.get("sliding_window")
+        if not isinstance(window_size, int) or window_size <= 0:
+            window_size = None
         softcap = kwargs.get("softcap")
         return LayerSpec(
             num_heads=query.shape[1],
@@ -68,8 +82,8 @@ class _Recorder:
             key_dim=key.shape[3],
             value_dim=value.shape[3],
             window=LayerWindow(
-                size=window if isinstance(window, int) and window > 0 else None,
-                chunk=self._chunk if kind == "chunked_attention" else None,
+                size=window_size,
+                chunk=self._chunk if layer_type == "chunked_attention" else None,
             ),
             softcap=float(softcap) if isinstance(softcap, int | float) else None,
             has_sinks=isinstance(kwargs.get("s_aux"), Tensor),
@@ -95,16 +109,14 @@ def probe_layers(checkpoint: Checkpoint, hook: AttentionHook) -> list[LayerSpec]
             that Nereid's attention does not support.
     """
     token = _one_token(checkpoint)
-    arguments = {}
+    arguments: dict[str, Any] = {
+        "input_ids": token,
+        "position_ids": torch.zeros_like(token),
+        "use_cache": False,
+    }
     if ModelCall(checkpoint.model).takes("logits_to_keep"):
         arguments["logits_to_keep"] = torch.zeros(1, dtype=torch.int64, device=checkpoint.device)
-    layers = record_layers(
-        checkpoint.text_config,
-        hook,
-        lambda: checkpoint.model(
-            input_ids=token, position_ids=torch.zeros_like(token), use_cache=False, **arguments
-        ),
-    )
+    layers = record_layers(checkpoint.text_config, hook, lambda: checkpoint.model(**arguments))
     if not layers:
         raise UnfitError("it does not use transformers' attention interface")
     return layers
@@ -157,16 +169,18 @@ def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
     Special tokens, such as tokens for images, padding or the end of a text, can change the forward
     pass of a model.
     """
-    size = checkpoint.vocab_size
-    special = set(checkpoint.eos_token_ids)
+    special_ids = set(checkpoint.eos_token_ids)
     for config in (checkpoint.model.config, checkpoint.text_config):
         for name, value in config.to_dict().items():
             if name.endswith(("token_id", "token_index")) and isinstance(value, int):
-                special.add(value)
+                special_ids.add(value)
     # Special tokens that the config does not name are usually at the beginning or at the end of the
-    # vocabulary.
-    middle = range(size // 8, max(size // 8 + 1, size // 2))
-    return [token_id for token_id in middle if token_id not in special] or list(range(size))
+    # vocabulary, so the test inputs consist of tokens from its middle.
+    vocab_size = checkpoint.vocab_size
+    first = vocab_size // 8
+    end = max(first + 1, vocab_size // 2)
+    plain_ids = [token_id for token_id in range(first, end) if token_id not in special_ids]
+    return plain_ids or list(range(vocab_size))
 
 
 def _one_token(checkpoint: Checkpoint) -> Tensor:

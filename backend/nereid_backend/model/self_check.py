@@ -7,6 +7,7 @@ whole sequence in one pass with its own attention. The check compares the logits
 logits is never used.
 """
 
+import math
 import random
 import re
 from collections import abc
@@ -72,9 +73,9 @@ class Trial:
     @property
     def sizes(self) -> Sizes:
         """The sizes of the caches and block tables that the test sequences need."""
-        longest = max(len(tokens) for tokens, _ in self.sequences)
-        num_blocks = len(self.sequences) * -(-longest // self.block_size)
-        return Sizes(num_blocks, self.block_size, len(self.sequences), longest)
+        max_len = max(len(tokens) for tokens, _ in self.sequences)
+        num_blocks = len(self.sequences) * math.ceil(max_len / self.block_size)
+        return Sizes(num_blocks, self.block_size, len(self.sequences), max_len)
 
 
 @torch.inference_mode()
@@ -83,17 +84,26 @@ def make_trial(
 ) -> Trial:
     """Return random sequences, and the logits of the model for these sequences.
 
-    The model computes each whole sequence in a separate pass, and must use its own attention.
+    The model computes each whole sequence in a separate pass, and must use its own attention. The
+    logits are those that a correct forward path must compute.
+
+    Args:
+        checkpoint: the model.
+        layers: the attention layers. One sequence is longer than the windows of these layers.
+        max_len: the largest length of a sequence.
+        block_size: the block size for the check.
     """
     sequences = _random_sequences(checkpoint, layers, max_len)
     call = ModelCall(checkpoint.model)
-    parts = []
+    expected = []
     for tokens, prompt_len in sequences:
         ids = torch.tensor([tokens], device=checkpoint.device)
         positions = torch.arange(len(tokens), device=checkpoint.device)[None]
-        count = len(tokens) - prompt_len + 1
-        parts.append(call(ids, num_logits=count, position_ids=positions)[0].float())
-    return Trial(sequences, torch.cat(parts), block_size)
+        # Sampling needs the logits at the last prompt token and at every later token.
+        num_logits = len(tokens) - prompt_len + 1
+        logits = call(ids, num_logits=num_logits, position_ids=positions)
+        expected.append(logits[0].float())
+    return Trial(sequences, torch.cat(expected), block_size)
 
 
 @torch.inference_mode()
@@ -110,14 +120,12 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
     and never give wrong logits.
     """
     try:
-        return _generate_sequences(
-            checkpoint, _random_sequences(checkpoint, (), max_len), block_size
-        )
+        prompts = _random_sequences(checkpoint, (), max_len)
+        return _generate_sequences(checkpoint, prompts, block_size)
     except Exception:  # noqa: BLE001 - a model can raise any exception
         short_len = min(max_len, _PROMPT_LENS[0] + _NUM_STEPS)
-        return _generate_sequences(
-            checkpoint, _random_sequences(checkpoint, (), short_len), block_size
-        )
+        short_prompts = _random_sequences(checkpoint, (), short_len)
+        return _generate_sequences(checkpoint, short_prompts, block_size)
 
 
 def _generate_sequences(
@@ -129,9 +137,10 @@ def _generate_sequences(
     """
     model: Any = checkpoint.model
     sequences = []
-    parts = []
+    expected = []
     for tokens, prompt_len in prompts:
-        ids = torch.tensor([tokens[:prompt_len]], device=checkpoint.device)
+        prompt = tokens[:prompt_len]
+        ids = torch.tensor([prompt], device=checkpoint.device)
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -143,11 +152,12 @@ def _generate_sequences(
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        # The output of an encoder-decoder model does not contain the prompt.
+        # The output of an encoder-decoder model does not contain the prompt, so the generated
+        # tokens are counted from the end. The last generated token has no logits after it.
         generated = output.sequences[0, -len(output.logits) : -1].tolist()
-        sequences.append((tokens[:prompt_len] + generated, prompt_len))
-        parts.append(torch.cat(output.logits).float())
-    return Trial(sequences, torch.cat(parts), block_size)
+        sequences.append((prompt + generated, prompt_len))
+        expected.append(torch.cat(output.logits).float())
+    return Trial(sequences, torch.cat(expected), block_size)
 
 
 @torch.inference_mode()
@@ -164,13 +174,22 @@ def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     tokens, prompt_len = trial.sequences[0]
     num_logits = len(tokens) - prompt_len + 1
     logits = path.forward(_whole_plan(tokens, prompt_len, num_logits)).float()
-    expected = trial.expected[:num_logits]
-    error = ((logits - expected).square().mean(-1).sqrt() / trial.expected.std()).median()
-    if not error.item() <= _TOLERANCE[checkpoint.model.dtype]:
+    row_differences = _row_differences(logits, trial.expected[:num_logits], trial)
+    difference = row_differences.median().item()
+    # `not <=` also refuses NaN.
+    if not difference <= _TOLERANCE[checkpoint.model.dtype]:
         raise UnfitError(
             "the logits of token-by-token generation differ from those of one forward pass by "
-            f"{error.item():.2g} standard deviations"
+            f"{difference:.2g} standard deviations"
         )
+
+
+def _row_differences(logits: Tensor, expected: Tensor, trial: Trial) -> Tensor:
+    """Return the root mean square difference of each row of logits.
+
+    The differences are relative to the standard deviation of the expected logits of `trial`.
+    """
+    return (logits - expected).square().mean(-1).sqrt() / trial.expected.std()
 
 
 def _whole_plan(tokens: list[int], prompt_len: int, num_logits: int) -> StepPlan:
@@ -233,22 +252,22 @@ def check_in_steps(
             f"its logits have the shape {tuple(logits.shape)}, but must have the shape "
             f"{tuple(trial.expected.shape)}"
         )
-    errors = (logits - trial.expected).square().mean(-1).sqrt() / trial.expected.std()
+    differences = _row_differences(logits, trial.expected, trial)
     if dtype != torch.float32 or is_rounded:
         # Because of rounding, a mixture-of-experts model can choose other experts for a few tokens.
         # The logits of these tokens then differ greatly. The median of each sequence ignores such
         # tokens. A wrong forward path changes the logits of most tokens, so the median still
         # detects a wrong path.
-        errors = errors.view(len(trial.sequences), -1).median(dim=1).values
-    difference = errors.max().item()
+        differences = differences.view(len(trial.sequences), -1).median(dim=1).values
+    largest_difference = differences.max().item()
     tolerance = max(_TOLERANCE[dtype], _ROUNDED_TOLERANCE if is_rounded else 0.0)
     # `not <=` also refuses NaN.
-    if not difference <= tolerance:
+    if not largest_difference <= tolerance:
         raise UnfitError(
             "its logits differ from the logits of the unmodified model; the largest difference is "
-            f"{difference:.2g} times the standard deviation of the logits"
+            f"{largest_difference:.2g} times the standard deviation of the logits"
         )
-    return difference
+    return largest_difference
 
 
 def _random_sequences(
@@ -264,16 +283,17 @@ def _random_sequences(
     for layer in layers:
         limits |= {limit for limit in (layer.window.size, layer.window.chunk) if limit}
     lens_beyond_limits = [limit + _BEYOND_LIMIT for limit in limits]
-    testable = [length for length in lens_beyond_limits if length <= _LONGEST_PROMPT]
+    testable_lens = [length for length in lens_beyond_limits if length <= _LONGEST_PROMPT]
+    first_len = max([_PROMPT_LENS[0], *testable_lens])
     token_ids = plain_token_ids(checkpoint)
     rng = random.Random(0)
     sequences = []
-    first_len = max([_PROMPT_LENS[0], *testable])
-    for length in (first_len, *_PROMPT_LENS[1:]):
+    for wanted_len in (first_len, *_PROMPT_LENS[1:]):
         # Leave space for the tokens after the prompt if the model supports only short sequences.
-        prompt_len = max(1, min(length, max_len - _NUM_STEPS))
+        prompt_len = max(1, min(wanted_len, max_len - _NUM_STEPS))
         num_tokens = min(max_len, prompt_len + _NUM_STEPS)
-        sequences.append(([rng.choice(token_ids) for _ in range(num_tokens)], prompt_len))
+        tokens = [rng.choice(token_ids) for _ in range(num_tokens)]
+        sequences.append((tokens, prompt_len))
     return sequences
 
 
@@ -298,27 +318,36 @@ def _run_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tens
         The logits in the order of `Trial.expected`, float32 [num_rows, vocab_size].
     """
     sequences = _prompt_sequences(trial)
-    numbers = {sequence: number for number, sequence in enumerate(sequences)}
-    logits_of_sequences: list[list[Tensor]] = [[] for _ in sequences]
-    # Prompts with images can be long, so they are divided into a few large chunks.
-    budget = max(_BUDGET, max(len(tokens) for tokens, _ in trial.sequences) // 3)
-    while chunks := _next_chunks(sequences, budget if trial.images else _BUDGET):
+    rows_by_sequence: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
+    test_tokens = {
+        sequence: tokens for sequence, (tokens, _) in zip(sequences, trial.sequences, strict=True)
+    }
+    budget = _step_budget(trial)
+    while chunks := _next_chunks(sequences, budget):
         logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
-        sampling = [chunk for chunk in chunks if chunk.samples]
-        for chunk, chunk_logits in zip(sampling, logits, strict=True):
-            number = numbers[chunk.sequence]
-            logits_of_sequences[number].append(chunk_logits.float())
+        sampling_chunks = [chunk for chunk in chunks if chunk.samples]
+        for chunk, chunk_logits in zip(sampling_chunks, logits, strict=True):
+            sequence = chunk.sequence
+            rows_by_sequence[sequence].append(chunk_logits.float())
             # Append the next token of the test sequence instead of sampling a token.
-            tokens, _ = trial.sequences[number]
             next_index = chunk.start + chunk.num_tokens
-            if next_index < len(tokens):
-                chunk.sequence.token_ids.append(tokens[next_index])
+            if next_index < len(test_tokens[sequence]):
+                sequence.token_ids.append(test_tokens[sequence][next_index])
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
         yield
-    return torch.cat(
-        [torch.stack(logits_of_sequence) for logits_of_sequence in logits_of_sequences]
-    )
+    return torch.cat([torch.stack(rows) for rows in rows_by_sequence.values()])
+
+
+def _step_budget(trial: Trial) -> int:
+    """Return the largest number of tokens in one step of the check.
+
+    Prompts with images can be long, so they are divided into a few large chunks.
+    """
+    if not trial.images:
+        return _BUDGET
+    max_len = max(len(tokens) for tokens, _ in trial.sequences)
+    return max(_BUDGET, max_len // 3)
 
 
 def _prompt_sequences(trial: Trial) -> list[Sequence]:
@@ -350,11 +379,21 @@ def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
     tokens of the first prompt. The third step also computes 3 tokens of the second prompt.
     """
     chunks = []
+    remaining_budget = budget
     for sequence in sorted(sequences, key=lambda sequence: sequence.num_computed_tokens == 0):
         start = sequence.num_computed_tokens
-        num_tokens = min(len(sequence.token_ids) - start, budget)
-        if num_tokens > 0:
-            samples = start + num_tokens == len(sequence.token_ids)
-            chunks.append(Chunk(sequence, start, num_tokens, samples, start == 0, int(samples)))
-            budget -= num_tokens
+        num_tokens = min(len(sequence.token_ids) - start, remaining_budget)
+        if num_tokens == 0:
+            continue
+        remaining_budget -= num_tokens
+        has_last_token = start + num_tokens == len(sequence.token_ids)
+        chunk = Chunk(
+            sequence,
+            start,
+            num_tokens,
+            samples=has_last_token,
+            is_first=start == 0,
+            num_logits=int(has_last_token),
+        )
+        chunks.append(chunk)
     return sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)

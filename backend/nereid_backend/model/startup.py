@@ -324,15 +324,23 @@ def _block_shape(
 ) -> BlockShape:
     """Return the properties of blocks that determine how much memory a sequence needs.
 
-    A step computes at most `num_tokens` tokens. The cache of the draft model needs `draft_bytes`
-    for each token, and shares the memory of the KV cache.
+    Args:
+        config: the settings.
+        opened: the model and its forward path.
+        groups: the groups of the attention layers.
+        num_tokens: the largest number of tokens in one step.
+        draft_bytes: the memory of one token in the cache of the draft model, which shares the
+            memory of the KV cache.
     """
     spec = opened.chosen.spec
-    itemsize, scale_bytes = opened.checkpoint.model.dtype.itemsize, 0
-    if config.kv_cache_dtype != "auto":
+    if config.kv_cache_dtype == "auto":
+        itemsize = opened.checkpoint.model.dtype.itemsize
+        scale_bytes = 0
+    else:
         # The cache stores 8-bit numbers. Each key vector and each value vector also has one float32
         # scale.
-        itemsize, scale_bytes = 1, torch.float32.itemsize
+        itemsize = torch.int8.itemsize
+        scale_bytes = torch.float32.itemsize
     # The first layers of all groups use the same tensors, the second layers of all groups use the
     # same tensors, and so on. The memory is therefore counted once for each place in a group.
     layer_at = {place: layer for layer, (_, place) in zip(spec.layers, groups.places, strict=True)}

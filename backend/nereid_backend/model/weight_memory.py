@@ -37,42 +37,57 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     if not (folder / "config.json").is_file():
         return False  # load_checkpoint reports what is missing
     counts = count_weights(folder)
+    # The CPU kernels read quantised integers in panels. Otherwise, integers are dequantised.
     has_panels = config.prepack and device.type == "cpu"
     number_bytes = _number_bytes(folder, config.dtype, device)
-    needed = _weight_bytes(counts, number_bytes, has_panels=has_panels)
+    needed_bytes = _weight_bytes(counts, number_bytes, has_panels=has_panels)
     # The weights are read into the main memory, and copied to the GPU from there.
-    free = available_memory()
-    if needed <= free:
+    free_bytes = available_memory()
+    if needed_bytes <= free_bytes:
         return False
     if device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES:
-        rounded = _rounded_bytes(counts, config.weight_dtype, number_bytes)
-        if rounded <= free:
+        rounded_bytes = _rounded_bytes(counts, config.weight_dtype, number_bytes)
+        if rounded_bytes <= free_bytes:
             return True
-    name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
+    dtype_name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
+    remedy = _remedy(config, counts, number_bytes, free_bytes, has_panels=has_panels)
     raise ConfigError(
-        f"model: the weights need {format_bytes(needed)} as {name}, but only {format_bytes(free)} "
-        f"are free. {_remedy(config, counts, number_bytes, free, has_panels=has_panels)}"
+        f"model: the weights need {format_bytes(needed_bytes)} as {dtype_name}, but only "
+        f"{format_bytes(free_bytes)} are free. {remedy}"
     )
 
 
 def _remedy(
-    config: EngineConfig, counts: WeightCounts, number_bytes: int, free: int, *, has_panels: bool
+    config: EngineConfig,
+    counts: WeightCounts,
+    number_bytes: int,
+    free_bytes: int,
+    *,
+    has_panels: bool,
 ) -> str:
     """Return a sentence that recommends a setting, or another checkpoint.
 
-    With the recommended setting, the weights need at most `free` bytes.
+    With the recommended setting, the weights need at most `free_bytes` bytes.
+
+    Args:
+        config: the settings.
+        counts: the numbers of the checkpoint's weights.
+        number_bytes: the size of an unquantised weight with these settings.
+        free_bytes: the free memory.
+        has_panels: whether the CPU kernels read quantised integers.
     """
-    halved = _weight_bytes(counts, _HALF_BYTES, has_panels=has_panels)
-    if number_bytes > _HALF_BYTES and halved <= free:
-        return f"With dtype=bfloat16, they need {format_bytes(halved)}."
-    packed = _weight_bytes(counts, number_bytes, has_panels=True)
-    if counts.num_integers and not config.prepack and packed <= free:
-        return f"With prepack=true, they need {format_bytes(packed)}."
+    halved_bytes = _weight_bytes(counts, _HALF_BYTES, has_panels=has_panels)
+    if number_bytes > _HALF_BYTES and halved_bytes <= free_bytes:
+        return f"With dtype=bfloat16, they need {format_bytes(halved_bytes)}."
+    packed_bytes = _weight_bytes(counts, number_bytes, has_panels=True)
+    could_prepack = counts.num_integers > 0 and not config.prepack
+    if could_prepack and packed_bytes <= free_bytes:
+        return f"With prepack=true, they need {format_bytes(packed_bytes)}."
     if has_panels:
-        for name in _ROUNDED_BYTES:
-            rounded = _rounded_bytes(counts, name, number_bytes)
-            if rounded <= free:
-                return f"With weight_dtype={name}, they need {format_bytes(rounded)}."
+        for weight_dtype in _ROUNDED_BYTES:
+            rounded_bytes = _rounded_bytes(counts, weight_dtype, number_bytes)
+            if rounded_bytes <= free_bytes:
+                return f"With weight_dtype={weight_dtype}, they need {format_bytes(rounded_bytes)}."
     return "Use a quantised checkpoint of the model, or a smaller model."
 
 
@@ -86,8 +101,9 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
         "dtype=bfloat16": _weight_bytes(counts, _HALF_BYTES, has_panels=True),
     }
     if counts.num_linear and not counts.num_integers:
-        for name in _ROUNDED_BYTES:
-            sizes[f"weight_dtype={name}"] = _rounded_bytes(counts, name, _HALF_BYTES)
+        for weight_dtype in _ROUNDED_BYTES:
+            size = _rounded_bytes(counts, weight_dtype, _HALF_BYTES)
+            sizes[f"weight_dtype={weight_dtype}"] = size
     return sizes
 
 
@@ -110,16 +126,23 @@ def _weight_bytes(counts: WeightCounts, number_bytes: int, *, has_panels: bool) 
 
 def _number_bytes(folder: Path, dtype: str, device: torch.device) -> int:
     """Return the number of bytes of an unquantised weight with the setting `dtype`."""
+    dtype_name = dtype
     if dtype == "auto":
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except ValueError:
-            config = {}  # load_checkpoint reports the damaged file
-        text_config = config.get("text_config") or {}
-        names = [
-            owner.get(key) for owner in (config, text_config) for key in ("dtype", "torch_dtype")
-        ]
-        dtype = str(next((name for name in names if name), "float32"))
-        if dtype == "float16" and device.type == "cpu":
-            dtype = "float32"
-    return _HALF_BYTES if dtype in ("bfloat16", "float16") else _FULL_BYTES
+        dtype_name = _dtype_in_config(folder)
+        if dtype_name == "float16" and device.type == "cpu":
+            dtype_name = "float32"
+    return _HALF_BYTES if dtype_name in ("bfloat16", "float16") else _FULL_BYTES
+
+
+def _dtype_in_config(folder: Path) -> str:
+    """Return the data type in a checkpoint's config.json, or "float32" if it contains none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return "float32"  # load_checkpoint reports the damaged file
+    text_config = config.get("text_config") or {}
+    for section in (config, text_config):
+        dtype_name = section.get("dtype") or section.get("torch_dtype")
+        if dtype_name:
+            return str(dtype_name)
+    return "float32"

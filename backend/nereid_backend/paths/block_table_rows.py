@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block tables of running sequences, stored as arrays. Attention reads these arrays."""
 
+import math
+
 import numpy as np
 
 from nereid_backend.core.sequence import Sequence
@@ -31,9 +33,10 @@ class BlockTableRows:
         self.num_groups = num_groups
         self._block_size = block_size
         self._null_block = null_block
-        width = -(-max_model_len // block_size)
+        max_blocks = math.ceil(max_model_len / block_size)
+        shape = (max_num_seqs, max_blocks)
         self._arrays: list[Integers] = [
-            np.full((max_num_seqs, width), null_block, dtype=np.int64) for _ in range(num_groups)
+            np.full(shape, null_block, dtype=np.int64) for _ in range(num_groups)
         ]
         # For each group and row, the number of blocks that were copied into the row.
         self._num_filled = [[0] * max_num_seqs for _ in range(num_groups)]
@@ -86,7 +89,8 @@ class BlockTableRows:
         Example: a block has 16 tokens, and num_tokens is 35. The result is the first 3 blocks of
         each sequence.
         """
-        return self._arrays[group][rows, : -(-int(num_tokens) // self._block_size)]
+        num_blocks = (int(num_tokens) + self._block_size - 1) // self._block_size
+        return self._arrays[group][rows, :num_blocks]
 
     def _fill_row(self, group: int, row: int, sequence: Sequence, *, is_first: bool) -> None:
         """Copy the new blocks of a sequence into its row. Replace freed blocks by the null block.
@@ -97,21 +101,23 @@ class BlockTableRows:
             sequence: the sequence.
             is_first: whether this is the first chunk since the sequence got the row. The row then
                 contains the blocks of an earlier sequence.
+
+        Mutates: the row, and the numbers of its filled and dropped blocks.
         """
         block_table = sequence.block_tables[group]
-        end_dropped = sequence.num_dropped_blocks[group]
-        array = self._arrays[group][row]
+        num_freed = sequence.num_dropped_blocks[group]
+        table_row = self._arrays[group][row]
         num_filled = self._num_filled[group][row]
-        num_dropped = self._num_dropped[group][row]
+        num_replaced = self._num_dropped[group][row]
         if is_first:
-            array[:num_filled] = self._null_block
+            table_row[:num_filled] = self._null_block
             num_filled = 0
             self._num_filled[group][row] = 0
             self._num_dropped[group][row] = 0
-        elif end_dropped > num_dropped:
+        elif num_freed > num_replaced:
             # The freed blocks may already belong to another sequence.
-            array[num_dropped:end_dropped] = self._null_block
-            self._num_dropped[group][row] = end_dropped
+            table_row[num_replaced:num_freed] = self._null_block
+            self._num_dropped[group][row] = num_freed
         if len(block_table) > num_filled:
-            array[num_filled : len(block_table)] = block_table[num_filled:]
+            table_row[num_filled : len(block_table)] = block_table[num_filled:]
             self._num_filled[group][row] = len(block_table)

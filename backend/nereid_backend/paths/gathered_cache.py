@@ -10,6 +10,7 @@ the bar):
     c   . 0 1 2 3 4 5 | 6
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,8 @@ def probe_cache(
 ) -> CacheLayout:
     """Run the model with one token, and return the layout of its cache.
 
+    The layout describes which tensors of transformers' cache can be stored in blocks.
+
     Args:
         checkpoint: the model.
         token_id: the token.
@@ -86,19 +89,29 @@ def probe_cache(
     layout = CacheLayout([], [], [], [], has_states)
     for layer in cache.layers:
         _check_class(layer, accepts_states=accepts_states)
-        has_keys = getattr(layer, "keys", None) is not None
-        layout.keys.append(len(layout.layers) if has_keys else None)
-        if has_keys:
-            layout.layers.append(_keys_spec(layer))
-        has_indexer = getattr(layer, "indexer_keys", None) is not None
-        layout.indexers.append(len(layout.layers) if has_indexer else None)
-        if has_indexer:
-            layout.layers.append(_indexer_spec(layer))
-        positions = getattr(layer, "indexer_position_ids", None)
-        layout.num_positions.append(0 if positions is None else positions.shape[0])
+        _add_layer(layout, layer)
     if not layout.layers:
         raise UnfitError("the model stores nothing in transformers' cache")
     return layout
+
+
+def _add_layer(layout: CacheLayout, layer: Any) -> None:  # noqa: ANN401 - transformers is untyped
+    """Add the tensors of a cache layer to a layout. The layer contains one token.
+
+    Mutates: layout.
+    """
+    keys_index = None
+    if getattr(layer, "keys", None) is not None:
+        keys_index = len(layout.layers)
+        layout.layers.append(_keys_spec(layer))
+    layout.keys.append(keys_index)
+    indexer_index = None
+    if getattr(layer, "indexer_keys", None) is not None:
+        indexer_index = len(layout.layers)
+        layout.layers.append(_indexer_spec(layer))
+    layout.indexers.append(indexer_index)
+    positions = getattr(layer, "indexer_position_ids", None)
+    layout.num_positions.append(0 if positions is None else positions.shape[0])
 
 
 def _check_class(layer: object, *, accepts_states: bool) -> None:
@@ -197,22 +210,26 @@ class GatheredStep:
     def of(cls, chunks: list[Chunk], cache: KVCache) -> "GatheredStep":
         """Build the tensors for some chunks. All chunks must have the same number of tokens.
 
+        The model gets a copy of all keys and values of the batch, in which shorter sequences are
+        padded on the left.
+
         Example: block_size is 4, and two decodes start at the positions 5 and 2, with the block
         tables [7, 3] and [8]. The longest sequence has 6 tokens, including the new token. The slots
         are 3 * 4 + 1 = 13 and 8 * 4 + 2 = 34. The positions are [0, 1, 2, 3, 4, 5] and
         [0, 0, 0, 0, 1, 2], and the mask of the second sequence is [0, 0, 0, 1, 1, 1].
         """
         # values[0] is [num_blocks + 1, num_kv_heads, block_size, value_dim].
-        size = cache.values[0].shape[2]
+        block_size = cache.values[0].shape[2]
         num_tokens = chunks[0].num_tokens
         starts = torch.tensor([chunk.start for chunk in chunks])
         longest = int(starts.max()) + num_tokens
-        width = -(-longest // size)
-        padding = [cache.null_block] * width
-        tables = [(chunk.sequence.block_table[:width] + padding)[:width] for chunk in chunks]
-        blocks = torch.tensor(tables)
+        num_blocks = math.ceil(longest / block_size)
+        padding = [cache.null_block] * num_blocks
+        padded_tables = [chunk.sequence.block_table[:num_blocks] + padding for chunk in chunks]
+        blocks = torch.tensor([table[:num_blocks] for table in padded_tables])
         new_positions = starts[:, None] + torch.arange(num_tokens)
-        slots = blocks.gather(1, new_positions // size) * size + new_positions % size
+        new_blocks = blocks.gather(1, new_positions // block_size)
+        slots = new_blocks * block_size + new_positions % block_size
         lens = starts[:, None] + num_tokens
         # Sequences are padded on the left, so a negative position means padding.
         positions = torch.arange(longest)[None] - (longest - lens)
@@ -224,7 +241,7 @@ class GatheredStep:
             mask=mask.to(device),
             positions=positions.clamp_(min=0).to(device),
             num_past_tokens=longest - num_tokens,
-            block_size=size,
+            block_size=block_size,
         )
 
 
@@ -301,14 +318,15 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         # The KV cache stores a key and a value for each token of a layer. An indexer has only a key
         # for each token. The first half of this key is therefore stored as a key, and the second
         # half is stored as a value.
-        key, value = indexer_key_states[:, None].chunk(2, dim=-1)
-        return torch.cat(self._exchange(self._parts.indexer, key, value), dim=-1)[:, 0]
+        first_half, second_half = indexer_key_states[:, None].chunk(2, dim=-1)
+        all_halves = self._exchange(self._parts.indexer, first_half, second_half)
+        return torch.cat(all_halves, dim=-1)[:, 0]
 
-    def _exchange(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _exchange(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values in blocks, and return the keys and values of all tokens.
 
         Args:
-            number: the index of the layer in the KV cache.
+            layer_index: the index of the layer in the KV cache.
             key: [num_seqs, num_heads, num_tokens, dim], the new keys.
             value: [num_seqs, num_heads, num_tokens, dim], the new values.
 
@@ -322,18 +340,17 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         rows = store_rows(step.slots, num_heads, step.block_size)
         new_keys = key.transpose(1, 2).flatten(0, 1)
         new_values = value.transpose(1, 2).flatten(0, 1)
-        self._cache.store(number, new_keys, new_values, rows)
-        keys, values = self._cache.gather(number, gather_rows(step.blocks, num_heads))
+        self._cache.store(layer_index, new_keys, new_values, rows)
+        keys, values = self._cache.gather(layer_index, gather_rows(step.blocks, num_heads))
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]
         # In the gathered tensors, each sequence starts at index 0. The model expects padding on the
         # left, so shorter sequences are moved to the right.
-        index = step.positions[:, None, :, None]
-        return (
-            torch.take_along_dim(keys, index, dim=2),
-            torch.take_along_dim(values, index, dim=2),
-        )
+        token_index = step.positions[:, None, :, None]
+        padded_keys = torch.take_along_dim(keys, token_index, dim=2)
+        padded_values = torch.take_along_dim(values, token_index, dim=2)
+        return padded_keys, padded_values
 
 
 class StateAndGatheredLayer(LinearAttentionLayer, GatheredLayer):  # type: ignore[no-untyped-call, override]

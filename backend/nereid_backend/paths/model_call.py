@@ -17,6 +17,9 @@ from nereid_backend.core.step import Chunk
 from nereid_backend.device_transfer import upload_all
 from nereid_backend.paths.step_batch import tokens_of
 
+# The names that transformers' models give to the argument for the cache.
+_CACHE_NAMES = ("past_key_values", "cache_params")
+
 
 class UnfitError(Exception):
     """Raised if a forward path does not support a model. The engine then tries the next path.
@@ -58,9 +61,8 @@ class ModelCall:
         """Store a model and the names of the arguments that its forward method accepts."""
         self._model: Any = model
         self._names = frozenset(inspect.signature(model.forward).parameters)
-        self.cache_name = next(
-            (name for name in ("past_key_values", "cache_params") if name in self._names), None
-        )
+        cache_names = [name for name in _CACHE_NAMES if name in self._names]
+        self.cache_name = cache_names[0] if cache_names else None
 
     def takes(self, name: str) -> bool:
         """Return whether the forward method of the model has a parameter of this name."""
@@ -97,7 +99,7 @@ class ModelCall:
         arguments = {
             name: value
             for name, value in optional.items()
-            if value is not None and name in self._names
+            if value is not None and self.takes(name)
         }
         if self.takes("use_cache"):
             arguments["use_cache"] = cache is not None

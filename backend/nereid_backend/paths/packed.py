@@ -104,6 +104,9 @@ class PackedPath:
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Compute the logits of a step, [num_logits, vocab_size]; see `ForwardPath.forward`.
 
+        Steps with images and some steps with adapters call the model's own code. All other steps
+        are replayed from CUDA graphs if possible.
+
         Args:
             plan: the plan of the step.
             sampled: [n] int64, the tokens that the previous step samples; None if the plan has no
@@ -120,11 +123,20 @@ class PackedPath:
             if needs_hooks:
                 # Captured graphs and the compiled forward pass do not call the hooks of layers.
                 return self._run_model(batch, self._attention(batch))
-            for graphs in (self.graphs, self.pieces):
-                logits = None if graphs is None else graphs.forward(batch)
-                if logits is not None:
-                    return logits
-            return self.run(batch)
+            logits = self._replay(batch)
+            return self.run(batch) if logits is None else logits
+
+    def _replay(self, batch: StepBatch) -> Tensor | None:
+        """Replay a step from CUDA graphs, and return its logits.
+
+        Return None if no graph was captured for steps of this kind and size.
+        """
+        logits = None
+        if self.graphs is not None:
+            logits = self.graphs.forward(batch)
+        if logits is None and self.pieces is not None:
+            logits = self.pieces.forward(batch)
+        return logits
 
     def run(self, batch: StepBatch, attention: PagedForward | None = None) -> Tensor:
         """Compute a step without CUDA graphs and return its logits, [num_logits, vocab_size].

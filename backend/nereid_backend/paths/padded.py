@@ -51,12 +51,14 @@ class PaddedPath:
         """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
         assert sampled is None
         self._cache.copy_blocks(plan.copies)
-        parts: list[Tensor | None] = [None] * len(plan.chunks)
+        logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)
         for group in self._groups(plan.chunks):
-            chunks = [plan.chunks[index] for index in group]
-            for index, chunk, rows in zip(group, chunks, self._run(chunks), strict=True):
-                parts[index] = rows[len(rows) - chunk.num_logits :]
-        return join_logits(parts, self._vocab_size)
+            group_chunks = [plan.chunks[index] for index in group]
+            group_logits = self._run(group_chunks)
+            for index, logits in zip(group, group_logits, strict=True):
+                num_unneeded = len(logits) - plan.chunks[index].num_logits
+                logits_of_chunks[index] = logits[num_unneeded:]
+        return join_logits(logits_of_chunks, self._vocab_size)
 
     @property
     def kv_cache(self) -> KVCache:
@@ -79,10 +81,11 @@ class PaddedPath:
         """
         groups: dict[int, list[int]] = {}
         for index, chunk in enumerate(chunks):
-            is_alone = not self._batches_sequences or chunk.num_tokens > 1 or chunk.start == 0
+            is_decode = chunk.num_tokens == 1 and chunk.start > 0
+            can_share = self._batches_sequences and is_decode
             # A chunk that forms a group of its own gets a unique key. The key is negative, so that
             # it differs from every bit length.
-            key = -1 - index if is_alone else chunk.start.bit_length()
+            key = chunk.start.bit_length() if can_share else -1 - index
             groups.setdefault(key, []).append(index)
         return list(groups.values())
 

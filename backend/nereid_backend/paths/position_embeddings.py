@@ -38,10 +38,11 @@ class PositionEmbeddings:
         """Return a context in which the modules use `position_ids`, [batch, num_tokens] int64."""
         with ExitStack() as hooks:
             for module, num_before in self._modules:
-                before = partial(_replace_positions, position_ids, num_before)
-                after = partial(_restore_batch, position_ids)
-                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(after).remove)
+                replace_positions = partial(_replace_positions, position_ids, num_before)
+                restore_batch = partial(_restore_batch, position_ids)
+                pre_hook = module.register_forward_pre_hook(replace_positions, with_kwargs=True)
+                hooks.callback(pre_hook.remove)
+                hooks.callback(module.register_forward_hook(restore_batch).remove)
             yield
 
 
@@ -54,7 +55,15 @@ def _replace_positions(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the positions in the arguments of a module, and return the new arguments.
 
-    The modules accept only positions with one dimension, so all sequences are joined.
+    A hook calls this function before each call of the module. The modules accept only positions
+    with one dimension, so all sequences are joined.
+
+    Args:
+        position_ids: [batch, num_tokens] int64, the positions of the step.
+        num_before: the number of positional arguments before the positions.
+        module: the module.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
     """
     return args[:num_before], {**kwargs, _POSITIONS: position_ids.flatten()}
 

@@ -96,10 +96,15 @@ class RowsPath:
         self._snapshots: dict[int, State] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
+        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`.
+
+        Before the computation, load the snapshots of new sequences. After the computation, save
+        the snapshots that the plan requires. A snapshot is a copy of one sequence's state.
+        """
         assert sampled is None
         for chunk in plan.chunks:
             if chunk.is_first:
+                # The row contains the state of an earlier sequence.
                 self._forget(_row(chunk))
         if plan.snapshots is None:
             return self._forward(plan)
@@ -194,7 +199,8 @@ class RowsPath:
         ids, positions = token_inputs(chunks, self._device)
         logits = self._run(chunks, ids, positions, cache, num_logits=1)
         self._batch_cache = _BatchCache(rows, cache)
-        self._lengths.update((row, n + 1) for row, n in zip(rows, lengths, strict=True))
+        for row, length in zip(rows, lengths, strict=True):
+            self._lengths[row] = length + 1
         return logits
 
     def _take_cache(self, rows: tuple[int, ...]) -> Any:  # noqa: ANN401 - an untyped cache
@@ -242,17 +248,20 @@ class RowsPath:
         Returns:
             Logits, [num_logits, vocab_size]. The chunk must need at least one logit.
         """
-        positions = range(prompt_len, chunk.num_tokens)
-        num_logits = max(0, chunk.num_logits - len(positions))
-        prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_logits)
+        output_positions = range(prompt_len, chunk.num_tokens)
+        num_prompt_logits = max(0, chunk.num_logits - len(output_positions))
+        prompt = chunk._replace(num_tokens=prompt_len, num_logits=num_prompt_logits)
         parts = [self._continue(prompt)]
-        for position in positions:
+        for position in output_positions:
             decode = chunk._replace(start=position, num_tokens=1)
             parts.append(self._decode([decode])[0])
-        return torch.cat(parts)[-chunk.num_logits :]
+        logits = torch.cat(parts)
+        return logits[len(logits) - chunk.num_logits :]
 
     def _continue(self, chunk: Chunk) -> Tensor:
         """Compute a chunk of a sequence, starting from the state after the earlier tokens.
+
+        If the chunk starts at the first token, start from an empty state.
 
         Returns:
             Logits, [num_logits, vocab_size].
@@ -263,7 +272,8 @@ class RowsPath:
         # the pass, and stored again only if the pass succeeds.
         state = self._states.pop(row, None)
         self._lengths.pop(row, None)
-        cache = self._merge([state] if state and chunk.start > 0 else [])
+        earlier_states = [state] if state and chunk.start > 0 else []
+        cache = self._merge(earlier_states)
         ids, positions = token_inputs([chunk], self._device)
         # The model always returns the logits of at least one token. These logits are dropped below
         # if the chunk needs no logits.

@@ -82,7 +82,11 @@ def split_states(cache: Any, num_rows: int) -> list[State]:  # noqa: ANN401 - an
         cache: a cache from `make_cache`.
         num_rows: the number of rows of the batch.
     """
-    return [[_row_state(layer, row, num_rows) for layer in cache.layers] for row in range(num_rows)]
+    states = []
+    for row in range(num_rows):
+        state = [_row_state(layer, row, num_rows) for layer in cache.layers]
+        states.append(state)
+    return states
 
 
 def row_state(cache: Any, row: int, num_rows: int) -> State:  # noqa: ANN401 - an untyped cache
@@ -117,9 +121,10 @@ def merge_states(cache: Any, states: list[State]) -> None:  # noqa: ANN401 - an 
     """
     # Each state is a list with one item for each layer. `zip` groups the items by layer instead.
     states_by_layer = zip(*states, strict=True)
-    for layer, parts in zip(cache.layers, states_by_layer, strict=True):
-        for name in parts[0]:
-            setattr(layer, name, _merge_values([part[name] for part in parts]))
+    for layer, row_states in zip(cache.layers, states_by_layer, strict=True):
+        for attribute in row_states[0]:
+            row_values = [row_state[attribute] for row_state in row_states]
+            setattr(layer, attribute, _merge_values(row_values))
 
 
 def _row_state(layer: object, row: int, num_rows: int) -> dict[str, Any]:
@@ -140,9 +145,11 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """
-    if isinstance(value, Tensor) and value.dim() and value.shape[0] == num_rows:
-        # A view would keep the memory of the whole batch allocated.
-        return value[row : row + 1].clone() if num_rows > 1 else value
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows:
+        if num_rows == 1:
+            return value
+        # The part is copied, because a view would keep the memory of the whole batch allocated.
+        return value[row : row + 1].clone()
     if isinstance(value, dict):
         return {key: _cut_row(part, row, num_rows) for key, part in value.items()}
     return _copy_value(value)

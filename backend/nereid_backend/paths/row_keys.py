@@ -10,7 +10,7 @@ The states of convolutions and recurrences are not in blocks. They stay in the c
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -86,20 +86,25 @@ class HookedKeys:
 
     @contextmanager
     def serving(self, chunks: list[Chunk], cache: DynamicCache) -> Iterator[None]:
-        """Return a context in which the hook computes attention for `chunks`; see `RowKeys`."""
+        """Return a context in which the hook computes attention for `chunks`; see `RowKeys`.
+
+        Mutates: the lengths in the layers of `cache`.
+        """
         # The model derives the size of its attention mask from the longest sequence.
+        num_past_tokens = max(chunk.start for chunk in chunks)
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
-                layer.num_past_tokens = max(chunk.start for chunk in chunks)
-        serving: Any = nullcontext()
-        if self._paged is not None:
-            kv_cache, builder = self._paged
-            # `chunks` may be only some of the step's chunks. The attention metadata must describe
-            # only the chunks of this forward pass.
-            plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
-            batch = builder.build(plan, kv_cache.device).attention
-            serving = self._hook.serving(RowsForward(PagedForward(self._layers, kv_cache, batch)))
-        with serving:
+                layer.num_past_tokens = num_past_tokens
+        if self._paged is None:  # The model has no attention.
+            yield
+            return
+        kv_cache, builder = self._paged
+        # `chunks` may be only some of the step's chunks. The attention metadata must describe
+        # only the chunks of this forward pass.
+        plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
+        batch = builder.build(plan, kv_cache.device)
+        attention = PagedForward(self._layers, kv_cache, batch.attention)
+        with self._hook.serving(RowsForward(attention)):
             yield
 
 

@@ -58,9 +58,10 @@ class SinglePath:
         self._uses_cache = uses_cache
         self._has_encoder = bool(self._model.config.is_encoder_decoder)
         self._generation = self._model.generation_config
-        starts = (self._generation.decoder_start_token_id, self._generation.bos_token_id)
         # transformers' generate makes the same choice.
-        self._start_token: int | None = next((one for one in starts if one is not None), None)
+        self._start_token: int | None = self._generation.decoder_start_token_id
+        if self._start_token is None:
+            self._start_token = self._generation.bos_token_id
         self._states: dict[int, _SequenceState] = {}
         names = inspect.signature(self._model.forward).parameters
         self._takes_positions = "position_ids" in names and not self._has_encoder
@@ -98,18 +99,21 @@ class SinglePath:
         """
         if chunk.num_logits == 0:
             return None
-        longest = chunk.start + chunk.num_tokens
-        shortest = longest - chunk.num_logits + 1
+        longest_len = chunk.start + chunk.num_tokens
+        shortest_len = longest_len - chunk.num_logits + 1
         state = self._states.get(row)
-        continues_cache = state is not None and state.num_tokens == shortest - 1
+        continues_cache = state is not None and state.num_tokens == shortest_len - 1
+        first_len = shortest_len
         if self._uses_cache and not continues_cache:
             # After a preemption, the sequence is computed in the same passes as before: the prompt
             # in one pass, then each output token in a pass of its own. On some models, one pass
             # over all tokens gives different logits.
-            shortest = min(shortest, chunk.sequence.num_prompt_tokens)
-        sequence = chunk.sequence
-        logits = [self._logits_after(row, sequence, n) for n in range(shortest, longest + 1)]
-        return torch.stack(logits[-chunk.num_logits :])
+            first_len = min(shortest_len, chunk.sequence.num_prompt_tokens)
+        prefix_logits = [
+            self._logits_after(row, chunk.sequence, prefix_len)
+            for prefix_len in range(first_len, longest_len + 1)
+        ]
+        return torch.stack(prefix_logits[shortest_len - first_len :])
 
     def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
         """Return the logits after a prefix of a sequence, [vocab_size].
@@ -120,20 +124,20 @@ class SinglePath:
         """
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
-            num_prompt = sequence.num_prompt_tokens if self._has_encoder else num_tokens
-            prompt = torch.tensor([sequence.token_ids[:num_prompt]], device=self._device)
-            state = _SequenceState(self._first_arguments(prompt, sequence.images), 0)
-        is_first = state.num_tokens == 0
+            state = self._first_state(sequence, num_tokens)
+        is_first_call = state.num_tokens == 0
         token_ids = self._decoder_tokens(sequence, num_tokens)
-        ids = torch.tensor([token_ids], device=self._device)
         has_cache = state.arguments.get(self._cache_name) is not None
         # The number of tokens that this call adds to the cache. If no cache exists before the first
         # call, the number is None. The model then creates a cache itself, or uses no cache.
-        num_new: int | None = 1
-        if is_first:
-            num_new = len(token_ids) if has_cache else None
+        num_new_tokens: int | None = 1
+        if is_first_call:
+            num_new_tokens = len(token_ids) if has_cache else None
         inputs = self._model.prepare_inputs_for_generation(
-            ids, next_sequence_length=num_new, is_first_iteration=is_first, **state.arguments
+            torch.tensor([token_ids], device=self._device),
+            next_sequence_length=num_new_tokens,
+            is_first_iteration=is_first_call,
+            **state.arguments,
         )
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
@@ -143,6 +147,16 @@ class SinglePath:
             self._states[row] = _SequenceState(arguments, num_tokens)
         logits: Tensor = output.logits[0, -1]
         return logits
+
+    def _first_state(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
+        """Return the state before the first call of the model for a sequence.
+
+        In an encoder-decoder model, the encoder computes the prompt. Otherwise, the first call
+        computes the first `num_tokens` tokens.
+        """
+        num_first = sequence.num_prompt_tokens if self._has_encoder else num_tokens
+        ids = torch.tensor([sequence.token_ids[:num_first]], device=self._device)
+        return _SequenceState(self._first_arguments(ids, sequence.images), num_tokens=0)
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Return the decoder's tokens for the first `num_tokens` tokens of a sequence.
@@ -159,13 +173,19 @@ class SinglePath:
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
         """Return the arguments for the model's first call for a sequence.
 
-        In an encoder-decoder model, the encoder computes the prompt `ids`, [1, num_tokens].
+        The arguments are those that transformers' `generate` would prepare.
+
+        Args:
+            ids: the tokens of the sequence, [1, num_tokens]. In an encoder-decoder model, `ids`
+                contains the prompt, which the encoder computes in this function.
+            images: the images of the prompt; None if there are none.
         """
         arguments: dict[str, Any] = {
             "attention_mask": torch.ones_like(ids),
             "use_cache": self._uses_cache,
-            **(images.arguments if images is not None else {}),
         }
+        if images is not None:
+            arguments |= images.arguments
         if self._takes_positions:
             positions = self._model._prepare_position_ids_for_generation(ids, arguments)
             arguments["position_ids"] = positions

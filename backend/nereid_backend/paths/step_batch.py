@@ -252,17 +252,22 @@ class BatchBuilder:
         """
         if self._layout is None:
             return []
-        size = self._block_size
-        decode_shapes = [(len(lens), -(-int(lens.max()) // size)) for _, lens in groups]
+        # For each group of decodes: the number of decodes, and the blocks of the longest decode.
+        decode_shapes = [(len(lens), self._num_blocks(int(lens.max()))) for _, lens in groups]
         # Each decode is one chunk of one token. The number of decodes is therefore the index of the
         # first prefill, both among the chunks and among the tokens.
-        start = sum(count for count, _ in decode_shapes)
+        num_decodes = sum(len(lens) for _, lens in groups)
+        token_index = num_decodes
         prefills = []
-        for chunk in chunks[start:]:
-            num_blocks = -(-(chunk.start + chunk.num_tokens) // size)
-            prefills.append(PrefillShape(start, chunk.num_tokens, chunk.start, num_blocks))
-            start += chunk.num_tokens
+        for chunk in chunks[num_decodes:]:
+            num_blocks = self._num_blocks(chunk.start + chunk.num_tokens)
+            prefills.append(PrefillShape(token_index, chunk.num_tokens, chunk.start, num_blocks))
+            token_index += chunk.num_tokens
         return self._layout.arrays(decode_shapes, prefills)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks that contain `num_tokens` tokens of a sequence."""
+        return (num_tokens + self._block_size - 1) // self._block_size
 
     def _decode_groups(
         self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
@@ -291,10 +296,14 @@ class BatchBuilder:
         Args:
             lens: [num_decodes] int64, the number of tokens that each sequence attends to.
         """
-        num_blocks = -(-lens // self._block_size)
-        longest = num_blocks.max(initial=0)
-        if longest <= _SHORT_BLOCKS or len(lens) * longest <= 2 * num_blocks.sum():
-            return [_DecodeLengths(slice(len(lens)), lens)] if len(lens) else []
+        if not len(lens):
+            return []
+        num_blocks = (lens + self._block_size - 1) // self._block_size
+        max_blocks = num_blocks.max()
+        # In one group, every sequence would read as many blocks as the longest sequence.
+        num_padded_blocks = len(lens) * max_blocks
+        if max_blocks <= _SHORT_BLOCKS or num_padded_blocks <= 2 * num_blocks.sum():
+            return [_DecodeLengths(slice(len(lens)), lens)]
         # Lengths with the same rounded logarithm differ by a factor of two at most.
         levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
         groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
@@ -315,13 +324,15 @@ def _consecutive(starts: Integers, counts: Integers) -> Integers:
 def _pending_tokens(plan: StepPlan) -> Integers:
     """Return the pending tokens of a plan, [2, num_pending] int64.
 
-    Each column belongs to one pending token. The first row contains the index of the token in this
-    step. The second row contains the index of the token among the tokens that the previous step
-    samples. A pending token belongs to a decode. Decodes come first in a step, so the index of the
-    decode is also the index of its token.
+    A pending token is a token that the previous step is still sampling. Its id is copied on the
+    device. Each column belongs to one pending token. The first row contains the index of the token
+    in this step. The second row contains the index of the token among the tokens that the previous
+    step samples. A pending token belongs to a decode. Decodes come first in a step, so the index of
+    the decode is also the index of its token.
     """
-    numbers = itertools.chain.from_iterable(plan.pending)
-    return np.fromiter(numbers, np.int64, 2 * len(plan.pending)).reshape(-1, 2).T
+    indices = itertools.chain.from_iterable(plan.pending)
+    pairs = np.fromiter(indices, np.int64, 2 * len(plan.pending)).reshape(-1, 2)
+    return pairs.T
 
 
 def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:

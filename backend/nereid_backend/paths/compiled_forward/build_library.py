@@ -73,28 +73,15 @@ def build_library(
 ) -> None:
     """Compile a model and store the library in `folder`.
 
+    The library contains the code of the forward pass, but not the weights of the model.
     `compile_forward` describes the other arguments.
 
     Raises:
         TraceError: if torch cannot trace the model's code.
         Exception: of any class, if torch cannot compile the trace.
     """
-    traced = TracedModel(model)
-    num_tokens = torch.export.Dim("num_tokens", min=MIN_ROWS)
-    num_logits = torch.export.Dim("num_logits", min=MIN_ROWS)
-    tokens = torch.arange(_EXAMPLE_TOKENS, device=model.device)
-    example = (torch.zeros_like(tokens)[None], tokens[None], tokens[:_EXAMPLE_LOGITS].clone())
-    try:
-        with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
-            program = torch.export.export(
-                traced,
-                example,
-                dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
-                strict=False,
-            )
-    except Exception as error:
-        # The model's code and torch can raise any exception here.
-        raise TraceError(first_line(error)) from error
+    traced_model = TracedModel(model)
+    program = _trace(traced_model, hook, model.device)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The library is compiled in a temporary folder and then moved, because another process may
     # compile the same model at the same time.
@@ -112,11 +99,37 @@ def build_library(
                 "compile_threads": 1,
             },
         )
-        literals = _literals(program.constants, tensors_of(traced))
+        literals = _literals(program.constants, tensors_of(traced_model))
         save_literals(literals, finished / LITERALS_FILE)
         if folder.is_dir():
             shutil.rmtree(folder)
         finished.rename(folder)
+
+
+def _trace(
+    traced_model: TracedModel, hook: AttentionHook, device: torch.device
+) -> torch.export.ExportedProgram:
+    """Trace the forward pass of a model, for any number of tokens and of logits.
+
+    Raises:
+        TraceError: if torch cannot trace the model's code.
+    """
+    num_tokens = torch.export.Dim("num_tokens", min=MIN_ROWS)
+    num_logits = torch.export.Dim("num_logits", min=MIN_ROWS)
+    positions = torch.arange(_EXAMPLE_TOKENS, device=device)
+    input_ids = torch.zeros_like(positions)
+    logits_index = positions[:_EXAMPLE_LOGITS].clone()
+    try:
+        with torch.no_grad(), _without_warnings(), hook.serving(TracedForward()):
+            return torch.export.export(
+                traced_model,
+                (input_ids[None], positions[None], logits_index),
+                dynamic_shapes=({1: num_tokens}, {1: num_tokens}, {0: num_logits}),
+                strict=False,
+            )
+    except Exception as error:
+        # The model's code and torch can raise any exception here.
+        raise TraceError(first_line(error)) from error
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ _NICENESS = 19
 # The limit of the address space that the compilation may use. The imported libraries and the model
 # do not count. A compilation of 36 layers needs about 2 GB.
 _MAX_BYTES = 6 * 2**30
+# A temporary folder of this age belongs to a compilation that was killed.
 _LEFTOVER_AGE_S = 3600
 
 
@@ -44,7 +45,8 @@ def main() -> None:
     # If the memory of the machine is exhausted, Linux kills this process before the engine.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    connection, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    connection = Connection(int(sys.argv[1]))
+    folder = Path(sys.argv[2])
     try:
         message = connection.recv_bytes()
     except (EOFError, OSError):

@@ -106,8 +106,8 @@ def confirm_check(folder: Path) -> None:
 def save_literals(literals: dict[str, Tensor], file: Path) -> None:
     """Store the constant tensors of the traced code and the devices of the tensors in a file."""
     # Some code creates small tensors on the CPU even if the model is on a GPU.
-    kinds = {name: tensor.device.type for name, tensor in literals.items()}
-    save_file(literals, file, metadata={"devices": json.dumps(kinds)})
+    device_types = {name: tensor.device.type for name, tensor in literals.items()}
+    save_file(literals, file, metadata={"devices": json.dumps(device_types)})
 
 
 def load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
@@ -116,10 +116,10 @@ def load_literals(file: Path, device: torch.device) -> dict[str, Tensor]:
     Tensors that were on the CPU stay on the CPU. All other tensors are moved to `device`.
     """
     with safe_open(file, framework="pt") as opened:
-        kinds = json.loads(opened.metadata()["devices"])
+        device_types = json.loads(opened.metadata()["devices"])
         return {
-            name: opened.get_tensor(name).to("cpu" if kind == "cpu" else device)
-            for name, kind in kinds.items()
+            name: opened.get_tensor(name).to("cpu" if device_type == "cpu" else device)
+            for name, device_type in device_types.items()
         }
 
 
@@ -171,13 +171,16 @@ def _fingerprint(model: PreTrainedModel, shims: Shims) -> str:
         (name, tuple(tensor.shape), str(tensor.dtype), _inlined_values(tensor))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    root = Path(__file__).parents[2]
+    modules = [(name, type(module).__name__) for name, module in model.named_modules()]
+    package = Path(__file__).parents[2]
+    model_source = Path(inspect.getfile(type(model)))
     parts = [
-        *(version(name) for name in ("torch", "transformers")),
-        *((root / source).read_text(encoding="utf-8") for source in _SOURCES),
-        Path(inspect.getfile(type(model))).read_text(encoding="utf-8"),
+        version("torch"),
+        version("transformers"),
+        *((package / source).read_text(encoding="utf-8") for source in _SOURCES),
+        model_source.read_text(encoding="utf-8"),
         json.dumps(config, sort_keys=True, default=str),
-        repr([(name, type(module).__name__) for name, module in model.named_modules()]),
+        repr(modules),
         repr(tensors),
         repr(sorted(map(str, shims.values()))),
         str(torch.get_num_threads()),

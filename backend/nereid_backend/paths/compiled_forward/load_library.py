@@ -113,11 +113,14 @@ def load_library(model: PreTrainedModel, folder: Path) -> CompiledForward:
     # that this processor equals the processor of the compilation. This check is unnecessary here,
     # because the name of `folder` depends on the processor. Each call of a library that
     # `aoti_load_package` has loaded also takes longer.
+    is_single_threaded = True
+    num_runners = 1
+    device_index = -1 if device.index is None else device.index
     library = torch._C._aoti.AOTIModelPackageLoader(
-        str(folder / LIBRARY_FILE), "model", True, 1, -1 if device.index is None else device.index
+        str(folder / LIBRARY_FILE), "model", is_single_threaded, num_runners, device_index
     )
-    tensors = tensors_of(TracedModel(model))
-    _bind_tensors(library, load_literals(folder / LITERALS_FILE, device) | tensors)
+    literals = load_literals(folder / LITERALS_FILE, device)
+    _bind_tensors(library, literals | tensors_of(TracedModel(model)))
 
     def run(*inputs: Tensor) -> Tensor:
         [logits] = library.boxed_run(list(inputs))
@@ -146,7 +149,9 @@ def _extend_to(tensor: Tensor, num_rows: int) -> Tensor:
 
     Example: [5] with 2 rows gives [5, 5]. A longer tensor is returned unchanged.
     """
-    missing = num_rows - tensor.shape[-1]
-    if missing <= 0:
+    num_missing = num_rows - tensor.shape[-1]
+    if num_missing <= 0:
         return tensor
-    return torch.cat([tensor, tensor[..., -1:].expand(*tensor.shape[:-1], missing)], dim=-1)
+    last_value = tensor[..., -1:]
+    copies = last_value.expand(*tensor.shape[:-1], num_missing)
+    return torch.cat([tensor, copies], dim=-1)

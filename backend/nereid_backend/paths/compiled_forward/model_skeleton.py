@@ -78,20 +78,34 @@ class _SkeletonPickler(pickle.Pickler):
             return NotImplemented
         if type(value) not in (Tensor, nn.Parameter):
             raise pickle.PicklingError(f"it has a tensor of the class {type(value).__name__}")
-        # The number of elements in the tensor's memory, from the first element to the last element.
-        # Example: an expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory
-        # has 1000 elements.
-        extent = 1 + sum(
-            (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
-        )
-        extent = extent if value.numel() else 0
+        extent = _extent(value)
         data = None
         if extent <= MAX_LITERAL_ELEMENTS:
             memory = value.detach().as_strided((extent,), (1,))
             data = memory.view(torch.uint8).numpy().tobytes()
-        is_parameter = isinstance(value, nn.Parameter)
-        shape, stride = tuple(value.shape), value.stride()
-        return _restore_tensor, (shape, stride, value.dtype, is_parameter, extent, data)
+        arguments = (
+            tuple(value.shape),
+            value.stride(),
+            value.dtype,
+            isinstance(value, nn.Parameter),
+            extent,
+            data,
+        )
+        return _restore_tensor, arguments
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements in a tensor's memory, from the first to the last element.
+
+    Example: an expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory has
+    1000 elements.
+    """
+    if tensor.numel() == 0:
+        return 0
+    last_index = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return last_index + 1
 
 
 def _restore_tensor(

@@ -20,6 +20,8 @@ CapturePieces = Callable[[Callable[[Cut], None]], Replay]
 
 # The number of bytes that must stay free in addition to the memory of the largest step.
 _SPARE_BYTES = 256 * 2**20
+# The id of the memory pool from which torch allocates outside of captures.
+_DEFAULT_POOL = (0, 0)
 # Graphs whose capture was cancelled. torch's allocator of pinned memory still uses these objects,
 # and Python code cannot prevent that. This list keeps the objects alive.
 _failed_captures: list[torch.cuda.CUDAGraph] = []
@@ -124,12 +126,14 @@ class GraphCapture:
 
     def _check_memory(self) -> None:
         """Raise GraphMemoryError if less memory is free than later steps may need."""
-        free = torch.cuda.mem_get_info()[0]
-        needed = max(0, self._reserve_bytes - _cached_bytes(self._device)) + _SPARE_BYTES
-        if free < needed:
+        free_bytes, _ = torch.cuda.mem_get_info()
+        # Steps first use the memory that torch's allocator has cached.
+        step_bytes = max(0, self._reserve_bytes - _cached_bytes(self._device))
+        needed_bytes = step_bytes + _SPARE_BYTES
+        if free_bytes < needed_bytes:
             raise GraphMemoryError(
-                f"only {free / 2**20:.0f} MiB of GPU memory are free, but the forward pass "
-                f"needs {needed / 2**20:.0f} MiB"
+                f"only {free_bytes / 2**20:.0f} MiB of GPU memory are free, but the forward pass "
+                f"needs {needed_bytes / 2**20:.0f} MiB"
             )
 
 
@@ -139,11 +143,12 @@ def _cached_bytes(device: torch.device) -> int:
     After the first large step, the allocator caches the memory of the step, so later steps need no
     further free memory. The memory of captured graphs does not count, because steps cannot use it.
     """
-    return sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) == (0, 0)
-    )
+    num_bytes = 0
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        is_for_steps = tuple(segment["segment_pool_id"]) == _DEFAULT_POOL
+        if segment["device"] == device.index and is_for_steps:
+            num_bytes += segment["total_size"] - segment["allocated_size"]
+    return num_bytes
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torch's handle

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from nereid_backend.attention.attention_batch import AttentionBatch, DecodeGroup
 from nereid_backend.attention.gpu.gpu_attention import gpu_batch
+from nereid_backend.errors import first_line
 from nereid_backend.paths.cuda_graphs.cuda_capture import Capture, GraphMemoryError, Replay
 from nereid_backend.paths.model_call import Sizes, UnfitError
 from nereid_backend.paths.step_batch import StepBatch
@@ -39,6 +40,8 @@ Run = Callable[[StepBatch], Tensor]
 # The largest number of rows of a graph. Steps with more rows gain nothing from a graph, because the
 # GPU needs longer to run the kernels than the CPU needs to launch them.
 _MAX_ROWS = 512
+# The smallest distance between the numbers of rows of two graphs with at least this number of rows.
+_MIN_DISTANCE = 8
 # The largest accepted error of a replay, relative to the standard deviation of the logits. A replay
 # runs the same kernels as a step without a graph. Correct logits can therefore differ only by
 # rounding, whereas a wrong input causes an error of at least 0.1.
@@ -102,15 +105,16 @@ class DecodeGraphs:
     def forward(self, batch: StepBatch) -> Tensor | None:
         """Replay a step and return its logits, [num_logits, vocab_size].
 
-        The caller owns the returned tensor. Return None if the step cannot be replayed; the caller
-        then launches the kernels of the step one by one.
+        If no graph of the right size exists, capture a graph first. The caller owns the returned
+        tensor. Return None if the step cannot be replayed; the caller then launches the kernels of
+        the step one by one.
 
         Mutates: the KV cache, unless the result is None.
         """
-        rows = self.rows_of(batch)
-        if rows is None or self.failure is not None:
+        num_rows = self.rows_of(batch)
+        if num_rows is None or self.failure is not None:
             return None
-        graph = self._graphs.get(rows) or self._try_capture(rows, batch)
+        graph = self._graphs.get(num_rows) or self._try_capture(num_rows, batch)
         if graph is None or self._logits is None:
             return None
         step, replay = graph
@@ -131,7 +135,10 @@ class DecodeGraphs:
         is_decode_step = num_decodes > 0 and not batch.attention.prefills
         if not is_decode_step or batch.num_logits != num_decodes:
             return None
-        return next((rows for rows in self._row_counts if rows >= num_decodes), None)
+        for num_rows in self._row_counts:
+            if num_rows >= num_decodes:
+                return num_rows
+        return None
 
     def _try_capture(
         self, rows: int, batch: StepBatch | None = None
@@ -152,11 +159,12 @@ class DecodeGraphs:
             # This exception ends only the capture. The capture runs the model's code, which can
             # raise any exception. After a failed capture, the kernels of decode steps are launched
             # one by one.
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.failure = reason
+            self.failure = first_line(error)
             self._graphs.clear()
             self._logits = None
-            self._report(f"CUDA graphs are off, because a step could not be captured: {reason}")
+            self._report(
+                f"CUDA graphs are off, because a step could not be captured: {self.failure}"
+            )
             return None
         self._graphs[rows] = graph
         self.num_captures += 1
@@ -165,17 +173,24 @@ class DecodeGraphs:
     def _capture_and_check(self, rows: int, batch: StepBatch | None) -> "tuple[StaticStep, Replay]":
         """Capture a graph, and compare a replay with the same step without a graph.
 
+        Args:
+            rows: the number of rows of the graph.
+            batch: the inputs of a step; None if all rows are padding.
+
+        Returns:
+            The tensors from which the graph reads its inputs, and a function that replays the
+            graph.
+
         Raises:
             GraphMemoryError: if too little memory is free.
             Exception: of any class, if the step cannot be captured.
         """
         step = StaticStep(rows, self._sizes, self._device)
-        # The number of rows whose logits are compared. If `batch` is None, all rows are padding,
-        # and all rows are compared.
-        count = rows
+        # If `batch` is None, all rows are padding, and all rows are compared.
+        num_compared = rows
         if batch is not None:
             step.fill(batch)
-            count = batch.num_logits
+            num_compared = batch.num_logits
         # This run uses no graph. It computes the expected logits, and also compiles kernels that
         # are not compiled yet. The run and the replay store the same keys and values in the KV
         # cache.
@@ -192,7 +207,7 @@ class DecodeGraphs:
         replay = self._capture(work)
         logits.zero_()
         replay()
-        check_replay(logits[:count], expected[:count])
+        check_replay(logits[:num_compared], expected[:num_compared])
         return step, replay
 
 
@@ -216,11 +231,11 @@ class StaticStep:
         # The token, position, slot and length of every row, [4, rows]. The tokens, positions, slots
         # and lengths each start at an aligned address, because Triton would compile a second kernel
         # for unaligned pointers.
-        num_aligned = -(-rows // _ALIGNED_VALUES) * _ALIGNED_VALUES
+        num_aligned = math.ceil(rows / _ALIGNED_VALUES) * _ALIGNED_VALUES
         self._numbers = self._padding.repeat(1, num_aligned)[:, :rows]
-        # The block table of each row, [rows, width].
-        width = -(-sizes.max_model_len // sizes.block_size)
-        self._table = torch.full((rows, width), self._null_block, device=device)
+        # The block table of each row, [rows, max_blocks].
+        max_blocks = math.ceil(sizes.max_model_len / sizes.block_size)
+        self._table = torch.full((rows, max_blocks), self._null_block, device=device)
         # Each row has one token, and the logits of each token are needed.
         self._logits_index = torch.arange(rows, device=device)
         # The metadata that GPU kernels read. The metadata is copied to the GPU before the capture,
@@ -229,18 +244,18 @@ class StaticStep:
 
     def fill(self, batch: StepBatch) -> None:
         """Copy the inputs of a step into the tensors, and fill the other rows with padding."""
-        count = batch.num_logits
+        num_tokens = batch.num_logits  # A decode step needs the logits of each of its tokens.
         tokens, positions, slots, lens = self._numbers
-        self._numbers[:, count:] = self._padding
+        self._numbers[:, num_tokens:] = self._padding
         self._table.fill_(self._null_block)
-        tokens[:count].copy_(batch.input_ids[0])
-        positions[:count].copy_(batch.position_ids[0])
-        slots[:count].copy_(batch.attention.slots)
+        tokens[:num_tokens].copy_(batch.input_ids[0])
+        positions[:num_tokens].copy_(batch.position_ids[0])
+        slots[:num_tokens].copy_(batch.attention.slots)
         for group in batch.attention.decodes:
             columns = self._table[:, : group.blocks.shape[1]]
             if group.tokens is None:  # The group contains all decodes.
-                lens[:count].copy_(group.lens)
-                columns[:count].copy_(group.blocks)
+                lens[:num_tokens].copy_(group.lens)
+                columns[:num_tokens].copy_(group.blocks)
             else:
                 lens.index_copy_(0, group.tokens, group.lens)
                 columns.index_copy_(0, group.tokens, group.blocks)
@@ -279,11 +294,15 @@ def row_counts(max_rows: int) -> list[int]:
     Args:
         max_rows: the largest number of rows of a step.
     """
+    largest_needed = min(max_rows, _MAX_ROWS)
     counts = [1]
-    while counts[-1] < min(max_rows, _MAX_ROWS):
+    while counts[-1] < largest_needed:
         last = counts[-1]
-        power_of_two = 1 << (last.bit_length() - 1)
-        distance = last if last < 8 else max(8, power_of_two // 4)
+        if last < _MIN_DISTANCE:
+            distance = last
+        else:
+            power_of_two = 1 << (last.bit_length() - 1)  # the largest one that is at most `last`
+            distance = max(_MIN_DISTANCE, power_of_two // 4)
         counts.append(last + distance)
     return counts
 
@@ -314,17 +333,19 @@ def _difference(replayed: Tensor, expected: Tensor) -> float:
     finite, because the sequence of the row has already failed. Return NaN if only the replayed or
     only the expected logits of a row are finite.
     """
-    worst = 0.0
+    largest_error = 0.0
     # The rows are compared in slices, because float32 copies of all rows would need much memory.
-    replayed_parts = torch.split(replayed, _COMPARED_ROWS)
-    expected_parts = torch.split(expected, _COMPARED_ROWS)
-    for actual, expected_part in zip(replayed_parts, expected_parts, strict=True):
-        is_finite = expected_part.isfinite().all(-1)
-        if not torch.equal(is_finite, actual.isfinite().all(-1)):
+    replayed_slices = torch.split(replayed, _COMPARED_ROWS)
+    expected_slices = torch.split(expected, _COMPARED_ROWS)
+    for replayed_slice, expected_slice in zip(replayed_slices, expected_slices, strict=True):
+        is_finite = expected_slice.isfinite().all(-1)
+        if not torch.equal(is_finite, replayed_slice.isfinite().all(-1)):
             return math.nan
-        if is_finite.any():
-            actual_rows = actual[is_finite].float()
-            expected_rows = expected_part[is_finite].float()
-            errors = (actual_rows - expected_rows).square().mean(-1).sqrt() / expected_rows.std(-1)
-            worst = max(worst, float(errors.max()))
-    return worst
+        if not is_finite.any():
+            continue
+        replayed_rows = replayed_slice[is_finite].float()
+        expected_rows = expected_slice[is_finite].float()
+        row_differences = (replayed_rows - expected_rows).square().mean(-1).sqrt()
+        row_errors = row_differences / expected_rows.std(-1)
+        largest_error = max(largest_error, float(row_errors.max()))
+    return largest_error

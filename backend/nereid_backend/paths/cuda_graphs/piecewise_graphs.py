@@ -146,10 +146,10 @@ class PiecewiseGraphs:
         Mutates: the KV cache, unless the result is None.
         """
         num_tokens = batch.input_ids.shape[1]
-        count = next((count for count in sorted(self._graphs) if count >= num_tokens), None)
-        if count is None or self._logits is None:
+        fitting_counts = [count for count in self._graphs if count >= num_tokens]
+        if not fitting_counts or self._logits is None:
             return None
-        static, replay = self._graphs[count]
+        static, replay = self._graphs[min(fitting_counts)]
         if batch.num_logits > static.num_logits:
             return None
         static.fill(batch)
@@ -165,6 +165,10 @@ class PiecewiseGraphs:
 
         The logits must equal the logits of the same step without graphs. The step consists of
         padding, for which no attention is computed.
+
+        Returns:
+            The tensors from which the graphs read their inputs, and a function that replays the
+            graphs.
 
         Raises:
             GraphMemoryError: if too little memory is free.
@@ -224,15 +228,15 @@ class PiecewiseGraphs:
         attention = self._attention
         if not attention.num_decodes and not attention.prefills:
             return
-        count = attention.slots.numel()
+        num_tokens = attention.slots.numel()
         choose_backend.attend_stored(
-            buffers.query[:, :count],
+            buffers.query[:, :num_tokens],
             layer,
             self._cache,
             attention,
             scale=scale,
             sinks=sinks,
-            out=buffers.out[:count],
+            out=buffers.out[:num_tokens],
         )
 
 
@@ -261,14 +265,15 @@ class StaticTokens:
 
     def fill(self, batch: StepBatch) -> None:
         """Copy the inputs of a step into the tensors, and fill the rest with padding."""
-        count = batch.input_ids.shape[1]
+        num_tokens = batch.input_ids.shape[1]
         tokens, positions, slots = self._numbers
-        self._numbers[:, count:] = self._padding
-        tokens[:count].copy_(batch.input_ids[0])
-        positions[:count].copy_(batch.position_ids[0])
-        slots[:count].copy_(batch.attention.slots)
-        self._index[: batch.num_logits].copy_(batch.logits_index[: batch.num_logits])
-        self._index[batch.num_logits :] = 0
+        self._numbers[:, num_tokens:] = self._padding
+        tokens[:num_tokens].copy_(batch.input_ids[0])
+        positions[:num_tokens].copy_(batch.position_ids[0])
+        slots[:num_tokens].copy_(batch.attention.slots)
+        num_logits = batch.num_logits
+        self._index[:num_logits].copy_(batch.logits_index[:num_logits])
+        self._index[num_logits:] = 0
 
     def batch(self) -> StepBatch:
         """Return the inputs for one run."""

@@ -170,6 +170,7 @@ class EngineConfig:
     """The size of the cache of compiled grammars."""
 
     def __post_init__(self) -> None:
+        """Raise a ConfigError if settings contradict each other."""
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

@@ -103,7 +103,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the specification of the module `_MODULE` with the loader `_Loader`.
 
-        Return None for any other module.
+        Python calls this method for each imported module. Return None for any other module, so that
+        Python imports it as usual.
         """
         if fullname != _MODULE:
             return None

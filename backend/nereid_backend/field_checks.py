@@ -133,7 +133,10 @@ class CheckedSamplingParams(SamplingParams):
         values: Any,  # noqa: ANN401 - the arguments of the constructor
         check: ModelWrapValidatorHandler[Self],
     ) -> Self:
-        """Convert pydantic's error about a wrong value to a RequestError."""
+        """Validate the constructor's arguments, and convert pydantic's error to a RequestError.
+
+        pydantic calls this method instead of its own validation. `check` is that validation.
+        """
         try:
             params = check(values)
         except ValidationError as error:

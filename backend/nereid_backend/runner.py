@@ -316,8 +316,8 @@ def _read_sampled(
 def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bool:
     """Return whether each sequence of the step gets exactly one new token, which was sampled.
 
-    This is the case if no chunk has draft tokens, no sequence has a grammar, no request asks for
-    log-probabilities, and no position has an error.
+    The tokens then need no further processing. This is the case if no chunk has draft tokens, no
+    sequence has a grammar, no request asks for log-probabilities, and no position has an error.
     """
     positions = sampling.positions
     return (

@@ -34,7 +34,13 @@ class Libraries:
 def load_libraries(
     vocabulary: Vocabulary, eos_token_ids: tuple[int, ...], num_threads: int
 ) -> Libraries:
-    """Import the two grammar libraries and create a backend for each."""
+    """Import the two grammar libraries and create a backend for each.
+
+    Args:
+        vocabulary: the tokens of the model.
+        eos_token_ids: the checkpoint's stop tokens.
+        num_threads: the largest number of threads that one compilation with xgrammar starts.
+    """
     # The modules are imported only here, because the libraries take seconds to load and most
     # servers never use them.
     from nereid_backend.grammar.llguidance_backend import LLGuidanceBackend

@@ -243,7 +243,13 @@ class Guides:
     ) -> None:
         """Record that one request no longer waits for the result of a compilation.
 
-        If this request was cancelled and no other request waits, stop the compilation.
+        Several requests with equal grammars can wait for one compilation. If this request was
+        cancelled and no other request waits, stop the compilation.
+
+        Args:
+            key: the grammar.
+            compilation: the compilation of the grammar. Its number of waiting requests is reduced.
+            guide_future: the future of the request, which is done.
         """
         with self._lock:
             compilation.num_waiting -= 1

@@ -83,9 +83,10 @@ def rules_for(
 def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
     """Return the tokens that contain the end of the marker and some text after the marker.
 
-    A key of the result is the number of the marker's bytes that must come before the token. Each
-    value is a list of pairs: a token, and the text of the token after the marker and after any
-    white space.
+    The marker is the text after which a grammar applies. If a token continues after the marker, the
+    rest of the token must match the grammar. A key of the result is the number of the marker's
+    bytes that must come before the token. Each value is a list of pairs: a token, and the text of
+    the token after the marker and after any white space.
 
     Example: the marker is "</think>". The token 5 with the text `>{` gives {7: [(5, b"{")]}. The
     token 9 with the text `</think>[` gives {0: [(9, b"[")]}.

@@ -167,9 +167,11 @@ class TokenGuide:
     def _advance_before_marker(self, matcher: Matcher, data: bytes) -> bool:
         """Advance by a token in the phase BEFORE_MARKER. Return whether the token is allowed.
 
-        A token that contains text after the marker is allowed only if this text matches the start
-        of the grammar. White space between the marker and the text is ignored. All other tokens are
-        allowed. Examples for the marker "</think>" if the last tokens were "</" and "th":
+        The marker is the text after which the grammar applies, such as "</think>". `data` is the
+        bytes of the token, and `matcher` tracks the position in the grammar. A token that contains
+        text after the marker is allowed only if this text matches the start of the grammar. White
+        space between the marker and the text is ignored. All other tokens are allowed. Examples for
+        the marker "</think>" if the last tokens were "</" and "th":
 
             token    new phase       allowed
             "s"      BEFORE_MARKER   yes

@@ -147,7 +147,10 @@ class TrialCompiler:
             self._send("cancel", job_id)
 
     def _read_all(self, connection: Connection, process: "subprocess.Popen[bytes]") -> None:
-        """Read messages until the process ends. Store each result in the future of its job."""
+        """Read messages until the process ends. Store each result in the future of its job.
+
+        A thread of its own runs this method. After the end of the process, the remaining jobs fail.
+        """
         with contextlib.suppress(EOFError, OSError):
             while True:
                 job_id, outcome, error_text = connection.recv()

@@ -293,6 +293,7 @@ def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str 
 def _scale(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> float:
     """Return the factor by which the product of lora_B and lora_A is multiplied in a layer.
 
+    The factor follows from the settings in adapter_config.json. `file` is the path of this file.
     Example: lora_alpha=16 and rank 4 give 4.0, or 8.0 with use_rslora.
 
     Raises:

@@ -146,10 +146,11 @@ class Trials:
         return trial
 
     def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial | UnfitError:
-        """Make the test sequences and their expected logits.
+        """Make the test sequences and the logits that a correct forward path must compute for them.
 
-        If the expected logits differ from the logits of token-by-token generation, return an error
-        instead. `get` raises this error.
+        The logits come from one pass over each sequence, or from transformers' generate if
+        `is_generated` is True. If the expected logits differ from the logits of token-by-token
+        generation, return an error instead. `get` raises this error.
         """
         if is_generated:
             return make_generated_trial(self._checkpoint, self._max_len, self._block_size)

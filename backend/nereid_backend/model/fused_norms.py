@@ -90,7 +90,9 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
 
 @torch.inference_mode()
 def _are_equal(module: nn.Module, fused: FusedRmsNorm) -> bool:
-    """Return whether two modules give the same numbers, except for rounding.
+    """Return whether an RMSNorm module and its replacement give the same numbers.
+
+    Differences that are caused by rounding are accepted.
 
     The inputs range from about 1e-3 to 1e3, so that a different `eps` or a missing conversion to
     float32 changes the result.

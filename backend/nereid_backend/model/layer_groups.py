@@ -77,7 +77,11 @@ def describe_windows(layers: Sequence[LayerSpec], groups: LayerGroups, reason: s
 
 
 def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str | None:
-    """Return the reason why the layers must form one group, or None if they can be divided."""
+    """Return the reason why the layers must form one group, or None if they can be divided.
+
+    Each group of attention layers has its own block table for every sequence. Not every part of the
+    engine supports several block tables.
+    """
     if len({layer.window for layer in spec.layers}) < 2:
         return "all layers attend to the same tokens"
     if spec.name not in ("packed", "rows"):

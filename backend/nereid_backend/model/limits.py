@@ -156,11 +156,12 @@ def plan_memory(
 def _limit_by_states(
     max_num_seqs: int, bytes_per_sequence: int, num_bytes: int, *, has_blocks: bool
 ) -> int:
-    """Return the number of states that fit into the memory, but at most `max_num_seqs`.
+    """Return the number of sequences whose states fit into the memory, but at most `max_num_seqs`.
 
-    The states may use half of the memory, because blocks need the other half. If the model stores
-    nothing in blocks, the states may use all memory. Example: the memory is 10 MiB, a state needs
-    1 MiB, and the model also needs blocks. The result is at most 5.
+    A recurrent model stores one state for each sequence. The states may use half of the memory,
+    because blocks need the other half. If the model stores nothing in blocks, the states may use
+    all memory. Example: the memory is 10 MiB, a state needs 1 MiB, and the model also needs blocks.
+    The result is at most 5.
 
     Raises:
         ConfigError: if the memory is too small for one state.
@@ -225,8 +226,9 @@ def _plan_without_blocks(
 ) -> MemoryPlan:
     """Return the memory plan for a model that stores no keys and values in blocks.
 
-    The blocks of such a model only limit the number of running sequences. `num_states` is the
-    number of states that fit into the memory.
+    The blocks of such a model need no memory. They only limit the number of running sequences.
+    `limit` is the length limit of the model, and `num_states` is the number of recurrent states
+    that fit into the memory.
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)

@@ -92,6 +92,7 @@ def _load(
     progress: Progress,
     rounded_bits: int | None = None,
 ) -> Checkpoint:
+    """Load the weights with the engine's settings; see `load_checkpoint` for `rounded_bits`."""
     return load_checkpoint(
         config.model,
         dtype=config.dtype,

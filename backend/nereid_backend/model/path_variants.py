@@ -178,6 +178,7 @@ def _open_mask(*, device: torch.device, **kwargs: object) -> torch.Tensor:  # no
 def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
     """Yield the variants of the forward path `rows`, from the fastest to the slowest.
 
+    This path is for models with convolutions or recurrences. A pass has one row for each sequence.
     If the engine's attention hook cannot compute the attention of the model, the variants use the
     model's own attention, which gets copies of the keys and values.
     """
@@ -306,7 +307,8 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
     """Return the specification of a forward path that is implemented by `PaddedPath`.
 
-    `PaddedPath` needs the model's own attention, so this function selects the model's own
+    `name` is the name of the path. If `batches_sequences` is False, each pass computes one
+    sequence. `PaddedPath` needs the model's own attention, so this function selects the model's own
     attention.
 
     Raises:

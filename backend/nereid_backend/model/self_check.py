@@ -164,7 +164,7 @@ def _generate_sequences(
 def check_generation(checkpoint: Checkpoint, trial: Trial) -> None:
     """Compare the logits of one pass over a sequence with the logits of token-by-token generation.
 
-    The sequence is the first test sequence.
+    The sequence is the first test sequence of `trial`. `trial` contains the logits of one pass.
 
     Raises:
         UnfitError: if the logits differ. The logits of one pass are then not correct, because the
@@ -195,7 +195,8 @@ def _row_differences(logits: Tensor, expected: Tensor, trial: Trial) -> Tensor:
 def _whole_plan(tokens: list[int], prompt_len: int, num_logits: int) -> StepPlan:
     """Return a plan for one step that computes all tokens of a sequence.
 
-    The step returns the logits of the last `num_logits` tokens.
+    The first `prompt_len` tokens are the prompt. The step returns the logits of the last
+    `num_logits` tokens.
     """
     sequence = Sequence("0", tokens, SamplingParams(), max_total_tokens=len(tokens) + 1)
     sequence.row = 0
@@ -244,7 +245,8 @@ def check_in_steps(
 ) -> Generator[None, None, float]:
     """Do the same check as `check_path`, but yield after each step of the forward path.
 
-    The generator returns the same result and raises the same errors as `check_path`.
+    Between two steps of the check, the engine can compute a step with requests. The generator
+    returns the same result and raises the same errors as `check_path`.
     """
     logits = yield from _run_in_steps(path, trial)
     if logits.shape != trial.expected.shape:

@@ -269,6 +269,14 @@ def _compile_forward(
 ) -> tuple[CompiledForward | None, ForwardSwap | None]:
     """Compile the forward pass now or in the background, according to the setting compile_forward.
 
+    Args:
+        config: the settings.
+        path: the forward path with the sizes of the engine. Mutated if the forward pass is
+            compiled now, or was compiled by an earlier process.
+        opened: the model and its forward path.
+        hook: the engine's entry in transformers' attention interface.
+        progress: called with one line about the result.
+
     Returns:
         The forward pass that was compiled now, and the compilation that runs in the background.
         Each item is None if it does not exist.
@@ -378,7 +386,11 @@ def _describe(
     seconds: dict[str, float],
     num_tokens: int,
 ) -> EngineInfo:
-    """Return the description of the loaded model."""
+    """Return the description of the loaded model, which the server logs and reports to clients.
+
+    `seconds` contains the duration of each stage of loading, and `num_tokens` is the largest number
+    of tokens in one step.
+    """
     return EngineInfo(
         model=config.model,
         architecture=checkpoint.architecture,

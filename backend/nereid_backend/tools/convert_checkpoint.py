@@ -110,7 +110,8 @@ def _converted(
 def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
     """Round a weight to integers, and return the tensors that represent the rounded weight.
 
-    The keys are the suffixes of the tensors' names in the compressed-tensors format.
+    A group of integers has one scale and, with 4 bits, one zero point. Integers of 4 bits are
+    packed. The keys are the suffixes of the tensors' names in the compressed-tensors format.
     """
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:

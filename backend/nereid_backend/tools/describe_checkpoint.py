@@ -129,7 +129,8 @@ def _describe_path(path: str) -> str:
     lines: list[str] = []
     engine = Engine(EngineConfig(path, max_num_seqs=4), lines.append)
     engine.close()
-    path_line = next((line for line in lines if line.startswith("path: ")), engine.info.path)
+    path_lines = [line for line in lines if line.startswith("path: ")]
+    path_line = path_lines[0] if path_lines else engine.info.path
     return f"{path_line.removeprefix('path: ')} Data type: {engine.info.dtype}"
 
 

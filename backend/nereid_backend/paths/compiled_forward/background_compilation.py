@@ -72,7 +72,11 @@ class BackgroundCompilation:
         self._thread.join()
 
     def _wait(self, message: bytes, timeout_s: float) -> None:
-        """Send the model, wait for the result or the time limit, and end the process."""
+        """Send the model, wait for the result or the time limit, and end the process.
+
+        A thread of its own runs this method. The result is stored in `outcome`; it is the reason
+        why there is no library, or "" after a success.
+        """
         reason = f"the compilation took longer than {timeout_s:g} s"
         try:
             self._connection.send_bytes(message)

@@ -223,6 +223,12 @@ class PiecewiseGraphs:
         A replay calls this method after the graph that writes `buffers.query`, and before the graph
         that reads `buffers.out`.
 
+        Args:
+            layer: the index and the shapes of the layer.
+            buffers: the query and the result of attention.
+            scale: the factor by which the products of queries and keys are multiplied.
+            sinks: the attention sinks of the layer, or None.
+
         Mutates: `buffers.out`.
         """
         attention = self._attention

@@ -103,8 +103,9 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
         target: bytes, uint8. Mutated.
         num_tensors: the number of moved tensors that use this storage.
     """
-    # The variable `storage` of the caller is one more reference.
-    is_unshared = torch._C._storage_Use_Count(storage._cdata) <= num_tensors + 1
+    # Each moved tensor is one reference to the storage, and the caller's variable is one more.
+    num_references = torch._C._storage_Use_Count(storage._cdata)
+    is_unshared = num_references <= num_tensors + 1
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
         part = source[start : start + _SLICE_BYTES]

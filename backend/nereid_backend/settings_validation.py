@@ -219,6 +219,8 @@ def _describe(problem: ErrorDetails) -> str:
     """
     if problem["type"] == "missing":
         return "this setting has no default, so it must be set."
+    # Remove the beginning and the end of pydantic's message, and keep, for example, "a valid
+    # integer".
     expected = re.sub(r"^(Input should be|Value error,) |, unable to .*", "", problem["msg"])
     for pydantic_phrase, phrase in _PHRASES.items():
         expected = expected.replace(pydantic_phrase, phrase)

@@ -245,7 +245,10 @@ def _skip_unused_modules() -> None:
 
 
 def main() -> None:
-    """Load the grammar libraries, and compile the grammars that the engine sends."""
+    """Load the grammar libraries, and compile the grammars that the engine sends.
+
+    The command-line arguments are the file descriptor of the connection, and the time limit.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])

@@ -62,16 +62,16 @@ def describe_windows(layers: Sequence[LayerSpec], groups: LayerGroups, reason: s
 
     `groups` and `reason` are the results of `choose_layer_groups`.
     """
-    num_full = sum(layer.window.is_full for layer in layers)
-    if num_full == len(layers):
+    num_windows = sum(not layer.window.is_full for layer in layers)
+    if num_windows == 0:
         return ""
-    if num_full == 0:
+    if num_windows == len(layers):
         return "All layers have sliding windows, so blocks are freed when they leave the windows."
-    share = f"{len(layers) - num_full} of {len(layers)} attention layers have sliding windows"
+    count = f"{num_windows} of {len(layers)} attention layers have sliding windows"
     if reason:
-        return f"{share}, but no block is freed early, because {reason}."
+        return f"{count}, but no block is freed early, because {reason}."
     return (
-        f"{share}. The layers form {len(groups.windows)} groups with {groups.num_places} layers "
+        f"{count}. The layers form {len(groups.windows)} groups with {groups.num_places} layers "
         "each, and the blocks of the layers with windows are freed when they leave the windows."
     )
 

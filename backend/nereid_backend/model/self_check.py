@@ -234,7 +234,7 @@ def check_path(
     while True:
         try:
             next(steps)
-        except StopIteration as end:
+        except StopIteration as end:  # This exception contains the result of the generator.
             difference: float = end.value
             return difference
 
@@ -359,14 +359,14 @@ def _prompt_sequences(trial: Trial) -> list[Sequence]:
     random.Random(0).shuffle(blocks)
     blocks_per_sequence = sizes.num_blocks // len(trial.sequences)
     sequences = []
-    for number, (tokens, prompt_len) in enumerate(trial.sequences):
+    for index, (tokens, prompt_len) in enumerate(trial.sequences):
         sequence = Sequence(
-            str(number), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
+            str(index), tokens[:prompt_len], SamplingParams(), max_total_tokens=len(tokens) + 1
         )
-        sequence.row = number
+        sequence.row = index
         if trial.images:
-            sequence.images = trial.images[number]
-        first_block = number * blocks_per_sequence
+            sequence.images = trial.images[index]
+        first_block = index * blocks_per_sequence
         sequence.block_table = blocks[first_block : first_block + blocks_per_sequence]
         sequences.append(sequence)
     return sequences

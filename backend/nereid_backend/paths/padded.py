@@ -98,7 +98,8 @@ class PaddedPath:
         """
         ids, positions = token_inputs(chunks, self._device)
         step = GatheredStep.of(chunks, self._cache)
-        num_logits = max(1, *(chunk.num_logits for chunk in chunks))
+        # The model returns the logits of at least one token.
+        num_logits = max([1, *[chunk.num_logits for chunk in chunks]])
         with self._adapters.serving(chunks), self._positions.serving(positions):
             return self._call(
                 ids,

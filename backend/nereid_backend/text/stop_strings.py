@@ -74,15 +74,14 @@ class StopStrings:
         The first stop string is the stop string that ends first. Return None if `text` contains no
         stop string. Example: with the stop string "END", the text "one END" gives (4, "END").
         """
-        positions = [(text.find(stop), stop) for stop in self._stops]
-        matches = [(start, stop) for start, stop in positions if start >= 0]
+        matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
 
         def end_and_start(match: tuple[int, str]) -> tuple[int, int]:
             start, stop = match
             return start + len(stop), start
 
         # Choose the match that ends first. If several matches end at the same character, choose the
-        # longest.
+        # match that starts first, because it is the longest.
         return min(matches, key=end_and_start, default=None)
 
     def _held_length(self, text: str) -> int:

@@ -36,6 +36,7 @@ _BITS = {"int4": 4, "int8": 8}
 _SHARD_BYTES = 2 * 2**30
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WRITTEN_FILES = ("config.json", INDEX)
+_FAILURE = 2  # the exit code
 
 
 def convert(source: str, target: str, dtype: Target) -> None:
@@ -258,7 +259,7 @@ def main(arguments: list[str]) -> int:
         convert(options.source, options.target, options.dtype)
     except (NereidError, OSError) as error:
         sys.stderr.write(f"nereid convert: {error}\n")
-        return 2
+        return _FAILURE
     return 0
 
 

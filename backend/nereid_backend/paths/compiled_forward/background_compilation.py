@@ -38,11 +38,11 @@ class BackgroundCompilation:
         self.folder = folder
         self._outcome: str | None = None
         self._connection, child_end = Pipe()
-        fd = child_end.fileno()
-        with child_end:
+        child_fd = child_end.fileno()
+        with child_end:  # The engine closes its copy of this end after the start of the process.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(fd), str(folder)],
-                pass_fds=[fd],
+                [sys.executable, "-m", _MODULE, str(child_fd), str(folder)],
+                pass_fds=[child_fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -253,7 +253,10 @@ def _token_bytes(
     ids: Mapping[str, int],
     vocab_size: int,
 ) -> list[bytes]:
-    """Return the bytes of each token. The bytes of an id without a token are b"".
+    """Return the bytes of each token, in the order of the ids.
+
+    The bytes of an id without a token are b"". Example: the entry "Ġhi" of a byte-level vocabulary
+    has the bytes b" hi".
 
     Args:
         backend: the tokenizer of the tokenizers library.

@@ -47,7 +47,8 @@ def _attention_scaling_limits(
     """Return the length limits of models that scale the attention of tokens at high positions.
 
     The code of these models counts the positions in the batch instead of the sequence. The scale
-    depends on the position only above a threshold. This threshold is therefore a limit.
+    depends on the position only above a threshold. This threshold is therefore a limit. `own_limit`
+    is the limit in the model's config.
     """
     reason = "because the model counts longer positions in the batch"
     limits = []

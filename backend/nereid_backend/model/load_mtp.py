@@ -44,7 +44,9 @@ class OpenedMtp:
     def build(
         self, config: EngineConfig, memory: MemoryPlan, num_tokens: int, path: ForwardPath
     ) -> tuple[DraftModel, HiddenStates]:
-        """Allocate the KV cache of the MTP layer.
+        """Allocate the KV cache of the MTP layer, which generates draft tokens.
+
+        The cache has as many blocks as the cache of the large model.
 
         Args:
             config: the settings of the engine.

@@ -230,7 +230,7 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
 def _row_path(
     checkpoint: Checkpoint, make_keys: Callable[[Sizes], RowKeys]
 ) -> Callable[..., RowsPath]:
-    """Return a function that builds the forward path `rows`.
+    """Return a function that builds the forward path `rows`, which has one row for each sequence.
 
     The returned function takes the sizes as its first argument, and settings of `RowsPath` as
     keyword arguments. It calls `make_keys` to create the storage of the keys and values.
@@ -330,7 +330,8 @@ def make_blocks(
 ) -> tuple[KVCache, BatchBuilder]:
     """Return the KV cache of a forward path, and a builder for the tensors of each step.
 
-    The builder also stores the block tables of the running sequences.
+    `sizes` contains the number and the size of the blocks. The builder also stores the block tables
+    of the running sequences.
     """
     kind = cache_class(checkpoint, layers, sizes.block_size, sizes.stored)
     cache = _make_cache(kind, checkpoint, layers, sizes)
@@ -358,6 +359,8 @@ def cache_class(
     """
     dtype = checkpoint.model.dtype
     kind = stored_type(cache_type(block_size, dtype, checkpoint.device), stored)
+    # A class with GPU kernels is used only if its results equal those of the reference
+    # implementation.
     return proven_type(kind, layers, block_size, dtype, checkpoint.device)
 
 

@@ -365,7 +365,7 @@ def _block_shape(
 def _make_runner(
     config: EngineConfig, device: torch.device, path: ForwardPath, progress: Progress
 ) -> Runner:
-    """Return the runner of a forward path.
+    """Return the runner of a forward path. The runner computes steps and samples their tokens.
 
     The runner uses the GPU sampling kernel if the setting sampling_kernel is true and the kernel
     works on the device.

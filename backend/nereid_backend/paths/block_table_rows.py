@@ -49,6 +49,9 @@ class BlockTableRows:
     def update(self, plan: StepPlan) -> Integers:
         """Copy the new blocks of a plan's sequences into their rows.
 
+        A plan consists of chunks. A chunk is the tokens of one sequence that the step computes. The
+        block table of a sequence is stored in one row of an array.
+
         Returns:
             [num_chunks] int64, the row of each chunk.
         """

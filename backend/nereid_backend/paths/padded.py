@@ -92,6 +92,9 @@ class PaddedPath:
     def _run(self, chunks: list[Chunk]) -> Tensor:
         """Compute one group of chunks in one forward pass.
 
+        A chunk is the tokens of one sequence that the step computes. All chunks of a group have the
+        same number of tokens.
+
         Returns:
             Logits, [num_chunks, n, vocab_size], where n is the largest num_logits of the chunks,
             but at least 1.

@@ -291,7 +291,7 @@ class RowsPath:
         cache: Any,  # noqa: ANN401 - an untyped cache
         num_logits: int,
     ) -> Tensor:
-        """Run the model on some chunks.
+        """Run the model on some chunks with their adapters, and with the keys and values in blocks.
 
         Args:
             chunks: the chunks, one for each row.

@@ -351,9 +351,10 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
 
 
 def _with_blocks(attention: AttentionBatch, tensors: Iterator[Tensor]) -> AttentionBatch:
-    """Return the metadata of another group of layers.
+    """Return the attention metadata of another group of layers.
 
-    `attention` is the metadata of the first group. `tensors` yields the tensors of the arrays that
+    Each group of layers has its own block tables and slots. All other metadata is that of the first
+    group, `attention`. `tensors` yields the tensors of the arrays that
     `BatchBuilder._arrays_of_other_groups` returned.
     """
     return AttentionBatch(

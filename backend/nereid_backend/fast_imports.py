@@ -138,10 +138,10 @@ def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any],
         package: the folder of the package transformers.
     """
     models_folder = str(package / "models")
-    cached_arguments = {models_folder, f"{models_folder}{os.sep}__init__.py"}
+    models_paths = {models_folder, f"{models_folder}{os.sep}__init__.py"}
 
     def compute_with_cache(module_path: Any) -> Any:  # noqa: ANN401 - transformers' types
-        if str(module_path) not in cached_arguments:
+        if str(module_path) not in models_paths:
             return compute(module_path)
         cache_file = cache_folder() / f"transformers-models-{_fingerprint(package)}.marshal"
         index = _read(cache_file)

@@ -252,7 +252,8 @@ def _row_variants(build: Callable[..., RowsPath], spec: PathSpec) -> Iterator[Pa
         build: builds the path; see `_row_path`.
         spec: the values that all variants have in common.
     """
-    yield replace(spec, shares_blocks=False)
+    in_chunks = partial(build, computes_from_start=False)
+    yield replace(spec, build=in_chunks, shares_blocks=False)
     one_pass = "each prompt is computed in one pass, because chunks give other logits"
     with_whole_prefill = replace(
         spec,

@@ -221,7 +221,7 @@ class EngineConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The largest number of draft tokens for each sequence and step; 0 if there are none."""
+        """The largest number of draft tokens for each sequence and step; 0 if drafting is off."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         is_on = self.speculative_method is not None or self.draft_model is not None
@@ -236,7 +236,7 @@ class EngineConfig:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """The size of the KV cache in bytes; None if it is determined at load."""
+        """The size of the KV cache in bytes; None if the engine determines it while loading."""
         size = self.kv_cache_memory
         assert not isinstance(size, str), "the constructor converts text to a number"
         return size

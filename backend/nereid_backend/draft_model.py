@@ -48,18 +48,20 @@ from nereid_backend.sampling.sampler import NOT_FINITE, Sampler
 
 logger = logging.getLogger(__name__)
 
-# A sequence gets draft tokens only if the large model still has to compute at most this number of
-# known tokens of the sequence. While a prompt is computed and after a preemption, more known tokens
-# remain. Drafts would then cost more time than they save.
+# The known tokens of a sequence are the prompt and the tokens generated so far. A sequence gets
+# draft tokens only if the large model still has to compute at most _MAX_REMAINING of its known
+# tokens. While a prompt is computed and after a preemption, more known tokens remain. Drafts would
+# then cost more time than they save.
 _MAX_REMAINING = 16
-# The time of drafting is measured only if the draft model has to compute at most this number of
-# known tokens for each sequence. More known tokens would take most of the measured time.
+# The time for the draft tokens is measured only if the draft model has to compute at most
+# _MAX_TIMED_TOKENS other tokens of each sequence. If there were more of these tokens, they would
+# take most of the measured time.
 _MAX_TIMED_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """The sizes of the draft model's cache and passes.
+    """The size of the draft model's KV cache, and the limits of its forward passes.
 
     Attributes:
         num_blocks: the number of blocks of the KV cache.

@@ -95,7 +95,7 @@ def to_request_error(error: ValidationError) -> RequestError:
 
 
 def _limits(context: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits in a pydantic error. Convert a float such as 2.0 to an integer.
+    """Return the limits that a pydantic error contains. A limit such as 2.0 becomes an integer.
 
     A message then contains "at most 2" instead of "at most 2.0", as in the API's documentation.
     """

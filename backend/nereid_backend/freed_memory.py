@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
-# Memory is returned after this number of bytes has been freed, because each call takes about 1 ms.
+# Each call that returns memory takes about 1 ms, so memory is returned only after _STEP_BYTES bytes
+# have been freed.
 _STEP_BYTES = 32 * 2**20
 _PAGE_BYTES = mmap.PAGESIZE
 

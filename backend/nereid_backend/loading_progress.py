@@ -13,7 +13,7 @@ _INTERVAL_S = 5.0
 def report_items(
     items: Collection[Item], what: str, progress: Callable[[str], None]
 ) -> Iterator[Item]:
-    """Yield some items, and report every few seconds how many items were yielded.
+    """Yield each of `items`, and report every few seconds how many items were yielded.
 
     Example of a line: "reading weights: 120 of 310".
 

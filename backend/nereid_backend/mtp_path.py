@@ -31,8 +31,8 @@ from nereid_backend.runner import ForwardPath
 # The largest number of hidden states that are stored for one sequence. If a hidden state is
 # missing, the MTP layer uses zeros instead. Its draft tokens are then accepted less often.
 _MAX_STATES = 4096
-# New hidden states are appended to the last tensor of a sequence if this tensor contains fewer
-# hidden states than this number. A sequence then has only a few tensors.
+# If the last tensor of a sequence contains fewer than _MAX_APPENDED hidden states, new hidden
+# states are appended to this tensor. A sequence then has only a few tensors.
 _MAX_APPENDED = 256
 
 
@@ -44,7 +44,7 @@ class HiddenStates:
     """
 
     def __init__(self, path: ForwardPath, decoder: torch.nn.Module) -> None:
-        """Wrap `path`, the forward path of the large model, and observe `decoder`, its decoder."""
+        """Wrap the forward path of the large model, and record the outputs of its decoder."""
         self._path = path
         # The outputs of the decoder during the running step.
         self._outputs: list[Tensor] = []
@@ -75,7 +75,7 @@ class HiddenStates:
         self._path.clear(sequence)
 
     def take(self, sequence: Sequence, start: int, rows: Tensor) -> None:
-        """Copy hidden states of a sequence into `rows`, and delete states that are not needed.
+        """Copy hidden states of a sequence into `rows`. Delete states that are no longer needed.
 
         Example: the hidden states at the positions 4 to 9 are stored, `start` is 2, and `rows` has
         5 rows. The last 3 rows become the hidden states at the positions 4 to 6.
@@ -185,7 +185,8 @@ class MtpPath:
         self.hidden = hidden
         # Maps each sequence of this path to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
-        # For each sequence, the output of the MTP layer at its last token, [hidden_size].
+        # Maps each sequence to the output of the MTP layer for the last token of the sequence,
+        # [hidden_size].
         self._last_outputs: dict[Sequence, Tensor] = {}
 
     def follow(self, own: Sequence, target: Sequence) -> None:
@@ -229,7 +230,8 @@ class MtpPath:
         The shape is [num_tokens, hidden_size].
         """
         target = self._targets[chunk.sequence]
-        # In this path, the last known token of the sequence has the index `num_known - 1`.
+        # A sequence of the MTP path leaves out the first token of `target`, so it has one token
+        # less than `target`.
         num_known = len(target.token_ids) - 1
         if chunk.start >= num_known:
             return self._last_outputs[chunk.sequence][None]
@@ -241,7 +243,7 @@ class MtpPath:
 
 
 def run_layer(mtp_model: Any, input_ids: Tensor, hidden: Tensor, position_ids: Tensor) -> Tensor:  # noqa: ANN401
-    """Run the first MTP layer on a row of tokens, and return its hidden states.
+    """Run the first MTP layer on a row of tokens, and return the hidden states of these tokens.
 
     Args:
         mtp_model: an MtpModel of transformers.

@@ -95,7 +95,7 @@ class _Report:
 
 
 class Runner:
-    """Runs the plans of steps on one model."""
+    """Executes the plan of each step: runs the forward pass of the model and samples tokens."""
 
     def __init__(self, path: ForwardPath, *, sampling_kernel: bool = False) -> None:
         """Create a runner.
@@ -143,8 +143,8 @@ class Runner:
             try:
                 logits = self._path.forward(plan, previous_token_ids)
             except BaseException:
-                # Wait for the threads that fill masks before the error is raised, because they
-                # still use the guides.
+                # The threads that fill the masks still use the guides. Wait for these threads, and
+                # then raise the error.
                 self._masks.join(mask_jobs or ())
                 raise
         self._vocab_size = logits.shape[1]
@@ -220,7 +220,7 @@ class Runner:
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
-        """Clear the state of the plan's sequences if the code in the context raises an error."""
+        """Clear the states of the plan's sequences if the `with` block raises an error."""
         try:
             yield
         except BaseException:
@@ -273,7 +273,7 @@ def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
 def _read_sampled(
     sampling: Sampling, sampled_tokens: SampledTokens, masks: StepMasks
 ) -> list[Sampled]:
-    """Return the new tokens of each chunk that samples tokens.
+    """Return the new tokens of each chunk for which tokens were sampled.
 
     Example: the first chunk has 1 position, and the second chunk has 3 positions, because it has 2
     draft tokens. The sampled token with the index 0 belongs to the first chunk. The sampled tokens

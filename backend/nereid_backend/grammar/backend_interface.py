@@ -24,7 +24,7 @@ class Matcher(Protocol):
         """
 
     def accept_bytes(self, data: bytes) -> bool:
-        """Advance by bytes, which may begin or end in the middle of a token.
+        """Advance the matcher by `data`, which may begin or end in the middle of a token.
 
         Returns:
             Whether the grammar allows the bytes.
@@ -55,7 +55,7 @@ class Matcher(Protocol):
         """Return whether the text so far matches the grammar completely."""
 
     def forced(self) -> bytes:
-        """Return the bytes that must follow according to the grammar.
+        """Return the bytes with which the text must continue according to the grammar.
 
         Return b"" if several continuations are possible, or if the answer may end here. Example:
         for the regular expression `ab(c|d)`, a matcher at the start returns b"ab".
@@ -73,7 +73,7 @@ class Compiled(Protocol):
         """The approximate memory of the compiled grammar in bytes."""
 
     def matcher(self) -> Matcher:
-        """Return a new matcher at the start of the grammar."""
+        """Return a matcher that starts at the beginning of the grammar."""
 
 
 class GrammarBackend(Protocol):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from nereid_backend.errors import RequestError
 
-# The largest accepted nesting depth of schemas. One schema inside another schema adds up to two
+# The largest accepted nesting depth of schemas. A schema inside another schema adds one or two
 # levels of JSON: {"items": {...}} adds one level, and {"properties": {"a": {...}}} adds two levels.
 MAX_DEPTH = 64
 _MAX_JSON_DEPTH = 2 * MAX_DEPTH
@@ -52,7 +52,7 @@ class _Bound(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """The estimated time to compile this bound for one token of the vocabulary, in seconds."""
+        """The estimated time in seconds to compile this bound, divided by the vocabulary size."""
         return self.repetitions * self.unit_s
 
 

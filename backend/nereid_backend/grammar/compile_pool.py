@@ -64,7 +64,7 @@ class CompilePool(Generic[T]):
         return result
 
     def close(self) -> None:
-        """Kill all trials, and cancel all compilations that have not started in a thread.
+        """Kill the child processes that test grammars, and cancel the waiting compilations.
 
         A compilation that is running in a thread cannot be stopped, so the thread completes it.
         """

@@ -330,7 +330,7 @@ def _when_done(
 
     def on_done(done_future: "Future[S]") -> None:
         if done_future.cancelled():
-            # Every request that waited for the result has been cancelled, too.
+            # Every request that waited for the result of `done` has also been cancelled.
             return
         try:
             use_result(done_future.result())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the constant data of guides, such as token masks and the bytes of the marker."""
+"""Computes token masks and other constant data for the guides that limit the next tokens."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ WHITE_SPACE = b" \t\r\n"
 
 @dataclass(frozen=True)
 class GuideRules:
-    """The constant data of guides. Requests with equal rules share one object.
+    """The constant data of guides. The guides of several requests can share one object.
 
     Attributes:
         vocabulary: the tokens of the model.

@@ -31,7 +31,7 @@ _BYTES_PER_CHARACTER = 30
 # The distance between an exclusive bound and the inclusive bound that replaces it. Example:
 # "greater than 3" becomes "at least 3.000000001".
 _BOUND_DISTANCE = 1e-9
-# A message of the library is shortened to this number of characters in an error.
+# The largest number of characters that an error quotes from a message of llguidance.
 _MAX_MESSAGE = 300
 # The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
 # schemas inside it are compiled one by one to find the invalid schema.
@@ -237,7 +237,7 @@ class LLGuidanceMatcher:
         return bool(self._matcher.is_accepting())
 
     def forced(self) -> bytes:
-        """Return the bytes that must follow; see Matcher.forced."""
+        """Return the bytes with which the text must continue; see Matcher.forced."""
         if self._matcher.is_stopped() or self._matcher.is_accepting():
             return b""
         return bytes(self._matcher.compute_ff_bytes())

@@ -6,7 +6,8 @@ import re
 
 from nereid_backend.core.grammar import GrammarSpec
 
-# A schema of this size compiles in at most a tenth of a second.
+# A schema of at most _QUICK_BYTES characters compiles in at most a tenth of a second, unless it
+# contains a slow keyword or pattern.
 _QUICK_BYTES = 8192
 _QUICK_PATTERN_CHARS = 128
 # Matches the parts of a regular expression that can take long to compile: a bound of three or more
@@ -45,7 +46,7 @@ def is_quick(spec: GrammarSpec) -> bool:
 
 
 def _has_slow_part(value: object) -> bool:
-    """Return whether some object in a JSON value can take long to compile.
+    """Return whether a JSON value contains an object that can make the compilation slow.
 
     The value is a JSON schema, a structural tag or a list of choices.
     """
@@ -62,7 +63,7 @@ def _has_slow_part(value: object) -> bool:
 
 
 def _is_slow(schema: dict[str, object]) -> bool:
-    """Return whether the keywords of one schema can take long to compile.
+    """Return whether the keywords of one schema can make the compilation slow.
 
     Schemas inside this schema are not examined. Examples: `{"allOf": [...]}`, `{"maxLength": 5000}`
     and `{"pattern": "(ab)*"}` can take long.
@@ -84,5 +85,5 @@ def _is_quick_pattern(pattern: str) -> bool:
 
 
 def _is_long(length: object) -> bool:
-    """Return whether the value of a length keyword is too large to compile quickly."""
+    """Return whether the value of a keyword such as `maxLength` is too large to compile quickly."""
     return isinstance(length, int | float) and length > _QUICK_LENGTH

@@ -36,7 +36,7 @@ class Thinking:
     """
 
     def __init__(self, spec: ThinkingSpec) -> None:
-        """Set the state at the start of an answer.
+        """Create an object for an answer that has no tokens yet.
 
         Args:
             spec: the markers and the budget.
@@ -142,7 +142,7 @@ class Thinking:
         self._force_end_if_used_up()
 
     def _force_end_if_used_up(self) -> None:
-        """Force the end marker if the reasoning is open and the budget is used up."""
+        """Force the end marker if the unfinished reasoning has used up the budget."""
         budget = self._spec.budget
         if self._state is _State.OPEN and budget is not None and self.num_tokens >= budget:
             self.forced = self._spec.end_token_ids

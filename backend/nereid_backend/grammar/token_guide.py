@@ -57,7 +57,7 @@ class TokenGuide:
     def __init__(
         self, rules: GuideRules, matcher: Matcher | None, thinking: Thinking | None = None
     ) -> None:
-        """Create a guide for the start of an answer.
+        """Create a guide for an answer that has no tokens yet.
 
         Args:
             rules: the rules of the request.
@@ -68,8 +68,8 @@ class TokenGuide:
         self._matcher = matcher
         self._thinking = thinking
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
-        # In the phase BEFORE_MARKER, the last bytes of the answer. They may be the beginning of the
-        # marker.
+        # The last bytes of the answer in the phase BEFORE_MARKER. These bytes may be the beginning
+        # of the marker.
         self._tail = b""
         # The number of white space bytes after the marker so far.
         self._num_white_space = 0
@@ -247,7 +247,7 @@ class TokenGuide:
         return is_limited
 
     def _deciding_matcher(self) -> Matcher | None:
-        """Return the matcher if only the grammar decides which tokens may come next.
+        """If only the grammar decides which tokens may come next, return the matcher.
 
         Return None if there is no grammar, before the marker, after a stop token, and while the
         thinking budget forces tokens.

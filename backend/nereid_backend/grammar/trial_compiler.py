@@ -59,7 +59,7 @@ class TrialCompiler:
         self._sender = ThreadPoolExecutor(1, "grammar-trials")
 
     def submit(self, spec: GrammarSpec) -> "Future[None]":
-        """Start the trial of a grammar in the trial process.
+        """Start a job that tests in a child process whether a grammar can be compiled.
 
         Returns:
             A future. Its result is None if the grammar was compiled. Otherwise, its exception is a
@@ -142,7 +142,7 @@ class TrialCompiler:
         return connection
 
     def _on_done(self, job_id: int, future: "Future[None]") -> None:
-        """Stop the trial of a job if the job's future was cancelled."""
+        """Stop a job of the child process if the future of the job was cancelled."""
         if future.cancelled() and self._pop_future(job_id) is not None:
             self._send("cancel", job_id)
 
@@ -163,7 +163,7 @@ class TrialCompiler:
         self._fail_all("grammar: the process that compiles grammars has ended. Try again.")
 
     def _fail_all(self, message: str) -> None:
-        """Store an error in every future whose trial has not ended."""
+        """Store an error in the future of every job that has not ended."""
         with self._lock:
             futures = list(self._futures.values())
             self._futures.clear()

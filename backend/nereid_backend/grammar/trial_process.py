@@ -213,7 +213,7 @@ def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_
 
 
 class _Unused:
-    """Replaces the classes and functions of the modules that this process does not need."""
+    """Replaces a class or a function that this process does not need."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Accept any arguments."""

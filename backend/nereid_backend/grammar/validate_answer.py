@@ -12,12 +12,12 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # it ships no types
 from referencing import Registry
 
-# A message of jsonschema is shortened to this number of characters in an error.
+# The largest number of characters that an error quotes from a message of jsonschema.
 _MAX_TEXT = 80
 
 
 def validate_strict(text: str, schema: object) -> str | None:
-    """Return a description of how an answer violates its JSON schema, or None.
+    """Return how an answer violates a JSON schema, or None if the answer matches the schema.
 
     References to other documents are not fetched. A schema with such a reference is reported as a
     problem. Example: the text is `{"a": "x"}`, and the schema requires a number for `a`. The result

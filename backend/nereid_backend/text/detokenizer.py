@@ -61,7 +61,7 @@ class Detokenizer:
     """
 
     def __init__(self, decode: Decode, seed_token_ids: Sequence[int] = ()) -> None:
-        """Set the state before the first token of an answer.
+        """Create a detokenizer for an answer that has no tokens yet.
 
         Args:
             decode: converts token ids into text; see `decoder`.

@@ -32,7 +32,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
-        """Set the state before the first piece of text.
+        """Create an object that has not received any text yet.
 
         Args:
             stops: the stop strings, none of them empty.

@@ -161,7 +161,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Divide tensors into the contents of several files. The last file may be empty."""
+    """Yield a dict of tensors for each file that will be written. The last dict may be empty."""
     shard: dict[str, Tensor] = {}
     shard_bytes = 0
     for name, tensor in tensors:

@@ -13,6 +13,7 @@ from nereid_client.protocol.request_body import RequestBody, validated
 Json = Mapping[str, Any]
 
 _FIELD = "cache_control"
+_TTL_SECONDS: dict[Literal["5m", "1h"], int] = {"5m": 300, "1h": 3600}
 
 
 class _CacheControl(RequestBody):
@@ -25,7 +26,8 @@ class _CacheControl(RequestBody):
 def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
     """Return the longest `ttl` of a request, or None if the request contains no cache_control.
 
-    A cache_control without a `ttl` has the `ttl` "5m".
+    The `ttl` is the duration for which the client wants the prompt to stay in the cache. A
+    cache_control without a `ttl` has the `ttl` "5m".
 
     Example: {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi",
     "cache_control": {"type": "ephemeral"}}]}]} returns "5m".
@@ -35,12 +37,12 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
 
     Raises: FieldError if a cache_control is wrong.
     """
-    times = [
-        validated(_CacheControl, part[_FIELD], f"{place}{_FIELD}").ttl or "5m"
-        for place, part in _parts(body)
-        if part.get(_FIELD) is not None
-    ]
-    return max(times, key=("5m", "1h").index, default=None)
+    ttls: list[Literal["5m", "1h"]] = []
+    for place, part in _parts(body):
+        if part.get(_FIELD) is not None:
+            control = validated(_CacheControl, part[_FIELD], f"{place}{_FIELD}")
+            ttls.append(control.ttl or "5m")
+    return max(ttls, key=_TTL_SECONDS.__getitem__, default=None)
 
 
 def _parts(body: Json) -> Iterator[tuple[str, Json]]:

@@ -37,9 +37,7 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
         body: the request body as the client sent it. Fields that need no translation are copied
             from this body.
     """
-    chat = {
-        name: value for name, value in body.items() if value is not None and name not in _TRANSLATED
-    }
+    copied = {name: value for name, value in body.items() if name not in _TRANSLATED}
     translated: Json = {
         "response_format": request.response_format_of_config,
         "chat_template_kwargs": _template_variables(request) or None,
@@ -47,11 +45,17 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     }
     if isinstance(request, MessagesRequest):
         translated |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or None}
-    chat |= {name: value for name, value in translated.items() if value is not None}
+    chat = _without_nulls(copied) | _without_nulls(translated)
     chat["messages"] = request.chat_messages
     if chat["messages"][-1]["role"] == "assistant":
+        # The client has sent the beginning of the answer, which the model continues.
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat | _tool_fields(request) | _session_fields(body)
+
+
+def _without_nulls(fields: Json) -> Json:
+    """Return the fields whose value is not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _tool_fields(request: CountTokensRequest) -> Json:
@@ -82,9 +86,9 @@ def _session_fields(body: Mapping[str, Any]) -> Json:
         return {}
     fields: Json = {"prompt_cache_retention": retention}
     metadata = body.get("metadata")
-    user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    if isinstance(user, str) and len(user) <= MAX_CACHE_KEY_LENGTH:
-        fields["prompt_cache_key"] = user
+    session_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if isinstance(session_id, str) and len(session_id) <= MAX_CACHE_KEY_LENGTH:
+        fields["prompt_cache_key"] = session_id
     return {name: value for name, value in fields.items() if body.get(name) is None}
 
 

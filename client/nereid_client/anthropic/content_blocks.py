@@ -288,26 +288,36 @@ def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterat
     Args:
         blocks: the blocks of the message.
         names: maps the id of each earlier tool call to the name of the called tool.
+
+    Raises: FieldError if a tool result belongs to no earlier tool call.
     """
     for block in blocks:
         if isinstance(block, _ToolResultBlock):
-            if block.tool_use_id not in names:
-                raise FieldError(
-                    "messages",
-                    "The tool_use_id of each tool_result block must be the id of an earlier "
-                    f"tool_use block, but the request has {shown(block.tool_use_id)}. The "
-                    "request must also contain the message with the tool_use block.",
-                )
-            yield {
-                "role": "tool",
-                "content": _result_text(block),
-                "tool_call_id": block.tool_use_id,
-                "name": names[block.tool_use_id],
-            }
+            yield _tool_message(block, names)
     if any(isinstance(block, _ImageBlock) for block in blocks):
         yield {"role": "user", "content": _parts(blocks)}
     elif any(isinstance(block, _TextBlock) for block in blocks):
         yield {"role": "user", "content": _joined_text(blocks)}
+
+
+def _tool_message(result: _ToolResultBlock, names: Mapping[str, str]) -> Json:
+    """Return the chat message that contains the result of a tool call.
+
+    Raises: FieldError if `names` does not contain the id of the tool call.
+    """
+    if result.tool_use_id not in names:
+        raise FieldError(
+            "messages",
+            "The tool_use_id of each tool_result block must be the id of an earlier tool_use "
+            f"block, but the request has {shown(result.tool_use_id)}. The request must also "
+            "contain the message with the tool_use block.",
+        )
+    return {
+        "role": "tool",
+        "content": _result_text(result),
+        "tool_call_id": result.tool_use_id,
+        "name": names[result.tool_use_id],
+    }
 
 
 def _parts(blocks: Sequence[_Block]) -> list[Json]:
@@ -330,9 +340,11 @@ def _image_url(block: _ImageBlock, place: str) -> str:
     Raises: FieldError if the source contains neither base64 data nor a URL.
     """
     source = block.source
-    kind, data, media_type = (source.get(name) for name in ("type", "data", "media_type"))
-    if kind == "base64" and isinstance(data, str) and isinstance(media_type, str):
-        return f"data:{media_type};base64,{data}"
+    kind = source.get("type")
+    if kind == "base64":
+        data, media_type = source.get("data"), source.get("media_type")
+        if isinstance(data, str) and isinstance(media_type, str):
+            return f"data:{media_type};base64,{data}"
     if kind == "url" and isinstance(source.get("url"), str):
         return str(source["url"])
     raise FieldError(

@@ -158,7 +158,11 @@ class MessageBuilder:
         return [self._delta_event(delta)] if is_shown else []
 
     def _finish(self) -> list[Json]:
-        """Finish the current block if there is one, and return its last events."""
+        """Move the current block to the complete blocks, and return the last events of the block.
+
+        The last events of a thinking block contain its signature. If thinking is not shown, the
+        complete block contains no text.
+        """
         if self._block is None:
             return []
         events = []
@@ -177,25 +181,37 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": len(self._finished), "delta": delta}
 
     def _end(self, delta: Delta) -> list[Json]:
-        """End the message with the stop reason from the last delta, and return the last events."""
+        """End the message with the stop reason from the last delta, and return the last events.
+
+        Raises: ApiError if Anthropic's API has no stop reason for the delta's finish reason.
+        """
         events = self._finish()
-        finish_reason = delta["finish_reason"]
-        stop_reason = delta.get("stop_reason")
-        if finish_reason not in _STOP_REASONS:
-            raise ApiError(500, f"The server ended the request with the reason {finish_reason}")
-        self._stop["stop_reason"] = _STOP_REASONS[finish_reason]
-        if finish_reason == "stop" and isinstance(stop_reason, str):
-            self._stop = {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-        elif finish_reason == "stop" and self._num_calls:
-            # If the request forces the model to call a certain function, the backend's finish
-            # reason is "stop", as in OpenAI's API, and not "tool_calls".
-            self._stop["stop_reason"] = "tool_use"
+        self._stop = self._stop_fields(delta["finish_reason"], delta.get("stop_reason"))
         message_delta = {
             "type": "message_delta",
             "delta": self._stop,
             "usage": _usage(self._usage),
         }
         return [*events, message_delta, {"type": "message_stop"}]
+
+    def _stop_fields(self, finish_reason: str, matched: object) -> Json:
+        """Return the fields of the message that give the reason for its end.
+
+        Args:
+            finish_reason: the reason in OpenAI's API, such as "stop".
+            matched: the stop sequence that the model has generated. For a stop token, this value is
+                the id of the token. None if the message has ended for another reason.
+        """
+        if finish_reason not in _STOP_REASONS:
+            raise ApiError(500, f"The server ended the request with the reason {finish_reason}")
+        if finish_reason == "stop" and isinstance(matched, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+        stop_reason = _STOP_REASONS[finish_reason]
+        if finish_reason == "stop" and self._num_calls:
+            # If the request forces the model to call a certain function, the backend's finish
+            # reason is "stop", as in OpenAI's API, and not "tool_calls".
+            stop_reason = "tool_use"
+        return {"stop_reason": stop_reason, "stop_sequence": None}
 
 
 class _Block:

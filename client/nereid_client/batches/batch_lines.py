@@ -61,19 +61,24 @@ def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[InputLine]:
 
     Args:
         file: the input file.
-        max_bytes: the largest size of a line.
+        max_bytes: the largest size of a line. A larger line is yielded without its content.
     """
     number = 0
     while content := file.readline(max_bytes + 1):
         number += 1
         is_too_long = len(content) > max_bytes and not content.endswith(b"\n")
         if is_too_long:
-            rest = content
-            while rest and not rest.endswith(b"\n"):  # skip the rest of this line
-                rest = file.readline(max_bytes + 1)
+            _skip_line(file, max_bytes)
             yield InputLine(number, None)
         elif content.strip():
             yield InputLine(number, content)
+
+
+def _skip_line(file: BinaryIO, max_bytes: int) -> None:
+    """Read the file to the end of the current line, at most `max_bytes` + 1 bytes at a time."""
+    part = file.readline(max_bytes + 1)
+    while part and not part.endswith(b"\n"):
+        part = file.readline(max_bytes + 1)
 
 
 def count_lines(path: Path, max_bytes: int) -> int:
@@ -207,13 +212,7 @@ class ResultFile:
         self._num_bytes = 0  # the size of the complete lines
         self.answered: set[int] = set()
         if path.exists():
-            with path.open("rb") as file:
-                for line in file:
-                    match = _LINE_OF_ID.match(line)
-                    if match is None or not line.endswith(b"\n"):
-                        break
-                    self.answered.add(int(match[1]))
-                    self._num_bytes += len(line)
+            self._read_lines()
             self._open()
 
     def __enter__(self) -> Self:
@@ -241,7 +240,18 @@ class ResultFile:
             raise
         self._num_bytes += len(line)
 
+    def _read_lines(self) -> None:
+        """Set `answered` and `_num_bytes` from the complete lines in the file."""
+        with self._path.open("rb") as file:
+            for line in file:
+                match = _LINE_OF_ID.match(line)
+                if match is None or not line.endswith(b"\n"):
+                    return  # this line is incomplete
+                self.answered.add(int(match[1]))
+                self._num_bytes += len(line)
+
     def _open(self) -> BinaryIO:
+        """Open the file for appending, and remove an incomplete line at its end."""
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         self._file = file = self._path.open("ab", buffering=0)
         file.truncate(self._num_bytes)

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Literal
 
 from nereid_client.batches.batch_lines import (
@@ -142,7 +144,9 @@ class BatchRun:
 
         If the batch expires or is cancelled, store an error for each line without a result.
         """
-        left_s = 0.0 if self._is_cancelled else max(self._batch.expires_at - time.time(), 0.0)
+        left_s = max(self._batch.expires_at - time.time(), 0.0)
+        if self._is_cancelled:
+            left_s = 0.0
         try:
             async with asyncio.timeout(left_s) as timeout:
                 self._timeout = timeout  # the method `cancel` makes this timeout expire at once
@@ -161,20 +165,27 @@ class BatchRun:
         storage_error: OSError | None = None
         parser = LineParser(self._batch.endpoint, self._max_line_bytes)
         try:
-            with (self._folder / "input").open("rb") as file:
-                lines = read_lines(file, self._max_line_bytes)
-                async with asyncio.TaskGroup() as group:
-                    # A thread reads the file, so that a slow disk does not delay the other requests
-                    # of this process.
-                    while (line := await asyncio.to_thread(next, lines, None)) is not None:
-                        request = self._parse(parser, line, errors)
-                        if request is not None and request.number not in self._recorded:
-                            await self._slots.acquire()
-                            group.create_task(self._send(request, output, errors))
+            async with asyncio.TaskGroup() as group, aclosing(self._input_lines()) as lines:
+                async for line in lines:
+                    request = self._parse(parser, line, errors)
+                    if request is not None and request.number not in self._recorded:
+                        await self._slots.acquire()
+                        group.create_task(self._send(request, output, errors))
         except* OSError as group_error:
             storage_error = _first_leaf(group_error)
         if storage_error is not None:
             raise storage_error
+
+    async def _input_lines(self) -> AsyncGenerator[InputLine]:
+        """Yield the lines of the input file.
+
+        A thread reads the file, so that a slow disk does not delay the other requests of this
+        process.
+        """
+        with (self._folder / "input").open("rb") as file:
+            lines = read_lines(file, self._max_line_bytes)
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                yield line
 
     def _parse(self, parser: LineParser, line: InputLine, errors: ResultFile) -> LineRequest | None:
         """Return the request in a line. If the line is wrong, store an error and return None."""
@@ -187,6 +198,11 @@ class BatchRun:
     async def _send(self, request: LineRequest, output: ResultFile, errors: ResultFile) -> None:
         """Send the request in one line, and store the result.
 
+        Args:
+            request: the request.
+            output: the file for the responses to successful requests.
+            errors: the file for all other responses.
+
         Raises: OSError.
         """
         try:
@@ -197,16 +213,16 @@ class BatchRun:
         line = result_line(
             self._batch.id, request.number, request.custom_id, response=response.as_json()
         )
-        self._record(output if is_success else errors, request.number, line, is_success=is_success)
+        file = output if is_success else errors
+        self._record(file, request.number, line, is_success=is_success)
 
     async def _record_unsent(
         self, errors: ResultFile, outcome: Literal["expired", "cancelled"]
     ) -> None:
         """Store an error for each line that has no result yet."""
         code, message = _UNSENT[outcome]
-        with (self._folder / "input").open("rb") as file:
-            lines = read_lines(file, self._max_line_bytes)
-            while (line := await asyncio.to_thread(next, lines, None)) is not None:
+        async with aclosing(self._input_lines()) as lines:
+            async for line in lines:
                 self._record_error(errors, line, LineError(code, message))
 
     def _record_error(self, errors: ResultFile, line: InputLine, error: LineError) -> None:
@@ -220,6 +236,14 @@ class BatchRun:
 
     def _record(self, file: ResultFile, number: int, line: bytes, *, is_success: bool) -> None:
         """Store a result line, and update the counts of the batch.
+
+        The new counts are saved at most once in `_SAVE_EVERY_S` seconds.
+
+        Args:
+            file: the file to which the line is appended.
+            number: the number of the input line.
+            line: the result line.
+            is_success: whether the request in the input line has succeeded.
 
         Raises: OSError.
         """

@@ -107,21 +107,20 @@ class BatchRunner:
         return self._lock is not None
 
     async def _start_and_cancel(self) -> None:
-        """Start batches that are waiting, and stop batches that clients have cancelled.
-
-        A batch is cancelled if its client has requested the cancellation, or if the client is no
-        longer in the key file.
-        """
+        """Start the batches that are waiting, and cancel the batches that must end."""
         batches = await asyncio.to_thread(self._store.unfinished, frozenset(self._ended))
         for batch in batches:
-            run, _ = self._runs.get(batch.id, (None, None))
-            if run is None and len(self._runs) < _MAX_RUNNING_BATCHES:
-                run = self._start(batch)
-            if run and (batch.cancelling_at is not None or self._is_key_removed(batch)):
+            if batch.id not in self._runs and len(self._runs) < _MAX_RUNNING_BATCHES:
+                self._start(batch)
+            if batch.id in self._runs and self._must_be_cancelled(batch):
+                run, _ = self._runs[batch.id]
                 run.cancel()
 
-    def _start(self, batch: Batch) -> BatchRun:
-        """Start a task that runs a batch. The task calls `_on_end` when it ends."""
+    def _start(self, batch: Batch) -> None:
+        """Start a task that runs a batch. The task calls `_on_end` when it ends.
+
+        Mutates: `_runs`, which then contains the batch.
+        """
         run = BatchRun(
             batch,
             self._store,
@@ -133,7 +132,6 @@ class BatchRunner:
         task = asyncio.create_task(run.run())
         self._runs[batch.id] = (run, task)
         task.add_done_callback(lambda task: self._on_end(batch, task))
-        return run
 
     def _on_end(self, batch: Batch, task: asyncio.Task[None]) -> None:
         del self._runs[batch.id]
@@ -144,11 +142,14 @@ class BatchRunner:
             _log.error("%s stopped and will be continued", batch.id, exc_info=task.exception())
         self._wake_up.set()
 
-    def _is_key_removed(self, batch: Batch) -> bool:
-        """Return whether the client that created a batch is no longer in the key file."""
-        return bool(batch.owner) and not (self._key_file and self._key_file.has(batch.owner))
+    def _must_be_cancelled(self, batch: Batch) -> bool:
+        """Return whether a client has cancelled the batch, or its client has lost its API key."""
+        has_owner_key = self._key_file is not None and self._key_file.has(batch.owner)
+        is_key_removed = bool(batch.owner) and not has_owner_key
+        return batch.cancelling_at is not None or is_key_removed
 
     async def _stop_all(self) -> None:
+        """Cancel the tasks of all running batches, and wait until the tasks have ended."""
         tasks = {task for _, task in self._runs.values()}
         for task in tasks:
             task.cancel()

@@ -12,7 +12,7 @@ from nereid_client.batches.line_requests import LineSender, LineSlots
 from nereid_client.batches.stored_batches import BatchStore
 from nereid_client.batches.stored_files import FileLimits, FileStore
 from nereid_client.errors import ApiError
-from nereid_client.request_context import Contexts
+from nereid_client.request_context import Context, Contexts
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,21 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
     `app.state.batches` is None if the settings turn the Batch API off.
     """
     contexts: Contexts = app.state.contexts
-    context = contexts.default
+    batches = _create_batches(app, contexts.default)
+    app.state.batches = batches
+    yield
+    if batches is not None:
+        await batches.runner.close()
+
+
+def _create_batches(app: FastAPI, context: Context) -> Batches | None:
+    """Open the folder of the batches, and start to run the batches in this folder.
+
+    Return None if the settings turn the Batch API off.
+    """
     settings = context.settings
-    app.state.batches = None
     if not settings.batch_folder or not settings.max_stored_files:
-        yield
-        return
+        return None
     limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
     store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
     gate = app.state.gate
@@ -49,9 +58,7 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
         key_file=app.state.key_file,
         max_line_bytes=settings.max_body_bytes,
     )
-    app.state.batches = Batches(store, runner)
-    yield
-    await runner.close()
+    return Batches(store, runner)
 
 
 def batches_of(request: Request) -> Batches:

@@ -30,6 +30,7 @@ _WEIGHT = 0.001
 _FRACTION_BESIDE_OTHERS = 4
 _SLOT_CHECK_EVERY_S = 0.05
 _MAX_OUTAGES = 5
+_SHORTEST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 30.0
 _READY_CHECK_EVERY_S = 1.0
 _OVERLOADED = 429
@@ -135,49 +136,68 @@ class LineSender:
             client: the client that created the batch, as returned by `batch_client`.
         """
         num_outages = 0
-        wait_s = 1.0
+        wait_s = _SHORTEST_WAIT_S
         while True:
             response = await self._call(path, body, client)
             if response.status not in (_OVERLOADED, _UNAVAILABLE):
                 return response
-            if response.status == _UNAVAILABLE and not await self._is_ready():
-                num_outages += 1
-                if num_outages == _MAX_OUTAGES:
-                    return response
-                while not await self._is_ready():
-                    await asyncio.sleep(_READY_CHECK_EVERY_S)
+            has_server_failed = response.status == _UNAVAILABLE and not await self._is_ready()
+            if not has_server_failed:
+                await asyncio.sleep(max(wait_s, response.retry_after_s))
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
                 continue
-            await asyncio.sleep(max(wait_s, response.retry_after_s))
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            num_outages += 1
+            if num_outages == _MAX_OUTAGES:
+                return response
+            while not await self._is_ready():
+                await asyncio.sleep(_READY_CHECK_EVERY_S)
 
     async def _call(self, path: str, body: bytes, client: Client) -> LineResponse:
         """Send one request to the application, and return the response."""
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-        status, headers, parts = 500, Headers(), []
-
-        async def receive() -> Message:
-            if messages:
-                return messages.pop()
-            # A second call waits forever, because a return would mean that the client disconnected.
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            nonlocal status, headers
-            if message["type"] == "http.response.start":
-                status, headers = message["status"], Headers(raw=message["headers"])
-            else:
-                parts.append(message.get("body", b""))
-
+        exchange = _Exchange(body)
         # If the application fails with an exception, it sends a response with the status 500, logs
         # the traceback, and raises the exception again. The exception must not end the batch.
         with contextlib.suppress(Exception):
-            await self._app(_scope(path, len(body), client), receive, send)
+            await self._app(_scope(path, len(body), client), exchange.receive, exchange.send)
+        return exchange.response()
+
+
+class _Exchange:
+    """One request and its response, as the messages that the application receives and sends.
+
+    Args:
+        body: the JSON body of the request.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._request = [{"type": "http.request", "body": body, "more_body": False}]
+        self._status = 500
+        self._headers = Headers()
+        self._parts: list[bytes] = []  # the parts of the response's body
+
+    async def receive(self) -> Message:
+        """Return the message with the body of the request. The second call never returns."""
+        if self._request:
+            return self._request.pop()
+        # A return would mean that the client has disconnected.
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: Message) -> None:
+        """Store a message of the response."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = Headers(raw=message["headers"])
+        else:
+            self._parts.append(message.get("body", b""))
+
+    def response(self) -> LineResponse:
+        """Return the response. A response without a body has the body None."""
         return LineResponse(
-            status,
-            request_id=headers.get("x-request-id", ""),
-            body=json.loads(b"".join(parts) or b"null"),
-            retry_after_s=float(headers.get("retry-after", "0")),
+            self._status,
+            request_id=self._headers.get("x-request-id", ""),
+            body=json.loads(b"".join(self._parts) or b"null"),
+            retry_after_s=float(self._headers.get("retry-after", "0")),
         )
 
 

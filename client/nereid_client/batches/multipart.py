@@ -33,14 +33,6 @@ class FormReader:
 
     def __init__(self, content_type: str, write: Callable[[bytes], None]) -> None:
         """Create the parser. The class docstring describes the arguments."""
-        kind, options = parse_options_header(content_type)
-        boundary = options.get(b"boundary")
-        if kind != b"multipart/form-data" or not boundary:
-            raise ApiError(
-                400,
-                "A file must be uploaded as multipart/form-data with a boundary, but the request "
-                f"has the Content-Type {shown(content_type)}",
-            )
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._write = write
@@ -56,7 +48,7 @@ class FormReader:
         self._num_parts = 0
         self._is_complete = False
         self._parser = MultipartParser(
-            boundary,
+            _boundary_of(content_type),
             {
                 "on_part_begin": self._begin_part,
                 "on_header_field": self._add_header_name,
@@ -111,6 +103,12 @@ class FormReader:
         self._header_name = self._header_value = b""
 
     def _end_headers(self) -> None:
+        """Read the name of the form part whose headers have just ended.
+
+        If this part is the file, set `filename`.
+
+        Raises: ApiError 400 if the form has two files.
+        """
         _, options = parse_options_header(self._disposition)
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         self._is_file = self._name == "file"
@@ -126,6 +124,12 @@ class FormReader:
         self.filename = unquote(filename) or "file"
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
+        """Pass a part of the file on, or append it to the value of a text field.
+
+        The bytes are `data[start:end]`.
+
+        Raises: ApiError 400 if the text is too long.
+        """
         if self._is_file:
             self._write(data[start:end])
             return
@@ -143,3 +147,21 @@ class FormReader:
 
     def _end(self) -> None:
         self._is_complete = True
+
+
+def _boundary_of(content_type: str) -> bytes:
+    """Return the text that separates the parts of a form, from the header Content-Type.
+
+    Example: "multipart/form-data; boundary=abc" returns b"abc".
+
+    Raises: ApiError 400 if the header names no form, or has no boundary.
+    """
+    kind, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise ApiError(
+            400,
+            "A file must be uploaded as multipart/form-data with a boundary, but the request "
+            f"has the Content-Type {shown(content_type)}",
+        )
+    return boundary

@@ -127,28 +127,8 @@ class BatchStore:
 
         Raises: ApiError if there are too many batches, or if the folder cannot be written.
         """
-        num_batches = len(self._ids())
-        if num_batches >= self.files.limits.count:
-            raise ApiError(
-                400,
-                f"The server stores {num_batches} batches, but the limit is "
-                f"{self.files.limits.count} (max_stored_files). A batch is deleted 30 days after "
-                "the time in its field expires_at.",
-                limit="max_stored_files",
-            )
-        now = int(time.time())
-        keep = request.output_expires_after
-        batch = Batch(
-            id=new_id("batch_"),
-            endpoint=request.endpoint,
-            input_file_id=file.id,
-            completion_window=request.completion_window,
-            created_at=now,
-            expires_at=now + WINDOW_S,
-            metadata=request.metadata,
-            owner=file.owner,
-            keep_output_s=keep.seconds if keep is not None else KEEP_S,
-        )
+        self._check_num_batches()
+        batch = _new_batch(request, file)
         folder = self.folder(batch.id)
         with disk_errors(self.files.folder):
             folder.mkdir(mode=0o700, parents=True)
@@ -159,6 +139,18 @@ class BatchStore:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
         return batch
+
+    def _check_num_batches(self) -> None:
+        """Raise an ApiError 400 if the limit max_stored_files forbids another batch."""
+        num_batches = len(self._ids())
+        if num_batches >= self.files.limits.count:
+            raise ApiError(
+                400,
+                f"The server stores {num_batches} batches, but the limit is "
+                f"{self.files.limits.count} (max_stored_files). A batch is deleted 30 days after "
+                "the time in its field expires_at.",
+                limit="max_stored_files",
+            )
 
     def find(self, batch_id: str, owner: str) -> Batch | None:
         """Return the batch with this id, or None if the client `owner` has no such batch."""
@@ -254,6 +246,28 @@ class BatchStore:
         except (OSError, ValidationError):
             return None  # the batch is incomplete, or another process is deleting it
         return batch
+
+
+def _new_batch(request: CreateBatchRequest, file: StoredFile) -> Batch:
+    """Return a batch that has not started yet.
+
+    Args:
+        request: the request that creates the batch.
+        file: the input file.
+    """
+    now = int(time.time())
+    expiry = request.output_expires_after
+    return Batch(
+        id=new_id("batch_"),
+        endpoint=request.endpoint,
+        input_file_id=file.id,
+        completion_window=request.completion_window,
+        created_at=now,
+        expires_at=now + WINDOW_S,
+        metadata=request.metadata,
+        owner=file.owner,
+        keep_output_s=expiry.seconds if expiry is not None else KEEP_S,
+    )
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

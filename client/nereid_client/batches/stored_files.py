@@ -167,11 +167,13 @@ class FileStore:
         total = 0
         for folder, _, names in os.walk(self.folder):
             for name in names:
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # another process may delete the file meanwhile
                     status = os.stat(os.path.join(folder, name))
                     # The input of a batch is usually a hard link to a stored file. Its bytes are
                     # not counted, because they are already counted for the stored file.
-                    total += 0 if name == "input" and status.st_nlink > 1 else status.st_size
+                    is_link_of_stored_file = name == "input" and status.st_nlink > 1
+                    if not is_link_of_stored_file:
+                        total += status.st_size
         return total
 
     def delete_expired(self, now: float) -> None:

@@ -16,6 +16,7 @@ DEFAULT_URL = "http://127.0.0.1:9000"
 # Environment variables can name a proxy for HTTP requests. The requests of this module do not use
 # the proxy, because a proxy could not reach a server on this machine.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_MAX_ERROR_CHARS = 200
 
 
 def base_url(url: str) -> str:
@@ -40,19 +41,27 @@ def send(url: str, body: Json | None = None) -> http.client.HTTPResponse:
             urllib.request.Request(url, data, headers)
         )
     except urllib.error.HTTPError as error:
-        with error:
-            text = error.read().decode(errors="replace")
-        try:
-            message = json.loads(text)["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = f"{url} answered with the status {error.code}: {text[:200]}"
-        raise CliError(message) from None
+        raise CliError(_error_message(url, error)) from None
     except (OSError, ValueError) as error:
         raise CliError(
             f"Cannot connect to {url} ({error}). Check that `nereid serve` is running, or give its "
             "address with --url."
         ) from None
     return response
+
+
+def _error_message(url: str, response: urllib.error.HTTPError) -> str:
+    """Return the message in an error response. Close the response.
+
+    Example: the body '{"error": {"message": "The queue is full."}}' returns "The queue is full.".
+    For a body in another format, return the status and the beginning of the body.
+    """
+    with response:
+        text = response.read().decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{url} answered with the status {response.code}: {text[:_MAX_ERROR_CHARS]}"
 
 
 def fetch_json(url: str, body: Json | None = None) -> Json:

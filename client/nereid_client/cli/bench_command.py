@@ -18,6 +18,7 @@ from nereid_client.cli.output import DEFAULT_URL, JsonOption, ModelOption, UrlOp
 from nereid_client.console import CliError, complain
 
 _UPDATES_PER_S = 4
+_SHORTEST_TEST_S = 1e-9  # prevents a division by zero before the first response
 # The keys that `percentiles` returns, in this order.
 _STATISTICS = ("mean", "p50", "p90", "p99")
 
@@ -58,17 +59,8 @@ def bench(  # noqa: PLR0913 - each parameter is an option
     request failed.
     """
     server = base_url(url)
-    fields: Json = {
-        "model": model or first_model(server),
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    bodies = [
-        fields | {"messages": [{"role": "user", "content": f"{number}. {prompt}"}]}
-        for number in range(1, requests + 1)
-    ]
+    prompts = [f"{number}. {prompt}" for number in range(1, requests + 1)]
+    bodies = _request_bodies(model or first_model(server), prompts, max_tokens)
     load = _Load(f"{server}/v1/chat/completions", bodies, concurrency)
     if as_json:
         load.run()
@@ -80,6 +72,18 @@ def bench(  # noqa: PLR0913 - each parameter is an option
     if failed := [sample.error for sample in load.samples if sample.error]:
         complain(f"nereid bench: {len(failed)} requests failed. The first error: {failed[0]}")
         raise typer.Exit(1)
+
+
+def _request_bodies(model: str, prompts: Sequence[str], max_tokens: int) -> list[Json]:
+    """Return a chat completion request for each prompt. The answers have `max_tokens` tokens."""
+    fields: Json = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return [fields | {"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
 
 
 class _Load:
@@ -111,10 +115,11 @@ class _Load:
 
         The keys contain the units, such as the seconds in `elapsed_s`.
         """
-        elapsed_s = max(self._end - self._start, 1e-9)
+        elapsed_s = max(self._end - self._start, _SHORTEST_TEST_S)
         good = [sample for sample in self.samples if not sample.error]
-        first = [1000 * sample.first_token_s for sample in good]
-        between = [
+        num_tokens = sum(sample.num_tokens for sample in good)
+        first_token_ms = [1000 * sample.first_token_s for sample in good]
+        later_token_ms = [
             1000 * (sample.total_s - sample.first_token_s) / (sample.num_tokens - 1)
             for sample in good
             if sample.num_tokens > 1
@@ -125,9 +130,9 @@ class _Load:
             "failed": len(self.samples) - len(good),
             "elapsed_s": round(elapsed_s, 3),
             "requests_per_s": round(len(good) / elapsed_s, 3),
-            "tokens_per_s": round(sum(sample.num_tokens for sample in good) / elapsed_s, 1),
-            "time_to_first_token_ms": percentiles(first),
-            "time_per_output_token_ms": percentiles(between),
+            "tokens_per_s": round(num_tokens / elapsed_s, 1),
+            "time_to_first_token_ms": percentiles(first_token_ms),
+            "time_per_output_token_ms": percentiles(later_token_ms),
         }
 
 
@@ -145,16 +150,21 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _measure(url: str, body: Json) -> Sample:
-    """Send a request, read the streamed response, and return the measurements."""
+    """Send a request, read the streamed response, and return the measurements.
+
+    If the request fails, return a sample with the reason in `error`.
+    """
     start = time.perf_counter()
     first_token_s = 0.0
     num_tokens = 0
     try:
         with send(url, body) as response:
             for event in events_of(response):
-                if not first_token_s and any(_has_text(choice) for choice in event["choices"]):
+                has_text = any(_has_text(choice) for choice in event["choices"])
+                if has_text and not first_token_s:
                     first_token_s = time.perf_counter() - start
-                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+                usage = event.get("usage") or {}
+                num_tokens = usage.get("completion_tokens", num_tokens)
     except (CliError, OSError, http.client.HTTPException, ValueError) as error:
         return Sample(error=str(error) or type(error).__name__)
     return Sample(first_token_s, time.perf_counter() - start, num_tokens)

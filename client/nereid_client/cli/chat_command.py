@@ -69,18 +69,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat in the terminal until the user quits.
+    """Chat in the terminal until the user quits. Return the exit code.
 
     If stdin is not a terminal, send its text as one message and print the response.
     """
     url = base_url(args.url)
     model = args.model or first_model(url)
-    fields: Json = {"model": model, "stream": not args.json}
-    for name in ("temperature", "max_tokens"):
-        if getattr(args, name) is not None:
-            fields[name] = getattr(args, name)
-    if args.no_thinking:
-        fields["chat_template_kwargs"] = {"enable_thinking": False}
+    fields = _request_fields(args, model)
     opening = [{"role": "system", "content": args.system}] if args.system else []
     images = [_image_part(file) for file in args.image]
     if args.json:
@@ -93,6 +88,18 @@ def run(args: argparse.Namespace) -> int:
         return 0 if _send_message(url, fields, [*opening], question) else 1
     say(f"Chatting with {model} at {url}. /new starts a new conversation, /quit ends the program.")
     return _converse(url, fields, opening, images)
+
+
+def _request_fields(args: argparse.Namespace, model: str) -> Json:
+    """Return the fields of a chat completion request that the flags set, without the messages."""
+    fields: Json = {"model": model, "stream": not args.json}
+    if args.temperature is not None:
+        fields["temperature"] = args.temperature
+    if args.max_tokens is not None:
+        fields["max_tokens"] = args.max_tokens
+    if args.no_thinking:
+        fields["chat_template_kwargs"] = {"enable_thinking": False}
+    return fields
 
 
 def _image_part(file: Path) -> Json:
@@ -165,23 +172,22 @@ def _print_response(events: Iterator[Json], collect: Callable[[str], object]) ->
         events: the chunks of a stream.
         collect: a function that is called with each piece of the content.
     """
-    is_dim = False
-    for event in events:
-        for choice in event["choices"]:
-            delta = choice["delta"]
-            _print_call_pieces(delta.get("tool_calls") or ())
-            reasoning = delta.get("reasoning") or ""
-            content = delta.get("content") or ""
-            if reasoning and not is_dim and sys.stdout.isatty():
-                sys.stdout.write(_DIM)
-                is_dim = True
-            sys.stdout.write(reasoning)
-            if content and is_dim:
-                sys.stdout.write(f"{_PLAIN}\n")
-                is_dim = False
-            sys.stdout.write(content)
-            collect(content)
-            sys.stdout.flush()
+    is_dim = False  # whether the terminal prints in the dim colour now
+    deltas = (choice["delta"] for event in events for choice in event["choices"])
+    for delta in deltas:
+        _print_call_pieces(delta.get("tool_calls") or ())
+        reasoning = delta.get("reasoning") or ""
+        content = delta.get("content") or ""
+        if reasoning and not is_dim and sys.stdout.isatty():
+            sys.stdout.write(_DIM)
+            is_dim = True
+        sys.stdout.write(reasoning)
+        if content and is_dim:
+            sys.stdout.write(f"{_PLAIN}\n")
+            is_dim = False
+        sys.stdout.write(content)
+        sys.stdout.flush()
+        collect(content)
     say(_PLAIN if is_dim else "")
 
 

@@ -85,7 +85,8 @@ def show_config(as_json: JsonOption = False) -> None:
 def config_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Return one row for each setting, with the keys variable, value and source.
 
-    The value of a secret setting is replaced by "***".
+    The rows of the frontend's settings come first. The value of a secret setting is replaced by
+    "***".
 
     Raises: CliError if a setting of the frontend is wrong.
     """
@@ -93,18 +94,25 @@ def config_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
     rows = []
     for name in SCHEMA:
         variable = VARIABLES[name]
-        is_set = bool(environment.get(variable))
         value = str(getattr(settings, name))
         if value and name in _SECRET_SETTINGS:
             value = "***"
-        rows.append(_row(variable, value, is_set=is_set))
-    # The other variables configure the models. Unset variables of models are not shown, because the
-    # frontend does not know their default values.
+        rows.append(_row(variable, value, is_set=bool(environment.get(variable))))
+    return rows + _model_rows(environment)
+
+
+def _model_rows(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return one row for each variable NEREID_* that is no setting of the frontend.
+
+    These variables configure the models. Unset variables of models have no row, because the
+    frontend does not know their default values.
+    """
     frontend_variables = set(VARIABLES.values())
-    for variable in sorted(environment):
-        if variable.startswith("NEREID_") and variable not in frontend_variables:
-            rows.append(_row(variable, environment[variable], is_set=True))
-    return rows
+    return [
+        _row(variable, environment[variable], is_set=True)
+        for variable in sorted(environment)
+        if variable.startswith("NEREID_") and variable not in frontend_variables
+    ]
 
 
 def _row(variable: str, value: str, *, is_set: bool) -> dict[str, str]:

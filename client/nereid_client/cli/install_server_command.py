@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     # The stamp is a file that is written after the installation. If the installation is
     # interrupted, there is no stamp, and the next run installs everything again.
     stamp = target / ".nereid-wheel"
-    if not (stamp.is_file() and stamp.read_text() == args.wheel):
+    is_installed = stamp.is_file() and stamp.read_text() == args.wheel
+    if not is_installed:
         _pip_install(args.wheel, target)
         stamp.write_text(args.wheel)
     _copy_stub(server)
@@ -129,18 +130,28 @@ def _pip_install(wheel: str, target: Path) -> None:
 
 
 def _copy_stub(server: Path) -> None:
-    """Copy the stub program for the running Python version to the folder backends/python."""
+    """Copy the stub program for the running Python version to the folder backends/python.
+
+    The Triton server starts this program in order to run Python models.
+
+    Args:
+        server: the folder of the Triton server.
+
+    Raises: CliError if the server has no stub program for this Python version.
+    """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    all_stubs = server / "python_backend_stubs"
+    stub = all_stubs / version / "triton_python_backend_stub"
     if not stub.is_file():
-        has = ", ".join(sorted(p.name for p in stub.parent.parent.glob("3.*"))) or "none"
+        versions = ", ".join(sorted(folder.name for folder in all_stubs.glob("3.*"))) or "none"
         raise CliError(
-            f"The Triton server has no stub for Python {version}, only for: {has}. Create the "
+            f"The Triton server has no stub for Python {version}, only for: {versions}. Create the "
             "virtual environment with one of these versions, or remove the folder "
             f"{server.parent.parent} and run `nereid install-server` again."
         )
     copy = server / "backends" / "python" / stub.name
-    if not (copy.is_file() and filecmp.cmp(stub, copy)):
+    is_copied = copy.is_file() and filecmp.cmp(stub, copy)
+    if not is_copied:
         shutil.copy2(stub, copy)
 
 

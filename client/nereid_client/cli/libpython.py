@@ -70,6 +70,7 @@ def _from_loader_cache(name: str) -> Path | None:
             ).stdout
         except (OSError, subprocess.CalledProcessError):
             continue
+        # Example of a line: "	libpython3.12.so.1.0 (libc6,x86-64) => /lib/libpython3.12.so.1.0".
         match = re.search(rf"^\s*{re.escape(name)} .*=> (\S+)$", listing, re.MULTILINE)
         if match and Path(match[1]).is_file():
             return Path(match[1])

@@ -4,6 +4,7 @@ import sys
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from nereid_client.cli.api_client import Json, base_url, events_of, fetch_json, first_model, send
@@ -18,6 +19,8 @@ from nereid_client.cli.output import (
     texts_or_stdin,
 )
 from nereid_client.console import say
+
+_SHORTEST_LENGTH = 1e-12  # prevents a division by zero for a vector of zeros
 
 
 def complete(
@@ -66,15 +69,28 @@ def embed(
         print_json(answer)
         return
     vectors = np.array([item["embedding"] for item in answer["data"]], dtype=np.float64)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     numbers = range(1, len(given) + 1)
-    similarities = (vectors @ vectors.T).tolist()
     columns = ["", "text", *map(str, numbers)]
     rows = [
-        [number, text, *row] for number, text, row in zip(numbers, given, similarities, strict=True)
+        [number, text, *similarities]
+        for number, text, similarities in zip(
+            numbers, given, _cosine_similarities(vectors), strict=True
+        )
     ]
     title = f"Cosine similarities, {vectors.shape[1]} dimensions, model {answer['model']}"
     print_table(columns, rows, title)
+
+
+def _cosine_similarities(vectors: npt.NDArray[np.float64]) -> list[list[float]]:
+    """Return the cosine similarity of each vector to each vector, as a list of rows.
+
+    Args:
+        vectors: [num_vectors, dimension].
+    """
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit_vectors = vectors / np.maximum(lengths, _SHORTEST_LENGTH)
+    similarities: list[list[float]] = (unit_vectors @ unit_vectors.T).tolist()
+    return similarities
 
 
 def rerank(

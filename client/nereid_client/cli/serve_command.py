@@ -189,31 +189,46 @@ def _environment(args: argparse.Namespace, model: Path, name: str) -> dict[str, 
     """Return the environment variables of the Triton server and of the frontend.
 
     The result contains the variables of this process. If a flag sets a setting, the value of the
-    flag replaces the value of the setting's variable.
+    flag replaces the value of the setting's variable. A warning is printed if the variable
+    NEREID_GRPC_URL of this process has no effect.
+
+    Args:
+        args: the flags of `nereid serve`.
+        model: the path of the language model's checkpoint.
+        name: the name of the language model in requests.
     """
-    environment = dict(os.environ)
-    flags = {engine_variable(flag): flag for flag in ENGINE_FLAGS}
-    flags |= {VARIABLES[setting]: flag for flag, (setting, _) in FRONTEND_FLAGS.items()}
-    flags["NEREID_OPENAI_HOST"] = "--host"
-    if args.config:
-        environment["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
-    for variable, flag in flags.items():
-        value = getattr(args, attribute(flag))
-        if value is not None:
-            environment[variable] = value
-    if args.draft_model:
-        environment["NEREID_DRAFT_MODEL"] = str(Path(args.draft_model).expanduser().absolute())
-    if args.lora:
-        environment["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
     grpc_url = f"{_local_host(args.host or '127.0.0.1')}:{args.grpc_port}"
     _warn_about_other_server(grpc_url)
-    return environment | {
+    return {
+        **os.environ,
+        **_variables_of_flags(args),
         "NEREID_MODEL": str(model),
         "NEREID_SERVED_MODEL_NAME": name,
         "NEREID_GRPC_URL": grpc_url,
         "NEREID_METRICS_URL": _metrics_url(args),
         "PYTHONUNBUFFERED": "1",  # so that progress messages of the Python models are not delayed
     }
+
+
+def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables that have the values of the given flags.
+
+    Relative paths in the values become absolute.
+
+    Example: `--max-model-len 2048` returns {"NEREID_MAX_MODEL_LEN": "2048"}.
+    """
+    flags = {engine_variable(flag): flag for flag in ENGINE_FLAGS}
+    flags |= {VARIABLES[setting]: flag for flag, (setting, _) in FRONTEND_FLAGS.items()}
+    flags["NEREID_OPENAI_HOST"] = "--host"
+    values = {variable: getattr(args, attribute(flag)) for variable, flag in flags.items()}
+    variables = {variable: value for variable, value in values.items() if value is not None}
+    if args.config:
+        variables["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
+    if args.draft_model:
+        variables["NEREID_DRAFT_MODEL"] = str(Path(args.draft_model).expanduser().absolute())
+    if args.lora:
+        variables["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
+    return variables
 
 
 def _warn_about_other_server(grpc_url: str) -> None:

@@ -42,7 +42,11 @@ def server_command(
 def find_tritonserver(given: Path | None) -> Path:
     """Return the path of the Triton server program.
 
-    Raises: CliError if the program was not found or is not executable.
+    Args:
+        given: the value of the flag --tritonserver. If this value is None, search for the launcher
+            of `nereid install-server`, and then for a program in the PATH.
+
+    Raises: CliError if the program was not found or cannot run.
     """
     if given is not None:
         if not os.access(given, os.X_OK):
@@ -50,6 +54,7 @@ def find_tritonserver(given: Path | None) -> Path:
         return given.absolute()
     launcher = launcher_path()
     if launcher.is_file() and LAUNCHER_MARK in launcher.read_text(errors="replace"):
+        # The installed server works only with libpython and numpy 1.
         find_libpython()
         startup_checks.check_embedded_numpy()
         return launcher
@@ -65,11 +70,14 @@ def find_repository(given: Path | None) -> Path:
     """Return the path of the model repository.
 
     If `given` is None, search for the folder `model_repository` in the working folder, in Nereid's
-    checkout and in the installed wheel `nereid`, in this order.
+    checkout and in the installed wheel `nereid`, in this order. If there is no such folder, return
+    its path in the working folder, for the error message of the caller.
     """
     if given is not None:
         return given.expanduser().absolute()
     packages = Path(__file__).resolve().parents[2]
-    places = (Path.cwd(), packages.parent, packages / "nereid")
-    repositories = [place / "model_repository" for place in places]
-    return next((path for path in repositories if path.is_dir()), repositories[0])
+    for place in (Path.cwd(), packages.parent, packages / "nereid"):
+        repository = place / "model_repository"
+        if repository.is_dir():
+            return repository
+    return Path.cwd() / "model_repository"

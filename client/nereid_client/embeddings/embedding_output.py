@@ -98,11 +98,13 @@ def bytes_writer(*, is_signed: bool) -> Callable[[Floats], str]:
         is_signed: whether the integers are from -127 to 127 (`int8`) or from 1 to 255 (`uint8`).
     """
     offset = 0 if is_signed else 128
+    smallest_float = np.finfo(np.float32).tiny  # prevents a division by zero
 
     def write(row: Floats) -> str:
         largest = np.abs(row).max(axis=-1, keepdims=True)
-        scaled = np.rint(row * (127 / np.maximum(largest, np.finfo(np.float32).tiny)))
-        return _encode((scaled.astype(np.int16) + offset).tolist())
+        scale = 127 / np.maximum(largest, smallest_float)
+        integers = np.rint(row * scale).astype(np.int16)
+        return _encode((integers + offset).tolist())
 
     return write
 
@@ -120,7 +122,12 @@ def bits_writer(*, is_signed: bool) -> Callable[[Floats], str]:
             (`ubinary`).
     """
     offset = 128 if is_signed else 0
-    return lambda row: _encode((np.packbits(row > 0).astype(np.int16) - offset).tolist())
+
+    def write(row: Floats) -> str:
+        packed = np.packbits(row > 0).astype(np.int16)
+        return _encode((packed - offset).tolist())
+
+    return write
 
 
 WRITERS: Mapping[str, Callable[[Floats], str]] = {
@@ -145,8 +152,8 @@ def json_response(members: Mapping[str, Any], name: str, encoded: str) -> Respon
         name: the name of the encoded member.
         encoded: the JSON text of the encoded member's value.
     """
-    body = f'{{"{name}":{encoded},{_encode(dict(members))[1:]}'
-    return Response(body, media_type="application/json")
+    other_members = _encode(dict(members)).removeprefix("{")
+    return Response(f'{{"{name}":{encoded},{other_members}', media_type="application/json")
 
 
 def encode_object(encoded_members: Mapping[str, str]) -> str:
@@ -175,7 +182,7 @@ async def encode_list(items: Iterable[str]) -> str:
         num_chars += len(item)
         if num_chars >= _CHARS_PER_PART:
             num_chars = 0
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # other tasks run now
     return f"[{','.join(encoded)}]"
 
 

@@ -48,15 +48,24 @@ async def choose_scorer(request: Request, name: str | None) -> ServedModel:
     try:
         return await choose_model(request, name, (RERANK,))
     except ApiError:
-        try:
-            served = await choose_model(request, name, (EMBEDDING,))
-        except ApiError as error:
-            if error.status == 503:  # the model exists, but it cannot be used now
-                raise
-            served = None
-        if served is None or not uses_late_interaction(served):
+        served = await _late_interaction_model(request, name)
+        if served is None:
             raise
         return served
+
+
+async def _late_interaction_model(request: Request, name: str | None) -> ServedModel | None:
+    """Return the embedding model `name` if this model exists and uses late interaction, else None.
+
+    Raises: ApiError 503 if the model exists, but cannot be used now.
+    """
+    try:
+        served = await choose_model(request, name, (EMBEDDING,))
+    except ApiError as error:
+        if error.status == 503:
+            raise
+        return None
+    return served if uses_late_interaction(served) else None
 
 
 async def late_interaction(
@@ -108,14 +117,20 @@ async def _embed_tokens(
     # embedding models.
     target = "parts" if source == "parts" else "texts"
     texts = ModelInputs({target: inputs.tensors[source]}, {target: inputs.fields[source]})
-    prompts = served.info.get("prompts", {})
-    prompt_name = next((name for name in _PROMPTS[tensor] if name in prompts), None)
-    options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
+    model_prompts = served.info.get("prompts", {})
+    prompt_names = [name for name in _PROMPTS[tensor] if name in model_prompts]
+    options = {
+        "kind": "multi_vector",
+        "prompt_name": prompt_names[0] if prompt_names else None,
+        "truncate": truncate,
+    }
     return await call_model(request, served, texts, options)
 
 
 def max_sim(queries: Sequence[Floats], documents: Sequence[Floats]) -> Floats:
     """Return the score of each pair of a query and a document.
+
+    The score is the sum of the largest dot product of each query vector with a document vector.
 
     Example: for the query vectors [[1, 0], [0, 1]] and the document vectors [[0.5, 0], [0, 0.25]],
     the score is 0.5 + 0.25 = 0.75. A document without vectors has the score 0.
@@ -124,9 +139,9 @@ def max_sim(queries: Sequence[Floats], documents: Sequence[Floats]) -> Floats:
         queries: for each pair, the vectors of the query, [num_tokens, dimension].
         documents: for each pair, the vectors of the document, [num_tokens, dimension].
     """
-    pairs = zip(queries, documents, strict=True)
-    scores = [
-        (query @ document.T).max(axis=1).sum() if len(document) else 0.0
-        for query, document in pairs
-    ]
-    return np.array(scores, dtype=np.float32)
+    scores = np.zeros(len(queries), dtype=np.float32)
+    for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
+        if len(document):
+            dot_products = query @ document.T
+            scores[index] = dot_products.max(axis=1).sum()
+    return scores

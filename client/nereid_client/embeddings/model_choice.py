@@ -60,11 +60,12 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
     contexts: Contexts = app.state.contexts
     backend = make() if make else TritonPooling(contexts.default.settings.grpc_url)
     control = contexts.control
-    app.state.pooling = (
-        PoolingModels(backend)
-        if control is None
-        else PoolingModels(ControlledPooling(backend, control), control.pooling_targets, control)
-    )
+    if control is None:
+        app.state.pooling = PoolingModels(backend)
+    else:
+        # A file describes several models, which are loaded when a request needs them.
+        controlled = ControlledPooling(backend, control)
+        app.state.pooling = PoolingModels(controlled, control.pooling_targets, control)
     yield
     await backend.close()
 
@@ -96,15 +97,16 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         ApiError: 404 if no such model is served, 400 if the name belongs to another kind of model,
             503 if the model does not answer.
     """
-    candidates: list[str] = []
-    problems: list[ApiError] = []
+    other_names: list[str] = []  # the names of the models that could answer the request
+    problems: list[ApiError] = []  # the reasons why models do not answer
     models = pooling_models_of(request)
     targets = [target for kind in kinds for target in models.targets if target.kind == kind]
     for target in targets:
-        if name is not None and target.names and name not in target.names:
-            # `target.names` contains all names of this model. The requested name is not one of
-            # these names, so the model is not loaded.
-            candidates.append(target.names[0])
+        has_other_name = bool(target.names) and name is not None and name not in target.names
+        if has_other_name:
+            # The name of a model is usually known only after the model is loaded. Here, the names
+            # are known, so the model need not be loaded.
+            other_names.append(target.names[0])
             continue
         try:
             model = await models.find(target)
@@ -113,17 +115,13 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
             continue
         if name is None or name in (model.name, *target.names):
             return model
-        candidates.append(model.name)
-    if not candidates:
+        other_names.append(model.name)
+    if not other_names:
         # If one model is not served and another one does not answer, report the second problem. The
         # client can then try again.
-        raise next((error for error in problems if error.status != 404), problems[0])
-    suitable = " or ".join(map(repr, candidates))
-    served_models = await _served_models(request)
-    message = _wrong_model_message(name or "", suitable, served_models)
-    if name in served_models:
-        raise ApiError(400, message, param="model")
-    raise ApiError(404, message, param="model", code="model_not_found")
+        temporary_problems = [problem for problem in problems if problem.status != 404]
+        raise (temporary_problems or problems)[0]
+    raise await _wrong_model_error(request, name or "", other_names)
 
 
 async def check_language_model(request: Request, name: str | None) -> None:
@@ -148,6 +146,27 @@ async def check_language_model(request: Request, name: str | None) -> None:
     suitable = " or ".join(repr(context.settings.model_name) for context in contexts.all)
     message = _wrong_model_message(name or "", suitable, await _served_models(request))
     raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _wrong_model_error(
+    request: Request, name: str, suitable_names: Sequence[str]
+) -> ApiError:
+    """Return the error for a request that the pooling model `name` cannot answer.
+
+    The status is 400 if the name belongs to a model of another kind, and 404 if the name is
+    unknown.
+
+    Args:
+        request: the HTTP request.
+        name: the name of the model in the request.
+        suitable_names: the names of the models that can answer the request.
+    """
+    served_models = await _served_models(request)
+    suitable = " or ".join(map(repr, suitable_names))
+    message = _wrong_model_message(name, suitable, served_models)
+    if name in served_models:
+        return ApiError(400, message, param="model")
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 async def _served_models(request: Request) -> dict[str, tuple[str, str]]:
@@ -231,10 +250,7 @@ async def call_model(
 
     Raises: ApiError, BackendError. The error names a request field instead of a tensor.
     """
-    values = [value for tensor in inputs.tensors.values() for value in tensor]
-    for value in (*values, *options.values()):
-        if isinstance(value, str):
-            check_unicode(value)
+    _check_texts(inputs, options)
     call = PoolingCall(served.model, unique_request_id(request), inputs.tensors, options)
     try:
         outputs = await sse.unless_disconnected(
@@ -243,11 +259,26 @@ async def call_model(
     except BackendError as error:
         raise _with_field_name(error, inputs.fields) from None
     if "num_tokens" in outputs.arrays:
-        client = current_client.get()
-        num_tokens = int(outputs.arrays["num_tokens"].sum())
-        client.count_tokens(num_tokens)
-        request.app.state.metrics.count_client_tokens(client.name, num_tokens, 0)
+        _count_tokens(request, int(outputs.arrays["num_tokens"].sum()))
     return outputs
+
+
+def _check_texts(inputs: ModelInputs, options: Mapping[str, Any]) -> None:
+    """Check that all texts in the input tensors and the options are valid Unicode.
+
+    Raises: ApiError 400.
+    """
+    for values in (*inputs.tensors.values(), options.values()):
+        for value in values:
+            if isinstance(value, str):
+                check_unicode(value)
+
+
+def _count_tokens(request: Request, num_tokens: int) -> None:
+    """Add the tokens of a call to the limits and the metrics of the current client."""
+    client = current_client.get()
+    client.count_tokens(num_tokens)
+    request.app.state.metrics.count_client_tokens(client.name, num_tokens, 0)
 
 
 def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendError:
@@ -259,10 +290,11 @@ def _with_field_name(error: BackendError, fields: Mapping[str, str]) -> BackendE
         error: the error of the backend. An error that names no tensor is returned unchanged.
         fields: maps the name of each tensor to the name of its request field.
     """
-    tensor = re.split(r"\W", error.message, maxsplit=1)[0]
-    if tensor not in fields:
+    first_word = re.split(r"\W", error.message, maxsplit=1)[0]
+    if first_word not in fields:
         return error
-    return BackendError(error.code, fields[tensor] + error.message.removeprefix(tensor))
+    rest = error.message.removeprefix(first_word)
+    return BackendError(error.code, fields[first_word] + rest)
 
 
 def _problem(error: BackendError | TimeoutError) -> ApiError:

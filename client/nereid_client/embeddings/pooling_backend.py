@@ -180,18 +180,21 @@ class PoolingModels:
             BackendError: the server does not serve such a model (NOT_FOUND), or the call failed.
             TimeoutError: the model did not answer in time.
         """
-        model = target.model
-        if model not in self._known:
-            if self._residence is not None:
-                await self._residence.prepare(model)
-            call = PoolingCall(model, f"info-{model}", {"return_info": [True]})
-            async with asyncio.timeout(_INFO_TIMEOUT_S):
-                outputs = await self.backend.infer(call)
-            info = json.loads(outputs.strings["info"][0])
-            if info["task"] == "none":
-                raise BackendError("NOT_FOUND", info["reason"])
-            self._known[model] = ServedModel(target.kind, info["name"], info, model)
-        return self._known[model]
+        if target.model not in self._known:
+            self._known[target.model] = await self._query(target)
+        return self._known[target.model]
+
+    async def _query(self, target: PoolingTarget) -> ServedModel:
+        """Load a model, and request its name and its properties. The errors are those of `find`."""
+        if self._residence is not None:
+            await self._residence.prepare(target.model)
+        call = PoolingCall(target.model, f"info-{target.model}", {"return_info": [True]})
+        async with asyncio.timeout(_INFO_TIMEOUT_S):
+            outputs = await self.backend.infer(call)
+        info = json.loads(outputs.strings["info"][0])
+        if info["task"] == "none":
+            raise BackendError("NOT_FOUND", info["reason"])
+        return ServedModel(target.kind, info["name"], info, target.model)
 
     async def all(self) -> list[ServedModel]:
         """Return all pooling models that are served. Skip a loaded model that does not answer.
@@ -215,17 +218,21 @@ _INPUT_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "I
 
 
 def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArray[Any]]]:
-    """Return the name, the Triton data type and the values of each input tensor."""
+    """Return the name, the Triton data type and the values of each input tensor of a call.
+
+    The options of the call become the tensor `options`, which contains one JSON object.
+    """
     tensors = dict(call.tensors)
     options = {name: value for name, value in call.options.items() if value is not None}
     if options:
         tensors["options"] = [json.dumps(options)]
-    inputs = []
+    inputs: list[tuple[str, str, Sequence[Any] | npt.NDArray[Any]]] = []
     for name, values in tensors.items():
         datatype = _INPUT_TYPES.get(name, "BYTES")
         if datatype == "BYTES":
-            values = [value.encode() for value in values]
-        inputs.append((name, datatype, values))
+            inputs.append((name, datatype, [text.encode() for text in values]))
+        else:
+            inputs.append((name, datatype, values))
     return inputs
 
 

@@ -54,38 +54,52 @@ def labelled_groups(
     """Join neighbouring tokens with the same label. The arguments are those of `labelled_tokens`.
 
     A label that begins with "B-" begins a new group, and a label that begins with "I-" continues
-    the group. The score of a group is the mean of the scores of its tokens.
+    the group. The score of a group is the mean of the scores of its tokens. Tokens with the label
+    "O" are left out.
 
     Example: the tokens "New" (B-LOC, 0.9) and "York" (I-LOC, 0.7) return [{"entity_group": "LOC",
     "score": 0.8, "word": "New York", "start": 0, "end": 8}].
     """
-    groups: list[tuple[str, list[dict[str, Any]]]] = []
+    names: list[str] = []  # the label of each group, without its prefix
+    groups: list[list[dict[str, Any]]] = []  # the tokens of each group
     for token in _best_labels(text, probabilities, offsets, labels):
         prefix, name = _split_label(token["entity"])
-        if groups and groups[-1][0] == name and prefix != "B":
-            groups[-1][1].append(token)
-        else:
-            groups.append((name, [token]))
-    return [_group(text, name, tokens) for name, tokens in groups if name != _OUTSIDE]
+        continues_group = bool(names) and name == names[-1] and prefix != "B"
+        if not continues_group:
+            names.append(name)
+            groups.append([])
+        groups[-1].append(token)
+    return [
+        _group(text, name, tokens)
+        for name, tokens in zip(names, groups, strict=True)
+        if name != _OUTSIDE
+    ]
 
 
 def _best_labels(
     text: str, probabilities: Floats, offsets: Offsets, labels: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the most probable label of each token. Skip tokens without characters."""
-    best = probabilities.argmax(axis=1)
-    return [
-        {
-            "entity": labels[best[index]],
-            "score": float(probabilities[index, best[index]]),
-            "index": index,
-            "word": text[start:end],
-            "start": int(start),
-            "end": int(end),
-        }
-        for index, (start, end) in enumerate(offsets.tolist())
-        if end > start
-    ]
+    """Return the most probable label of each token. Skip special tokens, which have no characters.
+
+    The arguments are those of `labelled_tokens`.
+    """
+    best_labels = probabilities.argmax(axis=1)
+    tokens = []
+    for index, (start, end) in enumerate(offsets.tolist()):
+        if end <= start:
+            continue
+        best = best_labels[index]
+        tokens.append(
+            {
+                "entity": labels[best],
+                "score": float(probabilities[index, best]),
+                "index": index,
+                "word": text[start:end],
+                "start": start,
+                "end": end,
+            }
+        )
+    return tokens
 
 
 def _split_label(label: str) -> tuple[str, str]:
@@ -100,12 +114,13 @@ def _split_label(label: str) -> tuple[str, str]:
 def _group(text: str, name: str, tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Convert the tokens of a group to one labelled section of the text."""
     start, end = tokens[0]["start"], tokens[-1]["end"]
-    # In some tokenizers, a token includes the space before its word.
-    start += len(text[start:end]) - len(text[start:end].lstrip())
+    section = text[start:end]
+    word = section.lstrip()  # in some tokenizers, a token includes the space before its word
+    num_spaces = len(section) - len(word)
     return {
         "entity_group": name,
         "score": sum(token["score"] for token in tokens) / len(tokens),
-        "word": text[start:end],
-        "start": start,
+        "word": word,
+        "start": start + num_spaces,
         "end": end,
     }

@@ -92,14 +92,16 @@ class Gate:
             )
         if not self._running.fits(client.share, 1):
             return self._too_many_error(client)
-        num_own = self._running.used_by(client.share) if client.max_concurrent else 0
-        if client.max_concurrent and num_own >= client.max_concurrent:
-            return limit_error(
-                f"{num_own} requests with this API key are running, but the limit is "
-                f"{client.max_concurrent} (max_concurrent_requests of the key)",
-                1,
-            )
-        return None
+        if not client.max_concurrent:
+            return None
+        num_own = self._running.used_by(client.share)
+        if num_own < client.max_concurrent:
+            return None
+        return limit_error(
+            f"{num_own} requests with this API key are running, but the limit is "
+            f"{client.max_concurrent} (max_concurrent_requests of the key)",
+            1,
+        )
 
     def _too_many_error(self, client: Client) -> ApiError:
         num_own = self._running.used_by(client.share)
@@ -143,8 +145,9 @@ class Throttle:
             now: the time at which the rejection arrived.
         """
         self._rejection_times.append(now)
-        self._last_message, self._retry_after = message, retry_after
-        num_later = sum(then > started for then in self._admission_times)
+        self._last_message = message
+        self._retry_after = retry_after
+        num_later = sum(admitted > started for admitted in self._admission_times)
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
         if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
             # The server took `now - started` seconds to reject this request. Meanwhile, it received
@@ -217,24 +220,35 @@ class AdmissionControl:
         now = time.monotonic()
         client = current_client.get()
         key = (client.share, scope["path"])
-        throttle = self._throttles.get(key)
-        with self._gate.transaction():
-            rejection = self._gate.rejection(client) or client.rejection(now)
-            if rejection is None and throttle:
-                rejection = throttle.rejection(now)
-            if rejection is None:
-                client.count_request(now)
-                self._gate.enter(client)
+        rejection = self._admit(client, self._throttles.get(key), now)
         if rejection is not None:
             self._metrics.count_refusal(rejection)
             await error_response(rejection, scope)(scope, receive, send)
             return
-        if throttle:
-            throttle.record_admission(now)
         try:
             await self._app(scope, receive, self._observed(key, send, now))
         finally:
             self._gate.leave(client)
+
+    def _admit(self, client: Client, throttle: Throttle | None, now: float) -> ApiError | None:
+        """Count a new request if all limits admit the request. Otherwise, return the error.
+
+        Args:
+            client: the client that sent the request.
+            throttle: limits the requests to an overloaded server. None if it is not overloaded.
+            now: the current time of time.monotonic().
+        """
+        with self._gate.transaction():
+            rejection = self._gate.rejection(client) or client.rejection(now)
+            if rejection is None and throttle is not None:
+                rejection = throttle.rejection(now)
+            if rejection is not None:
+                return rejection
+            client.count_request(now)
+            self._gate.enter(client)
+        if throttle is not None:
+            throttle.record_admission(now)
+        return None
 
     async def _check(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a health check from `nereid serve`. Health checks are not counted as requests.

@@ -1,6 +1,7 @@
 """Limits on request bodies: their size, their total size, and the time in which they arrive."""
 
 import asyncio
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -58,39 +59,54 @@ class BodyLimit:
             self._metrics.count_refusal(error)
             await error_response(error, scope)(scope, receive, send)
             return
-        client = current_client.get().share
-        num_received = 0
-        is_complete = False
-        loop = asyncio.get_running_loop()
-        deadline = None if self._timeout_s is None else loop.time() + self._timeout_s
+        now = asyncio.get_running_loop().time()
+        deadline = None if self._timeout_s is None else now + self._timeout_s
+        body = _ReceivedBody(current_client.get().share, deadline)
 
         # This function may raise errors: the application's exception handler sends an error
         # response, and counts the error in a metric.
         async def receive_counted() -> Message:
-            nonlocal num_received, is_complete
-            try:
-                # No time limit applies after the body, because the next message reports only that
-                # the client has disconnected.
-                async with asyncio.timeout_at(None if is_complete else deadline) as timeout:
-                    message = await receive()
-            except TimeoutError:
-                if not timeout.expired():
-                    raise
-                raise self._too_slow(num_received) from None
-            size = len(message.get("body", b""))
-            is_complete = is_complete or not message.get("more_body")
-            if num_received + size > self._max_bytes:
-                raise self._error(f"more than {self._max_bytes}")
-            if not self._total.fits(client, size):
-                raise self._total_error()
-            self._total.add(client, size)
-            num_received += size
+            message = await self._receive_in_time(receive, body)
+            self._count(message, body)
             return message
 
         try:
             await self._app(scope, receive_counted, send)
         finally:
-            self._total.remove(client, num_received)
+            self._total.remove(body.client, body.num_bytes)
+
+    async def _receive_in_time(self, receive: Receive, body: "_ReceivedBody") -> Message:
+        """Return the next message of the client.
+
+        Raises: ApiError 408 if the body is not complete at its deadline.
+        """
+        # No time limit applies after the body, because the next message reports only that the
+        # client has disconnected.
+        deadline = None if body.is_complete else body.deadline
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                message = await receive()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise self._too_slow(body.num_bytes) from None
+        return message
+
+    def _count(self, message: Message, body: "_ReceivedBody") -> None:
+        """Add the bytes in a message to the limits.
+
+        Mutates: body.
+
+        Raises: ApiError 413 if the body is too large, 429 if all bodies together are too large.
+        """
+        num_bytes = len(message.get("body", b""))
+        body.is_complete = body.is_complete or not message.get("more_body")
+        if body.num_bytes + num_bytes > self._max_bytes:
+            raise self._error(f"more than {self._max_bytes}")
+        if not self._total.fits(body.client, num_bytes):
+            raise self._total_error()
+        self._total.add(body.client, num_bytes)
+        body.num_bytes += num_bytes
 
     def _length_error(self, content_length: str) -> ApiError | None:
         """Return an error if the header Content-Length exceeds the limit, or else None.
@@ -132,6 +148,24 @@ class BodyLimit:
             headers={"Retry-After": "1", **_ERROR_HEADERS},
             limit="max_total_body_bytes",
         )
+
+
+@dataclass
+class _ReceivedBody:
+    """The body of one request, while the body arrives.
+
+    Attributes:
+        client: the client that sends the body, as named by the attribute `share` of the client.
+        deadline: the time of the event loop at which the body must be complete. None means no
+            limit.
+        num_bytes: the number of bytes that have arrived.
+        is_complete: whether all bytes have arrived.
+    """
+
+    client: str
+    deadline: float | None
+    num_bytes: int = 0
+    is_complete: bool = False
 
 
 def _is_upload(scope: Scope) -> bool:

@@ -286,21 +286,33 @@ def read_key_file(path: Path) -> dict[str, KeyEntry]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"api_key_file: the file {path} cannot be read ({error}).") from None
-    entries = {}
-    for name, table in tables.items():
-        try:
-            entries[name] = KeyEntry.model_validate(table)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, (name, *first["loc"])))
-            raise SettingsError(
-                f"api_key_file: {place} in the file {path} is wrong: {first['msg']}."
-            ) from None
+    if not tables:
+        raise SettingsError(f"api_key_file: the file {path} contains no API key.")
+    entries = {name: _read_entry(name, table, path) for name, table in tables.items()}
     digests = {entry.digest for entry in entries.values()}
-    if not entries or len(digests) < len(entries):
-        reason = "contains no API key" if not entries else "contains the same key twice"
-        raise SettingsError(f"api_key_file: the file {path} {reason}.")
+    if len(digests) < len(entries):
+        raise SettingsError(f"api_key_file: the file {path} contains the same key twice.")
     return entries
+
+
+def _read_entry(name: str, table: object, path: Path) -> KeyEntry:
+    """Return the validated table of one client.
+
+    Args:
+        name: the name of the client.
+        table: the client's table in the key file.
+        path: the path of the key file, for the error.
+
+    Raises: SettingsError that names the wrong key of the table.
+    """
+    try:
+        return KeyEntry.model_validate(table)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, (name, *first["loc"])))
+        raise SettingsError(
+            f"api_key_file: {place} in the file {path} is wrong: {first['msg']}."
+        ) from None
 
 
 def _digest(key: str) -> bytes:

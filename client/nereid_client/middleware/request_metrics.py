@@ -178,16 +178,22 @@ class CountRequests:
             raise
         finally:
             # No status means that the client closed the connection before a response started.
-            status = status or _CLIENT_CLOSED_REQUEST
-            duration_s = time.monotonic() - arrived
-            route = self._path(scope)
-            state = scope.get("state", {})
-            self._metrics.count_request(route, status, duration_s)
-            self._metrics.count_client_request(state.get("client", ""), status)
-            if scope["method"] != "GET" or status >= 400:
-                facts = {"route": route, "status": status, "duration_s": round(duration_s, 3)}
-                ids = {name: state[name] for name in REQUEST_FIELDS if state.get(name)}
-                _log.info("%s %s %d", scope["method"], route, status, extra=facts | ids)
+            self._record(scope, status or _CLIENT_CLOSED_REQUEST, time.monotonic() - arrived)
+
+    def _record(self, scope: Scope, status: int, duration_s: float) -> None:
+        """Count a request whose response has ended, and log the request.
+
+        A successful GET request is not logged, because monitoring systems send many of them.
+        """
+        route = self._path(scope)
+        state = scope.get("state", {})
+        self._metrics.count_request(route, status, duration_s)
+        self._metrics.count_client_request(state.get("client", ""), status)
+        if scope["method"] == "GET" and status < 400:
+            return
+        facts = {"route": route, "status": status, "duration_s": round(duration_s, 3)}
+        ids = {name: state[name] for name in REQUEST_FIELDS if state.get(name)}
+        _log.info("%s %s %d", scope["method"], route, status, extra=facts | ids)
 
     def _path(self, scope: Scope) -> str:
         """Return the path of the route that answers a request, with placeholders for parameters.
@@ -200,9 +206,16 @@ class CountRequests:
         """
         route: BaseRoute | None = scope.get("route")
         if route is None:
-            matches = (route for route in self._routes if route.matches(scope)[0] != Match.NONE)
-            route = next(matches, None)
+            route = self._matching_route(scope)
         return str(getattr(route, "path_format", _UNKNOWN_ROUTE))
+
+    def _matching_route(self, scope: Scope) -> BaseRoute | None:
+        """Return the first route that matches the path of a request, or None."""
+        for route in self._routes:
+            match, _ = route.matches(scope)
+            if match != Match.NONE:
+                return route
+        return None
 
 
 def is_from_supervisor(scope: Scope) -> bool:

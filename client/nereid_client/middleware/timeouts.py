@@ -78,14 +78,28 @@ class Timeouts:
             await error_response(error, scope)(scope, receive, send)
             return
         response = _ObservedResponse(send)
+        try:
+            await self._call_with_limit(limit, response, scope, receive)
+        except asyncio.CancelledError:
+            # When the frontend has to stop, uvicorn cancels the requests that are still running.
+            await response.end_with(_stopped_error(), scope, receive)
+            raise
+
+    async def _call_with_limit(
+        self, limit: "_TimeLimit", response: "_ObservedResponse", scope: Scope, receive: Receive
+    ) -> None:
+        """Call the application. If the timeout of the request expires, end the response.
+
+        The timeout expires at the time limit. It also expires if the client does not read the
+        response, or if another request aborts this request.
+        """
         state = scope.setdefault("state", {})
+        request_id, client_name = state.get("request_id", ""), current_client.get().name
         try:
             async with asyncio.timeout(limit.seconds) as timeout:
                 with (
                     _UnreadWatch(response, timeout, self._unread_s) as watch,
-                    self._running.track(
-                        state.get("request_id", ""), current_client.get().name, timeout
-                    ) as request,
+                    self._running.track(request_id, client_name, timeout) as request,
                 ):
                     state["running_request"] = request
                     await self._app(scope, receive, response.send)
@@ -97,13 +111,9 @@ class Timeouts:
             elif request.is_aborted:
                 await response.end_with(abort_error(), scope, receive)
             else:
-                late = _timeout_error(limit)
-                self._metrics.count_refusal(late)
-                await response.end_with(late, scope, receive)
-        except asyncio.CancelledError:
-            # When the frontend has to stop, uvicorn cancels the requests that are still running.
-            await response.end_with(_stopped_error(), scope, receive)
-            raise
+                error = _timeout_error(limit)
+                self._metrics.count_refusal(error)
+                await response.end_with(error, scope, receive)
 
     def _time_limit(self, scope: Scope) -> "_TimeLimit":
         """Return the smaller of two limits: the server's setting and the request's header.
@@ -139,7 +149,7 @@ def _requested_limit(scope: Scope) -> float | None:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = math.nan
+        seconds = math.nan  # every comparison with this value is false
     if not 0 < seconds < math.inf:
         raise ApiError(
             400,
@@ -185,7 +195,9 @@ class _ObservedResponse:
         self.unsent_since: float | None = None
         self._send = send
         self._clock = asyncio.get_running_loop().time
-        self._has_started = self._is_stream = self._has_ended = False
+        self._has_started = False
+        self._is_stream = False
+        self._has_ended = False
 
     async def send(self, message: Message) -> None:
         """Send a message. While it is being sent, `unsent_since` contains the time of this call."""
@@ -248,8 +260,12 @@ class _UnreadWatch:
             self._timer.cancel()
 
     def _check(self) -> None:
-        now, since = self._loop.time(), self._response.unsent_since
-        deadline = (now if since is None else since) + self._unread_s
+        """End the request if a message has waited too long. Otherwise, set the timer again."""
+        now = self._loop.time()
+        unsent_since = self._response.unsent_since
+        if unsent_since is None:  # no message is waiting
+            unsent_since = now
+        deadline = unsent_since + self._unread_s
         if deadline > now:
             self._timer = self._loop.call_at(deadline, self._check)
         elif not self._timeout.expired():

@@ -75,13 +75,7 @@ class Traces:
             try:
                 await self._app(scope, receive, send_observed)
             finally:
-                # For an unknown route, the span gets the name "unknown" instead of the path,
-                # because a client can send any path.
-                route = getattr(scope.get("route"), "path_format", "unknown")
-                span.update_name(f"POST {route}")
-                span.set_attribute("http.route", route)
-                span.set_attribute("nereid.request_id", scope["state"]["request_id"])
-                span.set_attribute("nereid.client", scope["state"].get("client", ""))
+                _describe(span, scope)
 
 
 def _set_traceparent(scope: Scope, traceparent: str) -> None:
@@ -89,6 +83,19 @@ def _set_traceparent(scope: Scope, traceparent: str) -> None:
     current_traceparent.set(traceparent)
     if traceparent:
         scope["state"]["trace_id"] = traceparent.split("-")[1]
+
+
+def _describe(span: Any, scope: Scope) -> None:  # noqa: ANN401 - the type of an optional package
+    """Set the name and the attributes of the span for a request whose response has ended.
+
+    For an unknown route, the span gets the name "unknown" instead of the path, because a client can
+    send any path.
+    """
+    route = getattr(scope.get("route"), "path_format", "unknown")
+    span.update_name(f"POST {route}")
+    span.set_attribute("http.route", route)
+    span.set_attribute("nereid.request_id", scope["state"]["request_id"])
+    span.set_attribute("nereid.client", scope["state"].get("client", ""))
 
 
 def _make_tracer() -> Any:  # noqa: ANN401 - the type of an optional package

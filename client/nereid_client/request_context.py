@@ -127,12 +127,15 @@ def select_context(request: Request, name: object) -> bool:
         name: the name of the model. None selects the default model.
     """
     contexts = contexts_of(request)
-    context = contexts.default if name is None else None
-    if isinstance(name, str):
+    context = None
+    if name is None:
+        context = contexts.default
+    elif isinstance(name, str):
         context = contexts.by_name.get(name)
-    if context is not None:
-        request.state.context = context
-    return context is not None
+    if context is None:
+        return False
+    request.state.context = context
+    return True
 
 
 def request_id_of(request: Request) -> str:
@@ -269,10 +272,11 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
+            # The index of the last prompt's start, or -1 if no prompt starts in this chunk.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
-            # `last_start` is -1 if no prompt starts in this chunk.
-            num_bytes = len(chunk) - 1 - last_start
-            num_bytes_of_prompt = num_bytes + (num_bytes_of_prompt if last_start < 0 else 0)
+            if last_start >= 0:
+                num_bytes_of_prompt = 0
+            num_bytes_of_prompt += len(chunk) - (last_start + 1)
             limits.check_prompt_size(num_bytes_of_prompt)
     except ClientDisconnect:
         raise Disconnected from None
@@ -320,9 +324,9 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ApiError(400, _TOO_DEEP) from None
     except ValueError as error:  # NaN, 1e999, or an integer with thousands of digits
-        max_digits = sys.get_int_max_str_digits()
-        too_long = f"an integer has more than {max_digits} digits"
-        reason = too_long if "digits" in str(error) else str(error)
+        reason = str(error)
+        if "digits" in reason:
+            reason = f"an integer has more than {sys.get_int_max_str_digits()} digits"
         raise ApiError(400, f"The request body has an invalid number: {reason}") from None
     if not isinstance(body, dict):
         raise ApiError(

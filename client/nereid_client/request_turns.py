@@ -41,13 +41,21 @@ class RequestTurns:
         """Start the next requests. The event loop calls this method once in each iteration."""
         self._num_starts = 0
         while self._waiting and self._num_starts < _STARTS_PER_ITERATION:
-            client = next(iter(self._waiting))
-            turns = self._waiting.pop(client)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[client] = turns  # move this client to the end of the order
+            turn = self._pop_turn()
             if not turn.done():  # a cancelled request needs no turn
                 turn.set_result(None)
                 self._num_starts += 1
         if self._num_starts:
             asyncio.get_running_loop().call_soon(self._next_iteration)
+
+    def _pop_turn(self) -> asyncio.Future[None]:
+        """Remove and return the future for which the next request waits.
+
+        The client of this request moves to the end of the order.
+        """
+        client = next(iter(self._waiting))  # the first client in the dict
+        turns = self._waiting.pop(client)
+        turn = turns.popleft()
+        if turns:
+            self._waiting[client] = turns
+        return turn

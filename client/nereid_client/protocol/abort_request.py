@@ -33,11 +33,15 @@ class AbortRequest(RequestBody):
 
         The id of a completion consists of a prefix, such as "chatcmpl-", and the id of the request.
         The result also contains the ids without these prefixes.
+
+        Example: {"rid": "chatcmpl-a"} returns {"chatcmpl-a", "a"}.
         """
         if self.abort_all:
             return None
-        given = {self.rid, *(self.request_ids or ())} - {None, ""}
-        ids = {str(one) for one in given}
+        ids = set(self.request_ids or ())
+        if self.rid is not None:
+            ids.add(self.rid)
+        ids.discard("")
         for prefix in _COMPLETION_PREFIXES:
-            ids |= {one.removeprefix(prefix) for one in ids}
+            ids |= {given_id.removeprefix(prefix) for given_id in ids}
         return ids

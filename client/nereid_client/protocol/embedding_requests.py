@@ -183,7 +183,8 @@ class EmbeddingRequest(EmbeddingOptions):
             return options
         input_type = self.input_type or ""
         names = [input_type, "document"] if input_type == "passage" else [input_type]
-        options["prompt_name"] = next((name for name in names if name in prompts), None)
+        known_names = [name for name in names if name in prompts]
+        options["prompt_name"] = known_names[0] if known_names else None
         return options
 
     @field_validator("input")
@@ -290,9 +291,10 @@ class CohereEmbedRequest(RequestBody):
         """
         input_type = self.input_type or ""
         names = (input_type, input_type.removeprefix("search_"))
+        known_names = [name for name in names if name in prompts]
         return {
             "dimensions": self.output_dimension,
-            "prompt_name": next((name for name in names if name in prompts), None),
+            "prompt_name": known_names[0] if known_names else None,
             "truncate": self.truncate != "NONE",
         }
 
@@ -397,13 +399,21 @@ def content_part(value: object, field: str, place: str) -> dict[str, str]:
         )
     part = {}
     for name in names:
-        content = value[name]
-        if name == "image_url" and isinstance(content, dict):
-            content = content.get("url")
-        if not isinstance(content, str):
-            raise FieldError(
-                field,
-                f"{place}.{name} must be a string, but the request has {shown(content)}",
-            )
-        part["text" if name == "text" else "image"] = content
+        key = "text" if name == "text" else "image"
+        part[key] = _content_of(value, name, field, place)
     return part
+
+
+def _content_of(part: dict[str, Any], name: str, field: str, place: str) -> str:
+    """Return the text, or the URL of the image, in the key `name` of a content part.
+
+    Raises: FieldError if the value is not a string.
+    """
+    content = part[name]
+    if name == "image_url" and isinstance(content, dict):
+        content = content.get("url")  # the object is OpenAI's format
+    if not isinstance(content, str):
+        raise FieldError(
+            field, f"{place}.{name} must be a string, but the request has {shown(content)}"
+        )
+    return content

@@ -125,6 +125,9 @@ The frontend sends the fields to the backend unchanged."""
 def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
     """Raise an error if a request body contains an unsupported field.
 
+    A field is accepted if its value is null or harmless. For example, n=1 is harmless if the server
+    supports only one choice.
+
     Args:
         body: the request body.
         tables: the unsupported fields. Each table maps the name of a field to the reason.
@@ -134,7 +137,9 @@ def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
     for table in tables:
         for name, refusal in table.items():
             value = body.get(name)
-            if value is None or any(_is_same(value, harmless) for harmless in refusal.harmless):
+            if value is None:
+                continue
+            if any(_is_same(value, harmless) for harmless in refusal.harmless):
                 continue
             raise FieldError(
                 name,
@@ -156,11 +161,12 @@ def refuse_nested(
 
     Raises: FieldError.
     """
-    if value is not None:
-        refuse(
-            {f"{place}.{name}": inner for name, inner in value.items()},
-            {f"{place}.{name}": refusal for name, refusal in table.items()},
-        )
+    if value is None:
+        return
+    # The error names the path of a field, such as "reasoning.generate_summary".
+    fields = {f"{place}.{name}": member for name, member in value.items()}
+    refusals = {f"{place}.{name}": refusal for name, refusal in table.items()}
+    refuse(fields, refusals)
 
 
 def _is_same(value: object, harmless: object) -> bool:

@@ -85,13 +85,9 @@ class RequestLimits:
                 raise self._error(
                     f"{name} has {len(items)} items, but at most {limit} items fit", param=name
                 )
-        prompt = body.get("prompt")
-        prompts = prompt if isinstance(prompt, list) else [prompt]
-        if prompts and isinstance(prompts[0], int):  # one prompt, as a list of token ids
-            prompts = [prompts]
         is_truncated = body.get("truncate_prompt_tokens") is not None
-        for item in prompts:
-            self._check_prompt(item, is_truncated=is_truncated)
+        for prompt in _prompts_in(body.get("prompt")):
+            self._check_prompt(prompt, is_truncated=is_truncated)
 
     def _check_prompt(self, prompt: object, *, is_truncated: bool) -> None:
         """Check the length of one prompt, which is a text or a list of token ids.
@@ -117,6 +113,17 @@ class RequestLimits:
             param=param,
             code="context_length_exceeded",
         )
+
+
+def _prompts_in(value: object) -> list[object]:
+    """Return the prompts in the field `prompt`, which contains one prompt or a list of prompts.
+
+    Examples: "a" returns ["a"], [1, 2] returns [[1, 2]], and [[1], [2]] returns [[1], [2]].
+    """
+    if not isinstance(value, list):
+        return [value]
+    is_list_of_token_ids = bool(value) and isinstance(value[0], int)
+    return [value] if is_list_of_token_ids else value
 
 
 class PublishedLimits:
@@ -148,14 +155,18 @@ class PublishedLimits:
             # The new expiry time is set before the fetch. During the fetch, other requests use the
             # previous limits and do not fetch the limits again.
             self._expires = self._clock() + _MAX_AGE_S
-            try:
-                async with asyncio.timeout(_FETCH_TIMEOUT_S):
-                    published = await self._fetch()
-            except (BackendError, TimeoutError):
-                self._expires = self._clock() + _RETRY_S
-            else:
-                self._limits = _limits_of(published)
+            await self._refresh()
         return self._limits
+
+    async def _refresh(self) -> None:
+        """Fetch the limits. If this fails, keep the limits, and let the next request fetch soon."""
+        try:
+            async with asyncio.timeout(_FETCH_TIMEOUT_S):
+                published = await self._fetch()
+        except (BackendError, TimeoutError):
+            self._expires = self._clock() + _RETRY_S
+            return
+        self._limits = _limits_of(published)
 
 
 def _limits_of(published: Mapping[str, int]) -> RequestLimits | None:

@@ -69,14 +69,15 @@ class RerankRequest(PoolingRequest):
     @model_validator(mode="after")
     def _check_ranked_texts(self) -> Self:
         """Check that the request has either documents or texts, and that the list is not empty."""
-        if (self.documents is None) == (self.texts is None):
-            given = "neither of them" if self.documents is None else "both of them"
+        given_fields = [name for name in ("documents", "texts") if getattr(self, name) is not None]
+        if len(given_fields) != 1:
+            given = "both of them" if given_fields else "neither of them"
             raise FieldError(
                 "documents",
                 f"Exactly one of documents and texts is required, but the request has {given}",
             )
         if not self.ranked_documents:
-            field = "documents" if self.texts is None else "texts"
+            field = given_fields[0]
             raise FieldError(field, f"{field} must not be an empty list")
         return self
 
@@ -266,17 +267,21 @@ def text_of(value: object, field: str, place: str) -> str:
 
     Raises: FieldError if the value has another form.
     """
-    part = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if isinstance(part, dict):
-        if isinstance(part.get("content"), list):
-            return text_of(part["content"], field, place)
-        part = part.get("text")
-    if not isinstance(part, str):
+    part = _only_member(value)
+    if isinstance(part, dict) and isinstance(part.get("content"), list):
+        return text_of(part["content"], field, place)
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
         raise FieldError(
             field,
             f'{place} must be a string or {{"text": ...}}, but the request has {shown(value)}',
         )
-    return part
+    return text
+
+
+def _only_member(value: object) -> object:
+    """Return the member of a list with one member. Return any other value unchanged."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _texts_of(field: str, value: object) -> list[str]:
@@ -331,10 +336,10 @@ def _document_of(value: object, field: str, place: str) -> Document:
 
     Example: [{"type": "image_url", "image_url": {"url": "data:"}}] returns {"image": "data:"}.
     """
-    part = value[0] if isinstance(value, list) and len(value) == 1 else value
+    part = _only_member(value)
     if not isinstance(part, dict):
         return text_of(value, field, place)
-    if isinstance(part.get("content"), list):
+    if isinstance(part.get("content"), list):  # vLLM's format
         return _document_of(part["content"], field, place)
     refuse_videos_and_audio(part, field, place)
     if "image" not in part and "image_url" not in part:

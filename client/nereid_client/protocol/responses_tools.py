@@ -92,12 +92,14 @@ def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]
 
     Example: a function "read" in the namespace "files" is {"files__read": ("files", "read")}.
     """
-    return {
-        chat_name(tool["name"], function["name"]): (tool["name"], function["name"])
-        for tool in tools
-        if tool["type"] == "namespace"
-        for function in tool["tools"]
-    }
+    functions = {}
+    for namespace in tools:
+        if namespace["type"] != "namespace":
+            continue
+        for function in namespace["tools"]:
+            name = chat_name(namespace["name"], function["name"])
+            functions[name] = (namespace["name"], function["name"])
+    return functions
 
 
 def to_chat_tools(tool: Json, place: str) -> list[Json]:
@@ -122,13 +124,19 @@ def to_chat_tools(tool: Json, place: str) -> list[Json]:
     chat_tools = []
     for index, member in enumerate(namespace.tools):
         function = _function(member, f"{place}.tools[{index}]")
-        descriptions = filter(None, (namespace.description, function.description))
-        update = {
+        chat_tools.append(_to_chat_tool(_with_namespace(function, namespace)))
+    return chat_tools
+
+
+def _with_namespace(function: FunctionTool, namespace: Namespace) -> FunctionTool:
+    """Put the namespace's name and description before the name and description of a function."""
+    descriptions = [text for text in (namespace.description, function.description) if text]
+    return function.model_copy(
+        update={
             "name": chat_name(namespace.name, function.name),
             "description": "\n\n".join(descriptions) or None,
         }
-        chat_tools.append(_to_chat_tool(function.model_copy(update=update)))
-    return chat_tools
+    )
 
 
 def _to_chat_tool(function: FunctionTool) -> Json:

@@ -177,15 +177,8 @@ class Responses:
         bug = None if task.cancelled() else task.exception()
         if bug is not None:
             _log.error("Response %s failed because of a bug", run.id, exc_info=bug)
-        if not run.builder.is_over and bug is not None:
-            error = ApiError(
-                500,
-                f"The server has a bug: it failed with an unexpected {type(bug).__name__}. The log "
-                "of the frontend has the traceback.",
-            )
-            run.record(run.builder.fail(error))
-        elif not run.builder.is_over:
-            run.record(run.builder.cancel())
+        if not run.builder.is_over:
+            run.record(_last_events(run.builder, bug))
         record = _stored(run.builder, run.context, run.events, is_background=True)
         self.store.finish(run, record)
         del self._tasks[run.id]
@@ -211,6 +204,23 @@ class Responses:
             ) from None
         if not run.builder.is_over:
             raise unfinished_error()
+
+
+def _last_events(builder: ResponseBuilder, bug: BaseException | None) -> list[Json]:
+    """End an unfinished response, and return the events that describe the end.
+
+    Args:
+        builder: the response.
+        bug: the exception that ended the task. None if the task was cancelled.
+    """
+    if bug is None:
+        return builder.cancel()
+    error = ApiError(
+        500,
+        f"The server has a bug: it failed with an unexpected {type(bug).__name__}. The log of the "
+        "frontend has the traceback.",
+    )
+    return builder.fail(error)
 
 
 async def stored_events(record: StoredResponse, after: int) -> AsyncGenerator[bytes]:

@@ -90,16 +90,17 @@ class _ChatBuilder:
         Args:
             later_fields: the fields of a message that come after the item. For example, reasoning
                 cannot be added to a message that already has content.
+
+        Mutates: messages.
         """
-        last = self.messages[-1] if self.messages else None
-        if (
-            last is None
-            or last["role"] != "assistant"
-            or any(last.get(field) for field in later_fields)
-        ):
-            last = {"role": "assistant", "content": None}
-            self.messages.append(last)
-        return last
+        if self.messages:
+            last = self.messages[-1]
+            has_later_field = any(last.get(field) for field in later_fields)
+            if last["role"] == "assistant" and not has_later_field:
+                return last
+        message: Json = {"role": "assistant", "content": None}
+        self.messages.append(message)
+        return message
 
 
 def _add_message(chat: _ChatBuilder, item: Json) -> None:
@@ -107,20 +108,24 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
 
     Example: an item of the user with two text parts "a" and "b" appends {"role": "user",
     "content": "ab"}. The parts of a message with images are not joined.
+
+    Mutates: chat.
     """
-    if any(part["type"] == "input_image" for part in item["content"]):
-        chat.messages.append(
-            {"role": item["role"], "content": [_chat_part(part) for part in item["content"]]}
-        )
+    role, parts = item["role"], item["content"]
+    if any(part["type"] == "input_image" for part in parts):
+        chat.messages.append({"role": role, "content": [_chat_part(part) for part in parts]})
         return
-    text = "".join(part["text"] for part in item["content"])
-    if item["role"] != "assistant":
-        chat.append(item["role"], text)
+    text = "".join(part["text"] for part in parts)
+    if role != "assistant":
+        chat.append(role, text)
         return
-    # If the last message has function calls, the text is added to this message. A new message would
-    # come between the calls and their outputs, and chat templates do not accept this order.
     last = chat.messages[-1] if chat.messages else {}
-    message = chat.assistant_message(() if last.get("tool_calls") else ("content",))
+    if last.get("tool_calls"):
+        # The text is added to the message with the calls. A new message would come between the
+        # calls and their outputs, and chat templates do not accept this order.
+        message = chat.assistant_message()
+    else:
+        message = chat.assistant_message(later_fields=("content",))
     message["content"] = (message["content"] or "") + text
 
 

@@ -124,7 +124,10 @@ def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
 
 def _message(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a message item."""
+    """Return the fields of a message item.
+
+    Raises: ApiError 400 if a field is wrong.
+    """
     role = item.get("role")
     if role not in _ROLES:
         raise _wrong(
@@ -133,14 +136,14 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
             role,
             "The output of a function is an item of the type function_call_output.",
         )
-    part: Json = {"type": "input_text"}
-    if role == "assistant":
-        part = {"type": "output_text", "annotations": [], "logprobs": []}
     given = item.get("content")
     if role == "user" and isinstance(given, list):
-        content = [_user_part(value, f"{place}.content[{at}]") for at, value in enumerate(given)]
+        content = [_user_part(part, f"{place}.content[{at}]") for at, part in enumerate(given)]
     else:
-        content = [part | {"text": text} for text in _texts(given, f"{place}.content")]
+        fields: Json = {"type": "input_text"}
+        if role == "assistant":
+            fields = {"type": "output_text", "annotations": [], "logprobs": []}
+        content = [fields | {"text": text} for text in _texts(given, f"{place}.content")]
     return {"role": role, "status": _status(item, place), "content": content}
 
 
@@ -159,19 +162,14 @@ def _user_part(part: object, place: str) -> Json:
 
 
 def _call(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a function_call item."""
+    """Return the fields of a function_call item.
+
+    Raises: ApiError 400 if a field is wrong.
+    """
     arguments = _string(item, "arguments", place, may_be_empty=True)
     status = _status(item, place)
     if arguments and status == "completed":
-        try:
-            json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            problem = "nested too deeply" if isinstance(error, RecursionError) else f"not: {error}"
-            raise ApiError(
-                400,
-                f"{place}.arguments must be valid JSON, but it is {problem}",
-                param=f"{place}.arguments",
-            ) from None
+        _check_json(arguments, f"{place}.arguments")
     fields = {
         "call_id": _string(item, "call_id", place),
         "name": _string(item, "name", place),
@@ -181,6 +179,19 @@ def _call(item: Mapping[str, Any], place: str) -> Json:
     if item.get("namespace") is not None:
         fields["namespace"] = _string(item, "namespace", place)
     return fields
+
+
+def _check_json(text: str, place: str) -> None:
+    """Raise an ApiError 400 if a text is not JSON. `place` is the path of the text in the body."""
+    try:
+        json.loads(text)
+    except RecursionError:
+        problem = "nested too deeply"
+    except ValueError as error:
+        problem = f"not: {error}"
+    else:
+        return
+    raise ApiError(400, f"{place} must be valid JSON, but it is {problem}", param=place)
 
 
 def _call_output(item: Mapping[str, Any], place: str) -> Json:
@@ -199,10 +210,14 @@ def _call_output(item: Mapping[str, Any], place: str) -> Json:
 
 
 def _reasoning(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a reasoning item."""
+    """Return the fields of a reasoning item.
+
+    Raises: ApiError 400 if a field is wrong, or if the reasoning is encrypted.
+    """
     content = _text_parts(item.get("content"), f"{place}.content", ("reasoning_text", "text"))
     summary = _text_parts(item.get("summary"), f"{place}.summary", ("summary_text",))
-    if item.get("encrypted_content") is not None and not content and not summary:
+    has_text = bool(content or summary)
+    if item.get("encrypted_content") is not None and not has_text:
         raise ApiError(
             400,
             f"{place}.encrypted_content cannot be decrypted by this server, which returns "

@@ -146,23 +146,27 @@ class Store:
                 limit="max_stored_response_bytes",
             )
         with self._database.transaction():
-            num_running, _ = self._totals("WHERE is_running")
-            is_full = num_running >= self._limits.count
-            if is_full or not self._free_space(num_bytes, count=1):
-                raise ApiError(
-                    429,
-                    f"{num_running} responses run in the background and fill the response store "
-                    "(max_stored_responses, max_stored_response_bytes). Try again in a moment, or "
-                    "send the request with background=false.",
-                    code="rate_limit_exceeded",
-                    headers={"Retry-After": "1"},
-                    limit="max_stored_responses" if is_full else "max_stored_response_bytes",
-                )
+            if not self._free_space(num_bytes, count=1):
+                raise self._full_error()
             self._database.execute(
                 "INSERT INTO responses (id, owner, worker, num_bytes) VALUES (?, ?, ?, ?)",
                 (run.id, run.owner, self._worker, num_bytes),
             )
         self._running[run.id] = run
+
+    def _full_error(self) -> ApiError:
+        """Return the error for a background response if running responses fill the store."""
+        num_running, _ = self._totals("WHERE is_running")
+        has_most_responses = num_running >= self._limits.count
+        return ApiError(
+            429,
+            f"{num_running} responses run in the background and fill the response store "
+            "(max_stored_responses, max_stored_response_bytes). Try again in a moment, or send the "
+            "request with background=false.",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": "1"},
+            limit="max_stored_responses" if has_most_responses else "max_stored_response_bytes",
+        )
 
     def reserve(self, run: Running, num_bytes: int) -> None:
         """Reserve `num_bytes` more bytes of the store for a running response.
@@ -229,11 +233,12 @@ class Store:
         if worker is not None:  # the response still runs in the process with this number
             return self._running.get(response_id) or RunningElsewhere(worker)
         items = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
+        item_ids = tuple(item_id for (item_id,) in items)
         return StoredResponse(
             id=response_id,
             response=response,
             context=context,
-            items=tuple(item_id for (item_id,) in items),
+            items=item_ids,
             events=None if events is None else _split_events(events),
             is_background=bool(is_background),
             owner=owner,
@@ -301,21 +306,19 @@ class Store:
             are never deleted.
         """
         num_running, running_bytes = self._totals("WHERE is_running")
-        if (
-            running_bytes + num_bytes > self._limits.num_bytes
-            or num_running + count > self._limits.count
-        ):
+        if not self._fits(num_running + count, running_bytes + num_bytes):
             return False
         self._delete_expired()
-        while (
-            self.num_bytes + num_bytes > self._limits.num_bytes
-            or len(self) + count > self._limits.count
-        ):
+        while not self._fits(len(self) + count, self.num_bytes + num_bytes):
             self._database.execute(
                 "DELETE FROM responses WHERE number = "
                 "(SELECT MIN(number) FROM responses WHERE worker IS NULL)"
             )
         return True
+
+    def _fits(self, count: int, num_bytes: int) -> bool:
+        """Return whether the store may contain `count` responses of `num_bytes` bytes together."""
+        return count <= self._limits.count and num_bytes <= self._limits.num_bytes
 
     def _delete_expired(self) -> None:
         self._database.execute("DELETE FROM responses WHERE expires_at <= ?", (self._now(),))

@@ -6,9 +6,9 @@ turns and sends the shorter conversation. A rejected prompt costs little, becaus
 run.
 """
 
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from itertools import accumulate
 from typing import Any
 
 from nereid_client.errors import BackendError, tokens_and_limit
@@ -25,6 +25,9 @@ async def generate_truncated(
 ) -> AsyncGenerator[Delta]:
     """Generate the answer to a conversation. Shorten the conversation if it is too long.
 
+    The backend rejects a conversation that is too long with an error that names the number of
+    tokens. In this case, the oldest messages are removed, and the next attempt starts.
+
     Args:
         backend: generates the deltas.
         request_id: the id of the request. The number of the attempt is appended to the id.
@@ -32,8 +35,7 @@ async def generate_truncated(
 
     Raises: BackendError, also if the last turn alone is too long.
     """
-    attempt = 0
-    while True:
+    for attempt in itertools.count():
         generation = Generation(f"{request_id}-{attempt}", chat_request=to_json(chat))
         has_deltas = False
         try:
@@ -51,7 +53,6 @@ async def generate_truncated(
             if shorter is None:
                 raise
             chat = chat | {"messages": shorter}
-            attempt += 1
 
 
 def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] | None:
@@ -76,9 +77,11 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
     ]
     if not turn_starts:
         return None
-    # The number of characters that come before each message.
-    offsets = list(accumulate((len(to_json(message)) for message in messages), initial=0))
-    excess = share * offsets[-1]
-    enough = offsets[num_opening] + excess
-    first_kept = next((at for at in turn_starts if offsets[at] >= enough), turn_starts[-1])
+    # The number of characters that come before each message, and the number of all characters.
+    sizes = [len(to_json(message)) for message in messages]
+    num_before = list(itertools.accumulate(sizes, initial=0))
+    num_excess = share * num_before[-1]
+    least_before = num_before[num_opening] + num_excess
+    sufficient_starts = [start for start in turn_starts if num_before[start] >= least_before]
+    first_kept = sufficient_starts[0] if sufficient_starts else turn_starts[-1]
     return [*messages[:num_opening], *messages[first_kept:]]

@@ -12,6 +12,9 @@ from nereid_client.streaming.deltas import Delta, ToolCallPiece
 from nereid_client.streaming.openai_logprobs import chat_logprobs, prompt_logprobs
 from nereid_client.streaming.reasoning_view import ReasoningView
 
+_TOKEN_FIELDS = ("logprobs", "token_ids", "prompt_token_ids")
+"""The fields of a delta that describe tokens. A delta with such a field may have no text."""
+
 
 def chat_events(
     frame: CompletionFrame, view: ReasoningView, first: Delta | None, rest: AsyncGenerator[Delta]
@@ -47,21 +50,31 @@ class _ChatChunks(ChunkBuilder[Delta]):
         """
         index = self.record(0, item)
         delta = self._view.apply(item)
-        added = _message_delta(delta)
+        message_delta = _message_delta(delta)
         chunks = []
-        if added or any(delta.get(name) for name in ("logprobs", "token_ids", "prompt_token_ids")):
-            choice = _choice(index, added)
-            if delta.get("logprobs"):
-                choice["logprobs"] = _logprobs(self.frame, delta)
-            if delta.get("token_ids"):
-                choice["token_ids"] = delta["token_ids"]
-            chunks.append(self.chunk(choice) | _prompt_fields(delta))
+        if message_delta or any(delta.get(name) for name in _TOKEN_FIELDS):
+            chunks.append(self._text_chunk(index, message_delta, delta))
         if "finish_reason" in delta:
-            last = _choice(index, {})
-            last["finish_reason"] = delta["finish_reason"]
-            last["stop_reason"] = last["matched_stop"] = delta.get("stop_reason")
-            chunks.append(self.chunk(last))
+            choice = _choice(index, {})
+            choice["finish_reason"] = delta["finish_reason"]
+            choice["stop_reason"] = choice["matched_stop"] = delta.get("stop_reason")
+            chunks.append(self.chunk(choice))
         return chunks
+
+    def _text_chunk(self, index: int, message_delta: Json, delta: Delta) -> Json:
+        """Return a chunk with the new parts of a message, and with the fields of its tokens.
+
+        Args:
+            index: the index of the choice.
+            message_delta: the new parts of the message, as returned by `_message_delta`.
+            delta: the delta that contains the tokens.
+        """
+        choice = _choice(index, message_delta)
+        if delta.get("logprobs"):
+            choice["logprobs"] = _logprobs(self.frame, delta)
+        if delta.get("token_ids"):
+            choice["token_ids"] = delta["token_ids"]
+        return self.chunk(choice) | _prompt_fields(delta)
 
 
 def _message_delta(delta: Delta) -> Json:

@@ -49,7 +49,8 @@ class ChunkBuilder(ABC, Generic[ItemT]):
         """
         choice = delta.get("index", 0)
         number = prompt * self.frame.num_choices + choice
-        self._usages[prompt][choice] = delta.get("usage", self._usages[prompt][choice])
+        if "usage" in delta:
+            self._usages[prompt][choice] = delta["usage"]
         if "finish_reason" in delta:
             self.unfinished.discard(number)
         return number

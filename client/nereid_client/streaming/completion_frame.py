@@ -62,20 +62,23 @@ def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
     Args:
         prompts: for each prompt, a list with the usage of each choice. None means no usage so far.
     """
-    known = [[usage for usage in choices if usage] for choices in prompts]
-    first_choices = [choices[0] for choices in known if choices]
-    all_choices = [usage for choices in known for usage in choices]
+    # The usages that have been reported, grouped by the prompt.
+    reported = [[usage for usage in choices if usage] for choices in prompts]
+    groups = [usages for usages in reported if usages]
+    all_usages = [usage for usages in groups for usage in usages]
+    num_prompt = sum(usages[0]["prompt_tokens"] for usages in groups)
+    num_generated = sum(usage["completion_tokens"] for usage in all_usages)
     counts: Json = {
-        "prompt_tokens": sum(usage["prompt_tokens"] for usage in first_choices),
-        "completion_tokens": sum(usage["completion_tokens"] for usage in all_choices),
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
     }
-    counts["total_tokens"] = counts["prompt_tokens"] + counts["completion_tokens"]
-    if any("prompt_tokens_details" in usage for usage in all_choices):
-        cached = (max(map(_cached_tokens, choices)) for choices in known if choices)
-        counts["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
-    if any("completion_tokens_details" in usage for usage in all_choices):
-        reasoning = sum(map(_reasoning_tokens, all_choices))
-        counts["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    if any("prompt_tokens_details" in usage for usage in all_usages):
+        num_cached = sum(max(map(_cached_tokens, usages)) for usages in groups)
+        counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    if any("completion_tokens_details" in usage for usage in all_usages):
+        num_reasoning = sum(map(_reasoning_tokens, all_usages))
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     return counts
 
 

@@ -161,17 +161,34 @@ def _whole_choice(
     if options.only_prompt:
         choice |= {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
     if options.logprobs:
-        logprobs = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
-        parts = []
-        if echo:
-            token_ids = first.get("prompt_token_ids", ())
-            parts.append(logprobs.prompt(token_ids, first.get("prompt_logprobs", [])))
-        if not options.only_prompt:
-            parts.append(logprobs.add(text, total.get("logprobs", ()), is_last=True))
-        choice["logprobs"] = joined(parts)
+        parts = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
+        choice["logprobs"] = _whole_logprobs(parts, options, echo, first=first, total=total)
     if options.prompt_logprobs:
         choice["prompt_logprobs"] = prompt_logprobs(first.get("prompt_logprobs", []))
     return choice | _token_ids(options, first=first, delta=total)
+
+
+def _whole_logprobs(
+    builder: CompletionLogprobs,
+    options: CompletionOptions,
+    echo: str,
+    *,
+    first: Delta,
+    total: Delta,
+) -> Json:
+    """Return the field `logprobs` of a whole choice.
+
+    If the choice begins with the prompt (`echo` is not ""), the field begins with the tokens of the
+    prompt. The arguments `first` and `total` are those of `_whole_choice`.
+    """
+    parts = []
+    if echo:
+        token_ids = first.get("prompt_token_ids", ())
+        parts.append(builder.prompt(token_ids, first.get("prompt_logprobs", [])))
+    if not options.only_prompt:
+        text, entries = total.get("text", ""), total.get("logprobs", ())
+        parts.append(builder.add(text, entries, is_last=True))
+    return joined(parts)
 
 
 def _usage(options: CompletionOptions, total: Delta) -> Usage | None:

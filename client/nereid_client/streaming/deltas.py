@@ -265,14 +265,14 @@ async def interleaved(
     feeders = [
         asyncio.create_task(_feed(queue, index, source)) for index, source in enumerate(sources)
     ]
+    num_running = len(feeders)
     try:
-        num_running = len(feeders)
         while num_running:
             item = await queue.get()
-            if item is None:  # One of the sources has ended.
-                num_running -= 1
-            elif isinstance(item, Exception):
+            if isinstance(item, Exception):
                 raise item
+            if item is None:  # one of the sources has ended
+                num_running -= 1
             else:
                 yield item
     finally:

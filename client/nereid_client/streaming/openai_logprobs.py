@@ -1,10 +1,15 @@
 """Convert the log-probabilities in deltas to the formats of chat and text completions."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nereid_client.streaming.completion_frame import Json
-from nereid_client.streaming.deltas import PromptLogprobs, TokenLogprob, TopLogprob
+from nereid_client.streaming.deltas import (
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 
 # The log-probability of an impossible token is -infinity, which JSON cannot represent. OpenAI and
 # vLLM return this number instead.
@@ -88,15 +93,22 @@ class CompletionLogprobs:
             if entries is None:
                 part["token_logprobs"].append(None)
                 part["top_logprobs"].append(None)
-                continue
-            part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
-            likely_tokens = {}
-            for likely_id, likely in entries.items():
-                name = self._token_name(likely["decoded_token"] or "", int(likely_id))
-                likely_tokens[name] = _finite(likely["logprob"])
-            part["top_logprobs"].append(likely_tokens)
+            else:
+                part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
+                part["top_logprobs"].append(self._likely_tokens(entries))
         self._position = self._base + len(self._text)  # the text of the deltas follows the prompt
         return part
+
+    def _likely_tokens(self, entries: Mapping[str, PromptLogprob]) -> dict[str, float]:
+        """Return the log-probability of each token that is likely at one position of the prompt.
+
+        Example: {"17": {"decoded_token": "ab", "logprob": -0.1, ...}} returns {"ab": -0.1}.
+        """
+        likely_tokens = {}
+        for token_id, entry in entries.items():
+            name = self._token_name(entry["decoded_token"] or "", int(token_id))
+            likely_tokens[name] = _finite(entry["logprob"])
+        return likely_tokens
 
     def add(self, text: str, entries: Iterable[TokenLogprob], *, is_last: bool) -> Json:
         """Return the part of the field `logprobs` that describes one delta.
@@ -112,15 +124,14 @@ class CompletionLogprobs:
         for entry in entries:
             self._skip_incomplete_character(entry, is_last=is_last)
             piece = self._decode(entry)
+            likely_tokens = {
+                self._token_name(likely["token"], likely["token_id"]): _finite(likely["logprob"])
+                for likely in (entry, *entry["top_logprobs"])
+            }
             part["text_offset"].append(self._locate(piece, is_last=is_last))
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
-            part["top_logprobs"].append(
-                {
-                    self._token_name(top["token"], top["token_id"]): _finite(top["logprob"])
-                    for top in (entry, *entry["top_logprobs"])
-                }
-            )
+            part["top_logprobs"].append(likely_tokens)
         return part
 
     def _token_name(self, token: str, token_id: int) -> str:
@@ -168,9 +179,9 @@ class CompletionLogprobs:
             piece: the text of the token.
             is_last: whether the text of the choice is complete.
         """
-        offset = self._position - self._base
-        expected = self._text[offset : offset + len(piece)]
-        if self._position == 0 and expected != piece:
+        offset = self._position - self._base  # the index in `_text`, which lacks the earlier text
+        next_text = self._text[offset : offset + len(piece)]
+        if self._position == 0 and next_text != piece:
             # Some tokenizers put a space before the first token, but the text does not have this
             # space.
             stripped = piece.lstrip(" ")
@@ -179,9 +190,11 @@ class CompletionLogprobs:
                 return 0
         # The text of later deltas may contain the rest of the piece. Until the last delta, a text
         # that ends within the piece therefore matches.
-        is_at_offset = expected == piece or (not is_last and piece.startswith(expected))
-        search_end = offset + _SEARCH_CHARS + len(piece)
-        begin = offset if is_at_offset else self._text.find(piece, offset, search_end)
+        is_next = next_text == piece or (not is_last and piece.startswith(next_text))
+        if is_next:
+            begin = offset
+        else:
+            begin = self._text.find(piece, offset, offset + _SEARCH_CHARS + len(piece))
         if begin < 0:  # the token is not in the text
             return min(self._position, self._base + len(self._text))
         self._position = self._base + begin + len(piece)

@@ -32,7 +32,9 @@ class ReasoningView:
         pieces = self._collected.setdefault(delta.get("index", 0), [])
         pieces.append(changed.pop("reasoning", ""))
         has_ended = not changed.keys().isdisjoint(_END_OF_REASONING)
-        if has_ended and (reasoning := "".join(pieces)):
+        if has_ended:
+            reasoning = "".join(pieces)
             pieces.clear()
-            changed["reasoning"] = reasoning
+            if reasoning:
+                changed["reasoning"] = reasoning
         return changed

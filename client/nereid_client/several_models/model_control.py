@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -186,7 +186,7 @@ class ModelControl:
     async def _load_for_request(self, state: ModelState) -> None:
         """Load a model for a request, or wait until another request has loaded the model.
 
-        Raises: ApiError.
+        Raises: ApiError 404 if a client has unloaded the model, 503 if it cannot be loaded.
         """
         async with state.lock:
             if state.is_unloaded_by_client:
@@ -196,13 +196,10 @@ class ModelControl:
                     f"/v1/models/{state.spec.name}/load loads it.",
                     code="model_unloaded",
                 )
-            if state.is_loaded:
-                return
-            name = state.spec.triton_name
-            # None means that the frontend does not know whether the model is loaded. It therefore
-            # queries the server.
-            if state.is_loaded is None and await self._repository.is_model_ready(name):
+            is_unknown = state.is_loaded is None
+            if is_unknown and await self._repository.is_model_ready(state.spec.triton_name):
                 state.is_loaded = True
+            if state.is_loaded:
                 return
             try:
                 await self._load(state)
@@ -250,13 +247,15 @@ class ModelControl:
         async with self._memory_lock:
             others = [other for other in self._states.values() if other is not state]
             for other in others:
+                # None means that the frontend does not know whether the model is loaded.
                 if other.is_loaded is None and not other.lock.locked():
                     other.is_loaded = await self._repository.is_model_ready(other.spec.triton_name)
-            while sum(map(_memory_of, filter(_uses_memory, others))) + needed > budget:
+            while _used_memory(others) + needed > budget:
                 candidates = [other for other in others if _can_be_unloaded(other)]
                 if not candidates:
                     raise BackendError("UNAVAILABLE", _too_little_memory(state, others, budget))
-                await self._unload_for_memory(min(candidates, key=lambda other: other.last_used))
+                longest_idle = min(candidates, key=lambda other: other.last_used)
+                await self._unload_for_memory(longest_idle)
             state.is_loading = True
 
     async def _unload_for_memory(self, state: ModelState) -> None:
@@ -270,19 +269,25 @@ class ModelControl:
                 await asyncio.sleep(_UNLOAD_CHECK_EVERY_S)
 
     async def _unload_idle_models(self) -> None:
-        """Unload each model that has been idle for longer than its setting `idle_unload_s`."""
+        """Unload each model that has been idle for longer than its setting `idle_unload_s`.
+
+        This method runs until its task is cancelled.
+        """
         while True:
             await asyncio.sleep(_IDLE_CHECK_EVERY_S)
             for state in self._states.values():
-                if not _is_idle(state):
-                    continue
-                async with state.lock:
-                    try:
-                        await self._unload(state)
-                    except BackendError as error:
-                        _log.warning("The idle model %s stays loaded: %s", state.spec.name, error)
-                        state.is_loaded = None
-                        state.last_used = time.monotonic()
+                if _is_idle(state):
+                    await self._unload_idle(state)
+
+    async def _unload_idle(self, state: ModelState) -> None:
+        """Unload an idle model. If this fails, log the reason, and try again much later."""
+        async with state.lock:
+            try:
+                await self._unload(state)
+            except BackendError as error:
+                _log.warning("The idle model %s stays loaded: %s", state.spec.name, error)
+                state.is_loaded = None
+                state.last_used = time.monotonic()
 
 
 def _memory_of(state: ModelState) -> int:
@@ -293,6 +298,11 @@ def _memory_of(state: ModelState) -> int:
 def _uses_memory(state: ModelState) -> bool:
     """Return whether a model uses a part of the memory budget now."""
     return state.is_loading or state.is_loaded is not False
+
+
+def _used_memory(states: Iterable[ModelState]) -> int:
+    """Return how many bytes of the memory budget the models use now."""
+    return sum(_memory_of(state) for state in states if _uses_memory(state))
 
 
 def _can_be_unloaded(state: ModelState) -> bool:

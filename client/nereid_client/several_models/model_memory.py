@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -54,7 +55,7 @@ class ModelMemory:
 
 
 def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
-    """Estimate the memory of a model.
+    """Estimate the memory of a model, including its draft model and all of its replicas.
 
     Args:
         folder: the folder of the checkpoint.
@@ -64,13 +65,14 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
     Raises: SettingsError if kv_cache_memory is not a size.
     """
     weights = _weight_bytes(folder, settings)
-    if draft := settings.get("draft_model"):
-        weights += _weight_bytes(Path(draft).expanduser(), {"dtype": settings.get("dtype", "auto")})
-    kv_cache = 0
-    if size := settings.get("kv_cache_memory"):
-        kv_cache = parse_size("kv_cache_memory", size)
-    replicas = settings.get("data_parallel_size", "1")
-    num_replicas = int(replicas) if replicas.isdecimal() else 1
+    draft_model = settings.get("draft_model")
+    if draft_model:
+        draft_settings = {"dtype": settings.get("dtype", "auto")}
+        weights += _weight_bytes(Path(draft_model).expanduser(), draft_settings)
+    kv_cache_memory = settings.get("kv_cache_memory")
+    kv_cache = parse_size("kv_cache_memory", kv_cache_memory) if kv_cache_memory else 0
+    data_parallel_size = settings.get("data_parallel_size", "1")
+    num_replicas = int(data_parallel_size) if data_parallel_size.isdecimal() else 1
     return ModelMemory(num_replicas * weights, num_replicas * kv_cache)
 
 
@@ -109,20 +111,36 @@ def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
     """Return the size of the weights in memory, in bytes.
 
     For formats other than safetensors, return the size of the files, which is about the same.
+
+    Args:
+        folder: the folder of the checkpoint, or a GGUF file.
+        settings: the settings of the model, which can change the data type of the weights.
     """
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         files = [*folder.glob("*.gguf"), *folder.glob("pytorch_model*.bin")]
     total = 0.0
     for path in files:
-        if path.suffix != ".safetensors":
+        if path.suffix == ".safetensors":
+            total += sum(_tensor_bytes(tensor, settings) for tensor in tensors_of(path))
+        else:
             total += path.stat().st_size
-            continue
-        for tensor in tensors_of(path):
-            start, end = tensor["data_offsets"]
-            number_bytes = _number_bytes(tensor["dtype"], len(tensor["shape"]), settings)
-            total += end - start if number_bytes is None else prod(tensor["shape"]) * number_bytes
     return int(total)
+
+
+def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> float:
+    """Return the size of a tensor in memory, in bytes.
+
+    Args:
+        tensor: the tensor's header in the safetensors file.
+        settings: the settings of the model.
+    """
+    number_bytes = _number_bytes(tensor["dtype"], len(tensor["shape"]), settings)
+    if number_bytes is None:  # the tensor has the same size in memory as in the file
+        start, end = tensor["data_offsets"]
+        return float(end - start)
+    num_numbers: int = prod(tensor["shape"])
+    return num_numbers * number_bytes
 
 
 def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str]) -> float | None:

@@ -20,7 +20,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
@@ -126,16 +126,30 @@ def read_models_file(path: Path) -> ModelsFile:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"models_file: the file {path} cannot be read ({error}).") from None
-    budget = None
-    has_budget = _BUDGET in tables and not isinstance(tables[_BUDGET], dict)
-    if has_budget:
-        try:
-            budget = parse_size(_BUDGET, tables.pop(_BUDGET))
-        except SettingsError as error:
-            raise SettingsError(f"models_file: the file {path} is wrong: {error}") from None
+    budget = _pop_budget(tables, path)
     models = ModelsFile([_read_model(name, table, path) for name, table in tables.items()])
     _check_names(models.specs, path)
     return models if budget is None else _with_memory(models, budget, path)
+
+
+def _pop_budget(tables: dict[str, Any], path: Path) -> int | None:
+    """Return the memory budget in bytes, or None if the file does not set the budget.
+
+    Args:
+        tables: the content of the file: the tables of the models, and the budget.
+        path: the path of the file, for the error.
+
+    Mutates: tables. The budget is removed.
+
+    Raises: SettingsError if the budget is not a size.
+    """
+    is_model = isinstance(tables.get(_BUDGET), dict)  # a model can have this name, too
+    if _BUDGET not in tables or is_model:
+        return None
+    try:
+        return parse_size(_BUDGET, tables.pop(_BUDGET))
+    except SettingsError as error:
+        raise SettingsError(f"models_file: the file {path} is wrong: {error}") from None
 
 
 def _read_model(name: str, table: object, path: Path) -> ModelSpec:
@@ -206,14 +220,20 @@ def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:
 def _check_names(specs: list[ModelSpec], path: Path) -> None:
     """Check that all models have different names, and that one of them is a language model.
 
+    Args:
+        specs: the models.
+        path: the path of the file, for the error.
+
     Raises: SettingsError.
     """
     seen: set[str] = set()
-    triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
-    for name in [name for spec in specs for name in spec.names]:
+    names = [name for spec in specs for name in spec.names]
+    for name in names:
         if name in seen:
             raise SettingsError(f"models_file: the file {path} has the name {name!r} twice.")
         seen.add(name)
+    # The names in the model repository. A "-" replaces each character that is not allowed there.
+    triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
     if len(set(triton_names)) < len(triton_names):
         raise SettingsError(
             f"models_file: the names of the models in the file {path} are too similar. Names must "

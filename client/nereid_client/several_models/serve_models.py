@@ -56,7 +56,8 @@ class ServedModels:
                 raise CliError(str(error).replace("--model", place, 1)) from None
         self._file = file
 
-        default = next(spec for spec in self.specs if spec.kind == "llm")
+        language_models = [spec for spec in self.specs if spec.kind == "llm"]
+        default = language_models[0]  # `read_models_file` requires at least one language model
         self.path = default.path
         self.name = default.name
         self._specs_at_start = models.specs_at_start
@@ -105,9 +106,8 @@ class ServedModels:
         defaults = _defaults(environment)
         for spec in self.specs:
             settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
-            variables = {
-                f"{_PREFIXES[spec.kind]}{name}".upper(): value for name, value in settings.items()
-            }
+            prefix = _PREFIXES[spec.kind]
+            variables = {f"{prefix}{name}".upper(): value for name, value in settings.items()}
             # The check always includes a language model, even if `spec` is a pooling model. The
             # check therefore needs the checkpoint of a language model.
             variables.setdefault("NEREID_MODEL", str(self.path))

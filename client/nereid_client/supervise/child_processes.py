@@ -27,6 +27,10 @@ ERROR_PREFIX = "nereid: error:"
 has stopped."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_TABLE_STARTS = ("|", "+-")
+"""The beginnings of the lines of a table, such as the server's list of models."""
+_STOP_CHECK_EVERY_S = 0.05
+_KILL_CHECK_EVERY_S = 0.02
 _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
@@ -162,7 +166,7 @@ class ChildProcess:
             self._process.terminate()
         deadline = time.monotonic() + grace_s
         while self._process.poll() is None and time.monotonic() < deadline:
-            must_hurry = wait(0.05)
+            must_hurry = wait(_STOP_CHECK_EVERY_S)
             if must_hurry:
                 break
         if self._process.poll() is None:
@@ -188,13 +192,15 @@ class ChildProcess:
         """Store a line of the output as an error, a crash, a refusal, or another line."""
         if _ERROR_LINE.match(line):
             self.errors.append(line)
-        elif line and not line.startswith(("|", "+-")):
+        elif line and not line.startswith(_TABLE_STARTS):
             self.tail.append(line)
         if _CRASH_LINE.match(line):
             self.crash = line
+        if not line.startswith(ERROR_PREFIX):
+            return
         reason = line.removeprefix(ERROR_PREFIX).strip()
         # Several models can reject the same setting. The reason is stored only once.
-        if line.startswith(ERROR_PREFIX) and reason not in self.refusals:
+        if reason not in self.refusals:
             self.refused_at = min(self.refused_at, time.monotonic())
             self.refusals.append(reason)
 
@@ -220,14 +226,14 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
     _signal_all(running, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while _descendants(keep) and time.monotonic() < deadline:
-        must_hurry = wait(0.05)
+        must_hurry = wait(_STOP_CHECK_EVERY_S)
         if must_hurry:
             break
     # A process may start another process before it is killed, so the loop runs until no process is
     # left. The loop always ends, because no process survives SIGKILL.
     while running := _descendants(keep):
         _signal_all(running, signal.SIGKILL)
-        time.sleep(0.02)
+        time.sleep(_KILL_CHECK_EVERY_S)
     return names
 
 
@@ -310,7 +316,13 @@ def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
 
 
 def _descendants(keep: Collection[int] = ()) -> list[int]:
-    """Reap the ended descendants. Return the ids of the running descendants, parents first."""
+    """Return the ids of the running descendants of this process, parents first.
+
+    Descendants that have ended are reaped, which removes them from the kernel's list of processes.
+
+    Args:
+        keep: ids of processes that are left out, with their descendants.
+    """
     children = _children_by_parent()
     running: list[int] = []
     unvisited = [os.getpid()]

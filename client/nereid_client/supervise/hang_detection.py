@@ -112,8 +112,12 @@ class HangWatch(threading.Thread):
         # supervisor detects the end of the server without this thread.
         if page is None or (page and not count_running(self._frontend, page)):
             return None
-        timeout_s = self._limit_s * (1 - 1 / _CHECKS_PER_LIMIT)
-        if not fetch(self._url, timeout_s, dict(self._probe.body)).is_late:
+        # A hang can begin shortly after a check, so the next check begins up to this time later.
+        # The rest of the limit is the time in which the model must answer.
+        longest_delay_s = self._limit_s / _CHECKS_PER_LIMIT
+        timeout_s = self._limit_s - longest_delay_s
+        answer = fetch(self._url, timeout_s, dict(self._probe.body))
+        if not answer.is_late:
             return None
         return (
             f"tritonserver hangs: the model {self._probe.model} did not answer a small request "

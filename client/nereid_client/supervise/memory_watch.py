@@ -101,20 +101,24 @@ class MemoryWatch:
         if now < self._check_due:
             return
         self._check_due = now + _CHECK_EVERY_S
-        found = self._processes()
-        over = {process.pid: process for process in found if process.num_bytes > self._budget}
-        self._over_since = {pid: self._over_since.get(pid, now) for pid in over}
-        for pid, since in self._over_since.items():
-            process = over[pid]
-            if since == now:  # the process was not above the budget at the last check
-                self._complain(
-                    f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but "
-                    f"the budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
-                )
-            elif now - since >= _TOLERATED_S:
+        processes = self._processes()
+        over = [process for process in processes if process.num_bytes > self._budget]
+        previous = self._over_since
+        self._over_since = {process.pid: previous.get(process.pid, now) for process in over}
+        for process in over:
+            if process.pid not in previous:
+                self._warn(process)
+            elif now - previous[process.pid] >= _TOLERATED_S:
                 self._restart(process, "it has exceeded its budget for too long")
                 return
-        self._check_available(found)
+        self._check_available(processes)
+
+    def _warn(self, process: ProcessMemory) -> None:
+        """Print that a process has exceeded its budget."""
+        self._complain(
+            f"nereid: {process.name} uses {process.num_bytes // _MIB} MiB of memory, but the "
+            f"budget of a process is {self._budget // _MIB} MiB (--max-process-memory)"
+        )
 
     def _check_available(self, found: Sequence[ProcessMemory]) -> None:
         """Kill the largest process if the memory is nearly exhausted."""
@@ -125,6 +129,7 @@ class MemoryWatch:
         self._restart(largest, f"only {available // _MIB} MiB of memory are available")
 
     def _restart(self, process: ProcessMemory, reason: str) -> None:
+        """Kill a process, which the Triton server or the supervisor then starts again."""
         self._complain(
             f"nereid: {process.name} (process {process.pid}) uses {process.num_bytes // _MIB} MiB "
             f"of memory and is restarted, because {reason}"
@@ -148,19 +153,21 @@ def read_processes() -> list[ProcessMemory]:
 
 
 def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """Return the memory of the machine, or of the container if the container's limit is smaller."""
+    """Return the memory of the machine, or of the container if the container's limit is smaller.
+
+    Args:
+        proc: the folder with the state of the kernel.
+        cgroup: the folder with the limits of the container (its control group).
+    """
     meminfo = _numbers((proc / "meminfo").read_text(), r"^(\w+):\s+(\d+) kB")
     total = 1024 * meminfo["MemTotal"]
     available = 1024 * meminfo["MemAvailable"]
-    for container in (
-        _container_memory(cgroup, "memory.max", "memory.current", "inactive_file"),
-        _container_memory(
-            cgroup / "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
+    # The kernel has two versions of control groups, with different names of the files.
+    version_2 = _container_memory(cgroup, "memory.max", "memory.current", "inactive_file")
+    version_1 = _container_memory(
+        cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    )
+    for container in (version_2, version_1):
         if container is not None and container.total < total:
             total = container.total
             available = min(available, container.available)
@@ -198,12 +205,16 @@ def _describe(pid: int) -> str:
     engine_process".
     """
     words = command_line(pid)
-    if "-m" in words[:-1]:
-        return f"the process {words[words.index('-m') + 1].rpartition('.')[2]}"
-    if len(words) > 1 and words[0].endswith("triton_python_backend_stub"):
-        model_file = Path(words[1])  # the path ends with MODEL/VERSION/model.py
+    if not words:
+        return f"process {pid}"
+    program, *arguments = words
+    if "-m" in arguments[:-1]:  # the next argument is the name of a Python module
+        module = arguments[arguments.index("-m") + 1]
+        return f"the process {module.rpartition('.')[2]}"
+    if arguments and program.endswith("triton_python_backend_stub"):
+        model_file = Path(arguments[0])  # the path ends with MODEL/VERSION/model.py
         return f"the process of the model {model_file.parent.parent.name}"
-    return f"the process {Path(words[0]).name}" if words else f"process {pid}"
+    return f"the process {Path(program).name}"
 
 
 def _kill(pid: int) -> None:

@@ -89,19 +89,19 @@ def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[Po
     models = []
     for flag, (kind, demo_folder, _) in _FLAGS.items():
         attribute = flag.removeprefix("--").replace("-", "_")  # such as "embedding_model"
-        given = getattr(args, attribute, None) or os.environ.get(_variable(kind, "MODEL"))
+        checkpoint = getattr(args, attribute, None) or os.environ.get(_variable(kind, "MODEL"))
         has_model = (repository / kind / "config.pbtxt").is_file()
         demo = repository.parent / "demo" / demo_folder
-        if not given and has_model and demo.is_dir():
-            given = demo
-        if not given or given == NOT_SERVED:
+        if not checkpoint and has_model and demo.is_dir():
+            checkpoint = demo
+        if not checkpoint or checkpoint == NOT_SERVED:
             continue
         if not has_model:
             raise CliError(
                 f"{flag} requires the file {kind}/config.pbtxt in the model repository, but "
                 f"{repository} does not have it"
             )
-        path = Path(given).expanduser().absolute()
+        path = Path(checkpoint).expanduser().absolute()
         _check_checkpoint(path, flag)
         name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
         models.append(PoolingModel(kind, path, name))

@@ -48,7 +48,8 @@ class Restarts:
         self.number += 1
         if self.number == 1:
             return 0.0
-        return float(min(self._policy.backoff_s * 2 ** (self.number - 2), _MAX_WAIT_S))
+        num_doublings = self.number - 2  # the second restart waits for `backoff_s`
+        return float(min(self._policy.backoff_s * 2**num_doublings, _MAX_WAIT_S))
 
     def describe(self) -> str:
         """Describe this restart, for example as "restart 2 of 5"."""

@@ -31,13 +31,17 @@ _OTHER_ENGINE = "NEREID_ENGINE"
 def choose_address(repository: Path, environment: Mapping[str, str]) -> str | None:
     """Return a new address for the socket of the fork server, or None if no fork server is needed.
 
+    The fork server is a process that has imported the engine. It creates the processes of the
+    models by forking itself, so that these processes start faster.
+
     Args:
         repository: the model repository.
         environment: the environment variables of the Triton server.
     """
     if ADDRESS_VARIABLE in environment or environment.get(_OTHER_ENGINE):
         return None
-    if not (repository / _MODEL).is_dir() or importlib.util.find_spec(_PACKAGE) is None:
+    has_model = (repository / _MODEL).is_dir()
+    if not has_model or importlib.util.find_spec(_PACKAGE) is None:
         return None
     return f"nereid-{os.getpid()}-{secrets.token_hex(16)}"
 
@@ -45,14 +49,20 @@ def choose_address(repository: Path, environment: Mapping[str, str]) -> str | No
 def start_fork_server(
     address: str, environment: Mapping[str, str], log: IO[str], on_line: Callable[[str], None]
 ) -> ChildProcess:
-    """Start the fork server.
+    """Start the fork server, which imports the engine and then forks the processes of the models.
 
     The socket accepts connections immediately. The fork server answers the first request after it
     has imported the engine.
+
+    Args:
+        address: the address of the socket, as returned by `choose_address`.
+        environment: the environment variables of the fork server.
+        log: the file to which the output of the fork server is copied.
+        on_line: is called with each line of the output that the user should see.
     """
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{address}")
+        listener.bind(f"\0{address}")  # an address that begins with a null byte needs no file
         listener.listen()
-        number = listener.fileno()
-        command = [sys.executable, "-m", _MODULE, str(number), *_IMPORTS]
-        return ChildProcess("the fork server", command, environment, log, on_line, [number])
+        descriptor = listener.fileno()
+        command = [sys.executable, "-m", _MODULE, str(descriptor), *_IMPORTS]
+        return ChildProcess("the fork server", command, environment, log, on_line, [descriptor])

@@ -76,7 +76,11 @@ class StubWatch:
         self._waiting_since: float | None = None
 
     def dead_model(self) -> str | None:
-        """Return the name of a model whose stub process has died, or None if no stub has died."""
+        """Return the name of a model whose stub process has died, or None if no stub has died.
+
+        A dead process is a zombie until its parent, the Triton server, reaps it. Afterwards, it has
+        vanished. The model is returned only if this state lasts for some time.
+        """
         now = self._clock()
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S
@@ -86,14 +90,16 @@ class StubWatch:
         may_vanish = self._can_unload or not self.are_models_loaded
         for pid, model in list(self._models.items()):
             process = process_of(pid)
-            if process is None and may_vanish:
+            has_vanished = process is None
+            if process is not None and process.state != ZOMBIE:
+                continue
+            if has_vanished and may_vanish:
                 del self._models[pid]
                 self._dead_since.pop(pid, None)
                 continue
-            if process is not None and process.state != ZOMBIE:
-                continue
-            limit_s = _VANISHED_S if process is None else _ZOMBIE_S
-            if now - self._dead_since.setdefault(pid, now) >= limit_s:
+            limit_s = _VANISHED_S if has_vanished else _ZOMBIE_S
+            dead_since = self._dead_since.setdefault(pid, now)
+            if now - dead_since >= limit_s:
                 self.has_crashed = process is not None and process.has_crashed
                 return model
         return None

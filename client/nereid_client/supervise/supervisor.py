@@ -76,7 +76,25 @@ class Supervisor:
                 self._end_all()
 
     def _run(self, log: IO[str]) -> int:
-        """Run the programs until a signal arrives, or until a program must not be restarted."""
+        """Run the programs until a signal arrives, or until a program must not be restarted.
+
+        Returns: the exit code of `nereid serve`.
+        """
+        self._start_programs(log)
+        while not self._stop.wait(_TICK_S):
+            self._memory.check()
+            exit_code = self._handle_failures()
+            if exit_code is not None:
+                return exit_code
+            self._restart_due_programs()
+            self._report_progress()
+        if self._is_announced:
+            self._drain()
+        say("nereid: stopping")
+        return 0
+
+    def _start_programs(self, log: IO[str]) -> None:
+        """Start the Triton server, the frontend and the warm-up, and the fork server if needed."""
         plan = self._plan
         for path in (plan.model, *(model.path for model in plan.pooling_models)):
             say(f"nereid: serving {path}")
@@ -89,17 +107,6 @@ class Supervisor:
         for program in (plan.server, plan.frontend_program):
             self._programs.append(SupervisedProgram(program, plan.restarts, log))
         self._start_warm_up()
-        while not self._stop.wait(_TICK_S):
-            self._memory.check()
-            exit_code = self._handle_failures()
-            if exit_code is not None:
-                return exit_code
-            self._restart_due_programs()
-            self._report_progress()
-        if self._is_announced:
-            self._drain()
-        say("nereid: stopping")
-        return 0
 
     def _start_warm_up(self) -> None:
         plan = self._plan
@@ -151,11 +158,12 @@ class Supervisor:
         Returns: the exit code if a program must not be restarted again, else None.
         """
         for program in self._programs:
-            failure = None if program.restart_at is not None else self._failure_of(program)
-            if failure is not None:
-                exit_code = self._plan_restart(program, failure)
-                if exit_code is not None:
-                    return exit_code
+            if program.restart_at is not None:  # the restart is planned already
+                continue
+            failure = self._failure_of(program)
+            exit_code = None if failure is None else self._plan_restart(program, failure)
+            if exit_code is not None:
+                return exit_code
         return None
 
     def _failure_of(self, program: SupervisedProgram) -> str | None:
@@ -194,8 +202,10 @@ class Supervisor:
             return f"{server.name} waits for the end of a stub process that is still running"
         if is_warming_up and self._warm_up_failure is not None:
             return self._warm_up_failure
-        findings = (watch.finding for watch in self._hang_watches)
-        return next(filter(None, findings), None)
+        for watch in self._hang_watches:
+            if watch.finding is not None:
+                return watch.finding
+        return None
 
     @property
     def _warm_up_failure(self) -> str | None:
@@ -239,11 +249,7 @@ class Supervisor:
             for reason in child.refusals:
                 complain(f"nereid serve: {reason}")
             return 1 if self._is_announced else 2
-        complain(f"nereid serve: {failure}. The last lines of its output are:")
-        for line in (*child.tail, *child.errors):
-            # The server logs a traceback as one line, in which \\n replaces each line end.
-            complain("    " + line.replace("\\n", "\n    "))
-        complain(f"nereid serve: {failure}. The whole log is {self._plan.log_name}")
+        self._print_output(failure, child)
         if self._is_announced and program.restarts.number:
             number = program.restarts.number
             restarts = "1 restart" if number == 1 else f"{number} restarts"
@@ -252,6 +258,14 @@ class Supervisor:
                 "(--max-restarts)"
             )
         return 1
+
+    def _print_output(self, failure: str, child: ChildProcess) -> None:
+        """Print the last lines of a failed program's output, between two lines with the reason."""
+        complain(f"nereid serve: {failure}. The last lines of its output are:")
+        for line in (*child.tail, *child.errors):
+            # The server logs a traceback as one line, in which \\n replaces each line end.
+            complain("    " + line.replace("\\n", "\n    "))
+        complain(f"nereid serve: {failure}. The whole log is {self._plan.log_name}")
 
     def _announce(self, curls: list[str], elapsed_s: float) -> None:
         """Print the models, the addresses, and example commands."""
@@ -340,11 +354,7 @@ def _open_log(path: Path, log_format: str) -> Iterator[IO[str]]:
     """
     is_json = log_format == "json"
     if path == STANDARD_OUTPUT:
-        if is_json:
-            set_line_format(functools.partial(to_json_line, source="nereid"))
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
-        output = JsonLines(sys.stdout) if is_json else sys.stdout
-        yield cast("IO[str]", LinesWithoutMessages(cast("IO[str]", output)))
+        yield _standard_output(is_json=is_json)
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -360,3 +370,16 @@ def _open_log(path: Path, log_format: str) -> Iterator[IO[str]]:
     finally:
         with contextlib.suppress(OSError):  # the disk is full: the rest of the log is lost
             log.close()
+
+
+def _standard_output(*, is_json: bool) -> IO[str]:
+    """Return the standard output as a log. Lines that are printed as messages are not repeated.
+
+    Args:
+        is_json: whether the log and the messages of `nereid serve` are JSON objects.
+    """
+    if is_json:
+        set_line_format(functools.partial(to_json_line, source="nereid"))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
+    output = JsonLines(sys.stdout) if is_json else sys.stdout
+    return cast("IO[str]", LinesWithoutMessages(cast("IO[str]", output)))

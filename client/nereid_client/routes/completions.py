@@ -95,17 +95,21 @@ async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> 
 def _generations(
     body: CompletionRequest, prompts: Sequence[Prompt], request_id: str
 ) -> list[Generation]:
-    """Return the input of the ensemble for each prompt."""
+    """Return the input of the ensemble for each prompt.
+
+    Raises: ApiError 400 if a prompt is not valid Unicode.
+    """
     sampling_parameters = to_json(body.sampling_parameters())
     generations = []
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            check_unicode(prompt)
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if text is not None:
+            check_unicode(text)
         generations.append(
             Generation(
                 f"{request_id}-{index}",
-                text_input=prompt if isinstance(prompt, str) else None,
-                input_ids=None if isinstance(prompt, str) else prompt,
+                text_input=text,
+                input_ids=token_ids,
                 sampling_parameters=sampling_parameters,
                 with_text=True,
                 num_choices=body.num_generated,

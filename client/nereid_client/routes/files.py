@@ -132,15 +132,15 @@ def _upload_fields(fields: dict[str, str]) -> Json:
     parsed: Json = {}
     for name, text in fields.items():
         outer, bracket, inner = name.removesuffix("]").partition("[")
-        is_object = isinstance(parsed.get(outer, {} if bracket else ""), dict)
-        if is_object != bool(bracket):
+        is_member = bool(bracket)  # whether the field is a member of an object
+        if outer in parsed and isinstance(parsed[outer], dict) != is_member:
             raise ApiError(
                 400,
                 f"{outer} must occur once, but the form has {outer} and fields such as "
                 f"{outer}[name].",
                 param=outer,
             )
-        if bracket:
+        if is_member:
             parsed.setdefault(outer, {})[inner] = text
         else:
             parsed[outer] = text

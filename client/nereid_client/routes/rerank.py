@@ -78,16 +78,7 @@ async def _rerank(request: Request, default_format: str) -> Response:
     body = validate(RerankRequest, fields)
     response_format = body.format or ("tei" if body.texts is not None else default_format)
     served = await choose_scorer(request, body.model)
-    require_full_length(served, "max_tokens_per_doc", body.max_tokens_per_doc)
-    require_full_length(served, "max_tokens_per_query", body.max_tokens_per_query)
-    options = body.options()
-    if uses_late_interaction(served):
-        outputs = await late_interaction(
-            request, served, body.model_inputs, truncate=options["truncate"]
-        )
-    else:
-        require_kind(served, "score")
-        outputs = await call_model(request, served, body.model_inputs, options)
+    outputs = await _score(request, served, body)
     ranked = embedding_output.ranking(
         outputs.arrays["scores"],
         body.ranked_documents,
@@ -97,6 +88,21 @@ async def _rerank(request: Request, default_format: str) -> Response:
     return JSONResponse(
         _response_body(response_format, ranked, outputs, served, request_id_of(request))
     )
+
+
+async def _score(request: Request, served: ServedModel, body: RerankRequest) -> PoolingOutputs:
+    """Return the score of each document. The model `served` computes the scores.
+
+    Raises: ApiError 400 if the model cannot compute scores, or cannot truncate texts as requested.
+    """
+    require_full_length(served, "max_tokens_per_doc", body.max_tokens_per_doc)
+    require_full_length(served, "max_tokens_per_query", body.max_tokens_per_query)
+    options = body.options()
+    if uses_late_interaction(served):
+        truncate = options["truncate"]
+        return await late_interaction(request, served, body.model_inputs, truncate=truncate)
+    require_kind(served, "score")
+    return await call_model(request, served, body.model_inputs, options)
 
 
 def _with_text(body: RerankRequest, response_format: str) -> bool:

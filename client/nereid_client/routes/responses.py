@@ -44,6 +44,9 @@ router = APIRouter(tags=["Responses"])
 
 Json = dict[str, Any]
 
+# The events of a response are numbered from 0. A stream contains the events after a given number.
+_ALL_EVENTS = -1
+
 
 class _EventsQuery(BaseModel):
     """The query parameters of a request for the events of a stored response."""
@@ -76,23 +79,19 @@ async def create_response(request: Request) -> Response:
     chat = chat_request(responses_request, body, items)
     deltas = RESPONSES_NAMES.rename_in(_generate(request, responses_request, chat))
     builder = _new_builder(request, responses_request, is_stored=is_stored)
+    streams = bool(responses_request.stream)
     if responses_request.background:
-        run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
+        run = BackgroundResponse(builder, encode(items), streams=streams)
         responses.start(run, deltas)
-        if responses_request.stream:
-            return _follow(run, after=-1)
-        return JSONResponse(builder.as_json())
+        return _follow(run, _ALL_EVENTS) if streams else JSONResponse(builder.as_json())
 
     def store() -> bool:
         return is_stored and responses.add(builder, encode(items))
 
-    if not responses_request.stream:
-        await sse.unless_disconnected(request.receive, builder.add_all(deltas))
-        return JSONResponse(builder.as_json() | {"store": store()})
-    merged_deltas = merged(deltas, by_kind)
-    first = await sse.first_of(request, merged_deltas)
-    events = _events(builder, first, merged_deltas, store)
-    return sse.EventStream(events, source=merged_deltas)
+    if streams:
+        return await _stream(request, builder, deltas, store)
+    await sse.unless_disconnected(request.receive, builder.add_all(deltas))
+    return JSONResponse(builder.as_json() | {"store": store()})
 
 
 @router.post("/v1/responses/input_tokens", summary="Count the input tokens of a response")
@@ -122,7 +121,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     found = _find(request, response_id)
     if request.query_params.get("stream", "false") not in ("true", "1"):
         return _response_object(found)
-    after = validate(_EventsQuery, dict(request.query_params)).starting_after
+    query = validate(_EventsQuery, dict(request.query_params))
+    after = _ALL_EVENTS if query.starting_after is None else query.starting_after
     if found.events is None:
         raise ApiError(
             400,
@@ -131,8 +131,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
             param="stream",
         )
     if isinstance(found, BackgroundResponse):
-        return _follow(found, -1 if after is None else after)
-    events = stored_events(found, -1 if after is None else after)
+        return _follow(found, after)
+    events = stored_events(found, after)
     return sse.EventStream(events, source=events)
 
 
@@ -303,6 +303,26 @@ def _new_builder(
 def _follow(run: BackgroundResponse, after: int) -> sse.EventStream:
     events = run.follow(after)
     return sse.EventStream(events, source=events)
+
+
+async def _stream(
+    request: Request,
+    builder: ResponseBuilder,
+    deltas: AsyncGenerator[Delta],
+    store: Callable[[], bool],
+) -> Response:
+    """Return a response as a stream of server-sent events.
+
+    Args:
+        request: the HTTP request.
+        builder: builds the response.
+        deltas: the deltas of the backend.
+        store: stores the response, and returns whether it was stored.
+    """
+    merged_deltas = merged(deltas, by_kind)
+    first = await sse.first_of(request, merged_deltas)
+    events = _events(builder, first, merged_deltas, store)
+    return sse.EventStream(events, source=merged_deltas)
 
 
 async def _events(

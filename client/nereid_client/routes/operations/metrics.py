@@ -26,14 +26,21 @@ async def metrics(request: Request) -> Response:
     """
     request_metrics: RequestMetrics = request.app.state.metrics
     settings = context_of(request).settings
-    url = settings.metrics_url
     server_page = ""
-    if url:
-        answer = await asyncio.to_thread(fetch, url, _TIMEOUT_S)
-        request_metrics.set_server_metrics_up(is_up=answer.status == 200)
-        if answer.status == 200:
-            server_page = answer.text
+    if settings.metrics_url:
+        server_page = await _server_page(settings.metrics_url, request_metrics)
     if settings.metrics_names == "vllm":
         server_page = with_vllm_names(server_page, settings.model_name)
     page = request_metrics.as_text() + server_page.encode()
     return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _server_page(url: str, request_metrics: RequestMetrics) -> str:
+    """Return the metrics of the Triton server, or "" if the server does not answer.
+
+    Mutates: request_metrics. One of the frontend's metrics reports whether the server has answered.
+    """
+    answer = await asyncio.to_thread(fetch, url, _TIMEOUT_S)
+    is_up = answer.status == 200
+    request_metrics.set_server_metrics_up(is_up=is_up)
+    return answer.text if is_up else ""

@@ -44,6 +44,24 @@ def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
     Raises: ApiError: 403 if the client may not load and unload models, 404 if no model has this
         name.
     """
+    control = _control_of(request)
+    for spec in control.specs:
+        if model_id in spec.names:
+            return control, spec
+    names = ", ".join(repr(spec.name) for spec in control.specs)
+    raise ApiError(
+        404,
+        f"The model {model_id!r} does not exist. The models are {names}.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _control_of(request: Request) -> ModelControl:
+    """Return the object that loads and unloads models.
+
+    Raises: ApiError 403 if there is no such object, or if the client may not use it.
+    """
     control = contexts_of(request).control
     if control is None:
         raise ApiError(
@@ -61,16 +79,7 @@ def _find(request: Request, model_id: str) -> tuple[ModelControl, ModelSpec]:
             "key in NEREID_API_KEY.",
             code="model_updates_disabled",
         )
-    for spec in control.specs:
-        if model_id in spec.names:
-            return control, spec
-    names = ", ".join(repr(spec.name) for spec in control.specs)
-    raise ApiError(
-        404,
-        f"The model {model_id!r} does not exist. The models are {names}.",
-        param="model",
-        code="model_not_found",
-    )
+    return control
 
 
 def _failure(spec: ModelSpec, action: str, error: BackendError) -> ApiError:

@@ -51,15 +51,7 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     weights stay in use.
     """
     _check_setting(request, "replace weights", code="weight_updates_disabled")
-    # A client has a name only if its API key is in the key file. The key in NEREID_API_KEY gives no
-    # name.
-    if current_client.get().name:
-        raise ApiError(
-            403,
-            "The API keys in the key file do not allow clients to replace weights. Use the key in "
-            "NEREID_API_KEY.",
-            code="weight_updates_disabled",
-        )
+    _check_client()
     body = validate(ReloadRequest, await read_body(request))
     if not select_context(request, body.model):
         raise ApiError(
@@ -72,6 +64,19 @@ async def reload_weights(request: Request) -> dict[str, Any]:
     context = context_of(request)
     await context.adapters.reload_weights(body.path or "", body.running_requests)
     return {"id": context.settings.model_name, "object": "model", "reloaded": True}
+
+
+def _check_client() -> None:
+    """Raise an ApiError 403 if the current client has an API key in the key file."""
+    # A client has a name only if its API key is in the key file. The key in NEREID_API_KEY gives no
+    # name.
+    if current_client.get().name:
+        raise ApiError(
+            403,
+            "The API keys in the key file do not allow clients to replace weights. Use the key in "
+            "NEREID_API_KEY.",
+            code="weight_updates_disabled",
+        )
 
 
 def _check_setting(request: Request, action: str, *, code: str) -> None:

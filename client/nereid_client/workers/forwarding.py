@@ -7,6 +7,7 @@ from typing import Any
 
 import httptools
 from fastapi import Request, Response
+from starlette.types import Scope
 
 from nereid_client.error_responses import error_response
 from nereid_client.errors import ApiError
@@ -165,14 +166,9 @@ async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) 
 
     Raises: ApiError 503 if the other worker has ended.
     """
-    scope = request.scope
-    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-    head = [b"%s %s HTTP/1.1" % (scope["method"].encode(), target)]
-    head += [b"%s: %s" % header for header in scope["headers"] if _is_passed_on(header[0])]
-    head += [b"connection: close", b"content-length: %d" % len(body), b"", body]
     try:
         reader, writer = await asyncio.open_unix_connection(place.socket_path(worker))
-        writer.write(b"\r\n".join(head))
+        writer.write(_http_request(request.scope, body))
         response = _WorkerResponse(reader, writer)
         await response.read_headers()
         return response
@@ -184,6 +180,20 @@ async def _send(place: WorkerPlace, worker: int, request: Request, body: bytes) 
             code="unavailable",
             headers={"Retry-After": "1"},
         ) from None
+
+
+def _http_request(scope: Scope, body: bytes) -> bytes:
+    r"""Return the bytes of an HTTP request with the method, path and headers in `scope`.
+
+    Example: b"GET /v1/responses/a HTTP/1.1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".
+    """
+    target = scope["raw_path"]
+    if scope["query_string"]:
+        target += b"?" + scope["query_string"]
+    lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), target)]
+    lines += [b"%s: %s" % header for header in scope["headers"] if _is_passed_on(header[0])]
+    lines += [b"connection: close", b"content-length: %d" % len(body), b"", body]
+    return b"\r\n".join(lines)
 
 
 def _is_passed_on(name: bytes) -> bool:

@@ -173,12 +173,14 @@ class WorkerPool:
         socket_path.unlink(missing_ok=True)
         _delete_state(worker.place)
         wait_s = worker.restarts.next_wait_s() if has_started else None
+        # The code of a process that a signal has killed is the negative number of the signal.
+        is_killed = code < 0
         ended = f"ended with exit code {code}"
-        if code < 0:
+        if is_killed:
             ended = f"was ended by {signal.Signals(-code).name}"
         if wait_s is None:
             complain(f"nereid: the {worker.name} {ended} and is not started again")
-            return code if code > 0 else 1
+            return 1 if is_killed else max(code, 1)
         when = "now" if wait_s == 0 else f"in {wait_s:g} s"
         restart = worker.restarts.describe()
         complain(f"nereid: the {worker.name} {ended}; it is started again {when} ({restart})")

@@ -75,8 +75,10 @@ def _anthropic_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     "request_id": "..."}.
     """
     message = error.message
-    if error.code == "context_length_exceeded" and (lengths := tokens_and_limit(message)):
-        message = f"prompt is too long: {lengths[0]} tokens > {lengths[1]} maximum. {message}"
+    lengths = tokens_and_limit(message)
+    if error.code == "context_length_exceeded" and lengths is not None:
+        num_tokens, limit = lengths
+        message = f"prompt is too long: {num_tokens} tokens > {limit} maximum. {message}"
     status = _OVERLOADED if error.status == 503 else error.status
     default_type = "api_error" if error.status >= 500 else "invalid_request_error"
     details = {} if error.code is None else {"details": {"error_code": error.code}}

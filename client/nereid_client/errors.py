@@ -46,6 +46,7 @@ class ApiError(FrontendError):
         headers: Mapping[str, str] | None = None,
         limit: str | None = None,
     ) -> None:
+        """Create the error. The class docstring describes the arguments."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -247,24 +248,29 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
     details = error.errors(include_url=False)
     if place:
         details = [{**detail, "loc": (place, *detail["loc"])} for detail in details]
+    cause = details[0].get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        return cause  # one of Nereid's validators has raised this error
+    path = _path(details[0])
+    field = path if _FIELD_PATH.fullmatch(path) else ""
+    return FieldError(field, _message_of(details))
+
+
+def _message_of(details: Sequence[ErrorDetails]) -> str:
+    """Return the error message for the first wrong field. `details` are pydantic's errors."""
     first = details[0]
     path = _path(first)
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, FieldError):
-        return cause
     if first["type"] == "missing":
-        message = f"{path} is required, but the request does not contain it"
-    elif first["type"] == "too_short":
-        least = first["ctx"]["min_length"]
-        message = f"{path} must have at least {least} item, but the request has an empty list"
-    elif first["type"] == "string_pattern_mismatch":
-        message = (
-            f"{path} must match the pattern {first['ctx']['pattern']}, "
-            f"but the request has {shown(first['input'])}"
+        return f"{path} is required, but the request does not contain it"
+    if first["type"] == "too_short":
+        min_length = first["ctx"]["min_length"]
+        return f"{path} must have at least {min_length} item, but the request has an empty list"
+    if first["type"] == "string_pattern_mismatch":
+        pattern = first["ctx"]["pattern"]
+        return (
+            f"{path} must match the pattern {pattern}, but the request has {shown(first['input'])}"
         )
-    else:
-        message = _type_message(details)
-    return FieldError(path if _FIELD_PATH.fullmatch(path) else "", message)
+    return _type_message(details)
 
 
 def _type_message(details: Sequence[ErrorDetails]) -> str:
@@ -281,13 +287,15 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
     value = details[0]["input"]
     wrong_members = [detail for detail in details if _path(detail).startswith(f"{field}[")]
     if isinstance(value, list) and wrong_members:
-        first = wrong_members[0]
-        place, requirement, value = _path(first), _requirement(first), first["input"]
-    else:
-        requirements = [_requirement(detail) for detail in details if _path(detail) == field]
-        # Two types can have the same requirement. `dict.fromkeys` removes the duplicates.
-        place, requirement = field, " or ".join(dict.fromkeys(requirements))
-    return f"{place} must be {requirement}, but the request has {shown(value)}"
+        member = wrong_members[0]
+        return (
+            f"{_path(member)} must be {_requirement(member)}, but the request has "
+            f"{shown(member['input'])}"
+        )
+    requirements = [_requirement(detail) for detail in details if _path(detail) == field]
+    # Two types can have the same requirement. `dict.fromkeys` removes the duplicates.
+    accepted = " or ".join(dict.fromkeys(requirements))
+    return f"{field} must be {accepted}, but the request has {shown(value)}"
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -310,12 +318,15 @@ def _split_field(message: str) -> tuple[str | None, str]:
         "seed must be an integer"             -> ("seed", "seed must be an integer")
         "the queue is full"                   -> (None, "the queue is full")
     """
-    match = _FIELD_AND_COLON.match(message)
-    if match is None:
-        match = _FIELD_IN_SENTENCE.match(message)
-        return (match[1] if match else None), message
-    rest = _SUBJECT.sub("", message[match.end() :])
-    return match[1], f"{match[1]} {rest}" if _VERB.match(rest) else message
+    before_colon = _FIELD_AND_COLON.match(message)
+    if before_colon is None:
+        in_sentence = _FIELD_IN_SENTENCE.match(message)
+        return (in_sentence[1] if in_sentence else None), message
+    field = before_colon[1]
+    rest = _SUBJECT.sub("", message[before_colon.end() :])
+    if _VERB.match(rest):
+        return field, f"{field} {rest}"
+    return field, message
 
 
 def _retry_after(message: str) -> dict[str, str]:
@@ -334,14 +345,15 @@ def _requirement(detail: ErrorDetails) -> str:
 
     Examples: "at most 2", "a string" and "'float' or 'base64'".
     """
-    last = str(detail["loc"][-1]) if detail["loc"] else ""
-    if last in _UNION_TYPES:
-        return _UNION_TYPES[last]
+    last_name = str(detail["loc"][-1]) if detail["loc"] else ""
+    if last_name in _UNION_TYPES:
+        return _UNION_TYPES[last_name]
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
+        # Example: pydantic's message "Input should be a valid URL" returns "a valid URL".
         return re.sub(r"^(Input|String|Value) should (be )?", "", detail["msg"])
-    limits = detail.get("ctx", {})
-    return requirement.format(**{name: _plain_number(limit) for name, limit in limits.items()})
+    limits = {name: _plain_number(limit) for name, limit in detail.get("ctx", {}).items()}
+    return requirement.format(**limits)
 
 
 def _plain_number(value: object) -> object:

@@ -35,6 +35,8 @@ _END_TIMEOUT_S = 5.0
 # The frontend's own calls, such as health checks, use the connection of a client with this name.
 _OWN_CALLS = "frontend itself"
 _CANCELLED_BY_SERVER = "The Triton server cancelled the request"
+_MEMORY_STATES = ("READY", "LOADING", "UNLOADING")
+"""The states of models that use memory, as the Triton server names them."""
 _DTYPES: dict[str, Any] = {"BOOL": np.bool_, "INT32": np.int32, "UINT8": np.uint8}
 
 
@@ -115,8 +117,8 @@ class TritonCalls:
             index = await self._response("RepositoryIndex", request)
         except grpc.RpcError as error:
             raise BackendError(error.code().name, error.details() or "no reason is known") from None
-        states = {model.name: model.state for model in index.models}
-        return any(states.get(name) in ("READY", "LOADING", "UNLOADING") for name in names)
+        names_in_memory = {model.name for model in index.models if model.state in _MEMORY_STATES}
+        return not names_in_memory.isdisjoint(names)
 
     async def _control(self, method: str, request: Any) -> None:  # noqa: ANN401 - protobuf messages
         """Send a request that loads or unloads a model, and wait for the server's response.
@@ -155,6 +157,7 @@ class TritonCalls:
         response = asyncio.ensure_future(_await(call))
         response.add_done_callback(lambda _: self._connections.end_call(client))
         try:
+            # The task `response` must not be cancelled, because gRPC would then leak memory.
             return await asyncio.shield(response)
         except asyncio.CancelledError:
             if not _is_task_cancelled():

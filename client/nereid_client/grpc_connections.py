@@ -32,6 +32,7 @@ class Connection:
     """
 
     def __init__(self, url: str) -> None:
+        """Create a connection to host:port of a gRPC endpoint. The first call connects."""
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         # ModelStreamInfer allows many requests in a call, but the frontend sends only one. The
@@ -82,7 +83,7 @@ class Connections:
         """
         connection = self._of_client.get(client)
         if connection is None:
-            connection = min(self._connections, key=lambda one: one.num_calls)
+            connection = min(self._connections, key=lambda connection: connection.num_calls)
             self._of_client[client] = connection
         connection.num_calls += 1
         self._num_calls[client] += 1

@@ -90,8 +90,8 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
         [(model, "validation") for model in models],
         ref_template="#/components/schemas/{model}",
     )
-    components = schema.setdefault("components", {}).setdefault("schemas", {})
-    components |= definitions["$defs"]
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+    schemas |= definitions["$defs"]
     for path, model in bodies.items():
         media_type = "multipart/form-data" if path in FORMS else "application/json"
         content = {media_type: {"schema": references[model, "validation"]}}

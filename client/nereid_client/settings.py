@@ -249,16 +249,16 @@ def settings_from_flags(
     current = settings_from_environment(environment)
     for name, setting in SCHEMA.items():
         value = getattr(current, name)
-        shown = "" if name == "api_key" else f" The current value is {value!r}."
+        is_secret = name == "api_key"
+        value_sentence = "" if is_secret else f" The current value is {value!r}."
         parser.add_argument(
             _flag(name),
             metavar="N" if isinstance(value, int) else "TEXT",
-            help=f"{setting['description']}{shown} [{VARIABLES[name]}]",
+            help=f"{setting['description']}{value_sentence} [{VARIABLES[name]}]",
         )
     flags = vars(parser.parse_args(argv))
-    return _from_texts(
-        environment, {name: text for name, text in flags.items() if text is not None}
-    )
+    given_flags = {name: text for name, text in flags.items() if text is not None}
+    return _from_texts(environment, given_flags)
 
 
 def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Settings:

@@ -97,8 +97,17 @@ class ClientBackend:
                         usages[delta.get("index", 0)] = delta["usage"]
                     yield delta
         finally:
-            # Every choice reports the tokens of the prompt, but these tokens are counted only once.
-            num_prompt = max((usage["prompt_tokens"] for usage in usages.values()), default=0)
-            num_generated = sum(usage["completion_tokens"] for usage in usages.values())
-            client.count_tokens(num_prompt + num_generated)
-            self._metrics.count_client_tokens(client.name, num_prompt, num_generated)
+            self._count_tokens(list(usages.values()), client)
+
+    def _count_tokens(self, usages: Sequence[Usage], client: Client) -> None:
+        """Add the tokens of a request to the client's limits and metrics.
+
+        Args:
+            usages: the token counts of each choice.
+            client: the client that sent the request.
+        """
+        # Every choice reports the tokens of the prompt, but these tokens are counted only once.
+        num_prompt = max((usage["prompt_tokens"] for usage in usages), default=0)
+        num_generated = sum(usage["completion_tokens"] for usage in usages)
+        client.count_tokens(num_prompt + num_generated)
+        self._metrics.count_client_tokens(client.name, num_prompt, num_generated)

@@ -158,6 +158,7 @@ class TritonBackend:
         tokenizer: str = TOKENIZER_MODEL,
         executor: str = EXECUTOR_MODEL,
     ) -> None:
+        """Connect to the Triton server. The class docstring describes the arguments."""
         self._url = url
         self._ensemble = ensemble
         self._tokenizer = tokenizer
@@ -361,12 +362,14 @@ def is_outage(text: str) -> bool:
 def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
     """Return the name, the Triton data type and the values of each input tensor."""
     inputs: list[tuple[str, str, Sequence[Any]]] = [("stream", "BOOL", [True])]
-    for name in ("text_input", "chat_request", "sampling_parameters"):
-        text = getattr(generation, name)
-        if text is not None:
-            is_object = name != "text_input"
-            text = _with_fields(text, generation) if is_object else text
-            inputs.append((name, "BYTES", [text.encode()]))
+    if generation.text_input is not None:
+        inputs.append(("text_input", "BYTES", [generation.text_input.encode()]))
+    if generation.chat_request is not None:
+        chat_request = _with_fields(generation.chat_request, generation)
+        inputs.append(("chat_request", "BYTES", [chat_request.encode()]))
+    if generation.sampling_parameters is not None:
+        parameters = _with_fields(generation.sampling_parameters, generation)
+        inputs.append(("sampling_parameters", "BYTES", [parameters.encode()]))
     if generation.input_ids is not None:
         inputs.append(("input_ids", "INT32", generation.input_ids))
     return inputs
@@ -389,17 +392,18 @@ def _with_fields(text: str, generation: Generation) -> str:
         values["lora_name"] = generation.lora_name
     if not values:
         return text
-    fields = json.dumps(values, ensure_ascii=False)
-    rest = text.rstrip()[:-1].rstrip()
-    return f"{rest}{'' if rest == '{' else ', '}{fields[1:]}"
+    # The object is not parsed, because it can contain megabytes of text.
+    given = text.rstrip().removesuffix("}").rstrip()
+    added = json.dumps(values, ensure_ascii=False).removeprefix("{")
+    separator = "" if given == "{" else ", "
+    return given + separator + added
 
 
 def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
     """Convert one response of the Triton server to deltas, which are pieces of generated text.
 
-    The result contains one delta for each choice that has new text.
-
-    The last response of a stream may have no delta.
+    The result contains one delta for each choice that has new text. The last response of a stream
+    may have no delta.
     """
     deltas: list[Delta] = []
     texts: list[bytes] = []

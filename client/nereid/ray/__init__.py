@@ -106,7 +106,10 @@ def app(options: Options) -> Application:
 
 
 def _number_of_servers(options: Options) -> dict[str, object]:
-    """Return the arguments of the deployment `Server` that set the number of replicas."""
+    """Return the arguments of the deployment `Server` that set the number of replicas.
+
+    The number is constant if `options` has no largest number. Otherwise, it follows the load.
+    """
     if options.max_replicas is None:
         return {"num_replicas": options.replicas}
     policy = AutoscalingPolicy(

@@ -62,8 +62,9 @@ async def _body(
         async for part in parts:
             yield part
     except _FAILURES:
-        content_type = next((v for k, v in headers.items() if k.lower() == "content-type"), "")
-        if not content_type.startswith("text/event-stream"):
+        lower_case = {name.lower(): value for name, value in headers.items()}
+        is_stream = lower_case.get("content-type", "").startswith("text/event-stream")
+        if not is_stream:
             raise  # the connection then ends early, so the client notices the failure
         yield error_event(_lost(), scope)
     finally:
@@ -89,11 +90,15 @@ def _unsupported(path: str, body: bytes) -> str | None:
         )
     if not path.startswith(_RESPONSES_PATH):
         return None
-    fields: Any = {}
+    fields: Any = None
     with contextlib.suppress(ValueError):
         fields = json.loads(body)
-    names = [name for name in _STORED_FIELDS if isinstance(fields, dict) and fields.get(name)]
-    if path.rstrip("/") == _RESPONSES_PATH and not names:
+    if not isinstance(fields, dict):
+        fields = {}
+    # The fields of the body that require a stored response.
+    names = [name for name in _STORED_FIELDS if fields.get(name)]
+    is_new_response = path.rstrip("/") == _RESPONSES_PATH
+    if is_new_response and not names:
         return None
     field = f"{names[0]}: " if names else ""
     return (

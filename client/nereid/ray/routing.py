@@ -35,10 +35,12 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
     # text of the next turn, `[[{"content": "a"}, {"content": "b`, begins with the same characters.
     text = json.dumps(parts, ensure_ascii=False).rstrip(']}"') if parts else ""
     text = text[: _CHARACTERS_PER_HASH * _MAX_HASHES]
-    hashes, so_far = [], hashlib.blake2b(digest_size=8)
+    hash_so_far = hashlib.blake2b(digest_size=8)
+    hashes = []
     for start in range(0, len(text), _CHARACTERS_PER_HASH):
-        so_far.update(text[start : start + _CHARACTERS_PER_HASH].encode("utf-8", "surrogatepass"))
-        hashes.append(so_far.digest())
+        part = text[start : start + _CHARACTERS_PER_HASH]
+        hash_so_far.update(part.encode("utf-8", "surrogatepass"))
+        hashes.append(hash_so_far.digest())
     return tuple(hashes)
 
 
@@ -75,14 +77,19 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         # If all servers are full, Ray repeats this choice. This flag makes Ray wait before each
         # repetition.
         pending_request.routing_context.should_backoff = True
-        counts = {one.replica_id: self._num_requests[one.replica_id] for one in candidate_replicas}
-        fewest = min(counts.values())
+        counts = [self._num_requests[server.replica_id] for server in candidate_replicas]
+        fewest = min(counts)
         best = self._server_with_prefix(_hashes_of(pending_request), candidate_replicas)
-        if best is None or counts[best.replica_id] - fewest > self._max_extra_requests:
-            best = random.choice(
-                [one for one in candidate_replicas if counts[one.replica_id] == fewest]
-            )
-        return [[best], candidate_replicas]
+        if best is not None:
+            num_extra = self._num_requests[best.replica_id] - fewest
+            if num_extra <= self._max_extra_requests:
+                return [[best], candidate_replicas]
+        least_used = [
+            server
+            for server, count in zip(candidate_replicas, counts, strict=True)
+            if count == fewest
+        ]
+        return [[random.choice(least_used)], candidate_replicas]
 
     def _server_with_prefix(
         self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
@@ -115,11 +122,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         result: object,  # noqa: ARG002 - the signature is Ray's
     ) -> None:
         """Store the server for each prefix of a request. Limit the number of stored prefixes."""
-        for one in _hashes_of(pending_request):
-            self._last_server[one] = replica_id
-            self._last_server.move_to_end(one)
+        for prefix_hash in _hashes_of(pending_request):
+            self._last_server[prefix_hash] = replica_id
+            self._last_server.move_to_end(prefix_hash)
         while len(self._last_server) > _MAX_PREFIXES:
-            self._last_server.popitem(last=False)
+            self._last_server.popitem(last=False)  # the prefix that was not used for longest
 
 
 def _hashes_of(pending_request: PendingRequest) -> tuple[bytes, ...]:

@@ -43,7 +43,8 @@ class ScaleWithLoad:
         if not current or not loads:
             return context.target_num_replicas, {}
         load = max(loads)
-        return (current if abs(load - 1) <= _TOLERANCE else current * load), {}
+        is_balanced = abs(load - 1) <= _TOLERANCE
+        return (current if is_balanced else current * load), {}
 
     def _load(self, name: str, values: Mapping[Any, float]) -> float:
         """Return the average of a gauge over all servers, divided by the target for this gauge."""

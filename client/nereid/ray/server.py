@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -23,6 +23,7 @@ REPLICA_HEADER = "x-nereid-replica"
 _PORT_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
 _SERVE = "import sys; from nereid_client.cli.main import main; sys.exit(main())"
 _READY_EVERY_S = 0.5
+_READY_TIMEOUT_S = 5.0
 _STOP_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -76,36 +77,31 @@ class Server:
     """
 
     def __init__(self, model: str, settings: Mapping[str, str], arguments: Sequence[str]) -> None:
+        """Start the server, and wait until it is ready. The class docstring names the arguments."""
         ports = dict(zip(_PORT_FLAGS, _free_ports(len(_PORT_FLAGS)), strict=True))
         self._url = f"http://127.0.0.1:{ports['--openai-port']}"
         self._metrics_url = f"http://127.0.0.1:{ports['--metrics-port']}/metrics"
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._session: aiohttp.ClientSession | None = None
-        flags = [f"{flag}={port}" for flag, port in ports.items()]
         command = [sys.executable, "-c", _SERVE, "serve", f"--model={model}", "--log-file=-"]
+        command += [f"{flag}={port}" for flag, port in ports.items()]
+        command += arguments
         # The frontend listens on 127.0.0.1, because only this replica connects to the frontend.
         environment = {**os.environ, "NEREID_OPENAI_HOST": "127.0.0.1", **settings}
-        self._process = subprocess.Popen(
-            [*command, *flags, *arguments], env=environment, preexec_fn=_end_with_parent
-        )
+        self._process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
         self._wait_until_ready(ports["--openai-port"])
 
     def _wait_until_ready(self, port: int) -> None:
-        """Block until the models answer. Ray sends requests to this replica only afterwards."""
-        request = b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        while True:
+        """Block until the models answer. Ray sends requests to this replica only afterwards.
+
+        Raises: RuntimeError if the server has ended.
+        """
+        while not _is_ready(port):
             if self._process.poll() is not None:
                 raise RuntimeError(
                     f"nereid serve ended with exit code {self._process.returncode}. Its output is "
                     "in the log of this replica."
                 )
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", port), timeout=5) as connection,
-            ):
-                connection.sendall(request)
-                if connection.recv(64).startswith(b"HTTP/1.1 200"):
-                    return
             time.sleep(_READY_EVERY_S)
 
     async def forward(
@@ -118,24 +114,15 @@ class Server:
         Raises:
             ServerUnavailableError: the server accepted no connection, or the connection was lost.
         """
-        headers = [
-            (name, value)
-            for name, value in request.headers
-            if name.lower() not in _CONNECTION_HEADERS
-        ]
+        url = f"{self._url}{request.target}"
+        headers = _without_connection_headers(request.headers)
         try:
             async with self._http.request(
-                request.method, f"{self._url}{request.target}", data=request.body, headers=headers
+                request.method, url, data=request.body, headers=headers
             ) as response:
-                yield ResponseStart(
-                    response.status,
-                    {
-                        name: value
-                        for name, value in response.headers.items()
-                        if name.lower() not in _CONNECTION_HEADERS
-                    }
-                    | {REPLICA_HEADER: self._replica_id},
-                )
+                response_headers = dict(_without_connection_headers(response.headers.items()))
+                response_headers[REPLICA_HEADER] = self._replica_id
+                yield ResponseStart(response.status, response_headers)
                 async for chunk in response.content.iter_any():
                     yield chunk
         except aiohttp.ClientError as error:
@@ -178,6 +165,22 @@ class Server:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(self._process.wait, _STOP_TIMEOUT_S)
+
+
+def _is_ready(port: int) -> bool:
+    """Return whether the frontend on this port reports that the models answer."""
+    request = b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", port), _READY_TIMEOUT_S) as connection:
+            connection.sendall(request)
+            return connection.recv(64).startswith(b"HTTP/1.1 200")
+    except OSError:
+        return False
+
+
+def _without_connection_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the headers that do not describe a single connection, such as "content-type"."""
+    return [(name, value) for name, value in headers if name.lower() not in _CONNECTION_HEADERS]
 
 
 def _load(page: str) -> dict[str, float]:

@@ -17,17 +17,7 @@ except ImportError as error:
 
 def main() -> None:
     """Send one message, and print the answer to stdout and the reasoning to stderr."""
-    parser = argparse.ArgumentParser(description="Send one message and stream the answer.")
-    parser.add_argument("prompt", nargs="?", default="Hello! Who are you?")
-    parser.add_argument(
-        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
-    )
-    parser.add_argument("--model", help="default: the first model that the server lists")
-    parser.add_argument(
-        "--max-tokens", type=int, default=512, help="limit of reasoning and answer together"
-    )
-    args = parser.parse_args()
-
+    args = parse_arguments()
     client = OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
     model = args.model or client.models.list().data[0].id
     stream = client.chat.completions.create(
@@ -37,7 +27,8 @@ def main() -> None:
         stream=True,
         stream_options={"include_usage": True},
     )
-    usage, finish_reason = None, None
+    usage = None
+    finish_reason = None
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -51,6 +42,20 @@ def main() -> None:
         sys.stderr.write(f"[{usage.prompt_tokens} + {usage.completion_tokens} tokens]\n")
     if finish_reason == "length":
         sys.stderr.write(f"The answer was cut off at {args.max_tokens} tokens; use --max-tokens.\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the message and the options from the command line."""
+    parser = argparse.ArgumentParser(description="Send one message and stream the answer.")
+    parser.add_argument("prompt", nargs="?", default="Hello! Who are you?")
+    parser.add_argument(
+        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
+    )
+    parser.add_argument("--model", help="default: the first model that the server lists")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="limit of reasoning and answer together"
+    )
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -71,22 +71,20 @@ class Library:
         `num_kept` of these are returned.
         """
         similarities = self._vectors @ self._embed([question], "query")[0]
-        nearest = np.argsort(-similarities)[:num_retrieved]
+        nearest = np.argsort(-similarities)[:num_retrieved]  # the numbers of the passages
         body = {
             "model": self._reranker,
             "query": question,
-            "documents": [self._passages[index] for index in nearest],
+            "documents": [self._passages[number] for number in nearest],
             "top_n": num_kept,
         }
         reply = self._http.post("/rerank", json=body).raise_for_status().json()
-        return [
-            Found(
-                result["document"]["text"],
-                float(similarities[nearest[result["index"]]]),
-                result["relevance_score"],
-            )
-            for result in reply["results"]
-        ]
+        found = []
+        for result in reply["results"]:
+            number = nearest[result["index"]]
+            similarity = float(similarities[number])
+            found.append(Found(self._passages[number], similarity, result["relevance_score"]))
+        return found
 
     def answer(self, question: str, found: list[Found]) -> str:
         """Return the chat model's answer. The system message contains the passages."""
@@ -125,16 +123,7 @@ class Library:
 
 def main() -> None:
     """Print the passages that were found, and the answer."""
-    parser = argparse.ArgumentParser(description="Answer a question from passages.")
-    parser.add_argument("question", nargs="?", default="Who keeps a hedgehog?")
-    parser.add_argument(
-        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
-    )
-    parser.add_argument("--api-key", default=os.environ.get("NEREID_API_KEY", "none"))
-    parser.add_argument("--passages", type=Path, help="a text file with one passage per line")
-    parser.add_argument("--retrieve", type=int, default=6, help="passages that are reranked")
-    parser.add_argument("--keep", type=int, default=2, help="passages that the chat model reads")
-    args = parser.parse_args()
+    args = parse_arguments()
     text = args.passages.read_text(encoding="utf-8") if args.passages else PASSAGES
     library = Library(args.base_url, args.api_key, [line for line in text.splitlines() if line])
     try:
@@ -145,6 +134,20 @@ def main() -> None:
         print(library.answer(args.question, found))  # noqa: T201
     finally:
         library.close()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the question and the options from the command line."""
+    parser = argparse.ArgumentParser(description="Answer a question from passages.")
+    parser.add_argument("question", nargs="?", default="Who keeps a hedgehog?")
+    parser.add_argument(
+        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
+    )
+    parser.add_argument("--api-key", default=os.environ.get("NEREID_API_KEY", "none"))
+    parser.add_argument("--passages", type=Path, help="a text file with one passage per line")
+    parser.add_argument("--retrieve", type=int, default=6, help="passages that are reranked")
+    parser.add_argument("--keep", type=int, default=2, help="passages that the chat model reads")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -37,22 +37,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     args = parser.parse_args()
 
-    inputs = [tensor("stream", "BOOL", True)]
-    if args.chat:
-        message = {"role": "user", "content": args.prompt}
-        body = {"messages": [message], "max_tokens": args.max_tokens}
-        inputs.append(tensor("chat_request", "BYTES", json.dumps(body).encode()))
-    else:
-        sampling = {"max_tokens": args.max_tokens, "temperature": 0}
-        inputs.append(tensor("text_input", "BYTES", args.prompt.encode()))
-        inputs.append(tensor("sampling_parameters", "BYTES", json.dumps(sampling).encode()))
-
     responses: queue.Queue = queue.Queue()
     with InferenceServerClient(args.url) as client:
         client.start_stream(callback=lambda result, error: responses.put((result, error)))
         client.async_stream_infer(
             "llm",
-            inputs,
+            request_inputs(args.prompt, args.max_tokens, is_chat=args.chat),
             outputs=[InferRequestedOutput("text_output")],
             enable_empty_final_response=True,  # the last response marks the end
         )
@@ -68,6 +58,21 @@ def main() -> None:
                 break
         client.stop_stream()
     sys.stdout.write("\n")
+
+
+def request_inputs(prompt: str, max_tokens: int, *, is_chat: bool) -> list[InferInput]:
+    """Return the input tensors of the model `llm` for a chat message, or for a text to continue."""
+    stream = tensor("stream", "BOOL", True)
+    if is_chat:
+        message = {"role": "user", "content": prompt}
+        body = {"messages": [message], "max_tokens": max_tokens}
+        return [stream, tensor("chat_request", "BYTES", json.dumps(body).encode())]
+    sampling = {"max_tokens": max_tokens, "temperature": 0}
+    return [
+        stream,
+        tensor("text_input", "BYTES", prompt.encode()),
+        tensor("sampling_parameters", "BYTES", json.dumps(sampling).encode()),
+    ]
 
 
 if __name__ == "__main__":

@@ -41,15 +41,7 @@ def get_weather(city: str) -> dict[str, Any]:
 
 def main() -> None:
     """Send the question, run every requested call, and repeat until the model answers."""
-    parser = argparse.ArgumentParser(description="Answer a question with the help of a tool.")
-    parser.add_argument("prompt", nargs="?", default="What is the weather in Paris?")
-    parser.add_argument(
-        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
-    )
-    parser.add_argument("--model", help="default: the first model that the server lists")
-    parser.add_argument("--max-rounds", type=int, default=4, help="limit of requests")
-    args = parser.parse_args()
-
+    args = parse_arguments()
     client = openai.OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
     model = args.model or client.models.list().data[0].id
     messages: list[Any] = [{"role": "user", "content": args.prompt}]
@@ -69,14 +61,28 @@ def main() -> None:
         if not choice.message.tool_calls:
             print(choice.message.content)  # noqa: T201
             return
-        for call in choice.message.tool_calls:
-            arguments = json.loads(call.function.arguments)
-            result = get_weather(**arguments)
-            print(f"{call.function.name}({arguments}) -> {result}")  # noqa: T201
-            messages.append(
-                {"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)}
-            )
+        messages += [tool_message(call) for call in choice.message.tool_calls]
     sys.exit(f"The model still called tools after {args.max_rounds} requests.")
+
+
+def tool_message(call: Any) -> dict[str, str]:  # noqa: ANN401 - a type of the openai package
+    """Run a tool call, print the call and its result, and return the message with the result."""
+    arguments = json.loads(call.function.arguments)
+    result = get_weather(**arguments)
+    print(f"{call.function.name}({arguments}) -> {result}")  # noqa: T201
+    return {"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the question and the options from the command line."""
+    parser = argparse.ArgumentParser(description="Answer a question with the help of a tool.")
+    parser.add_argument("prompt", nargs="?", default="What is the weather in Paris?")
+    parser.add_argument(
+        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
+    )
+    parser.add_argument("--model", help="default: the first model that the server lists")
+    parser.add_argument("--max-rounds", type=int, default=4, help="limit of requests")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -344,19 +344,21 @@ def read_inputs(value: object, field: str) -> ModelInputs:
         )
     if not value:
         raise FieldError(field, f"{field} must not be an empty list")
-    tensors: dict[str, list[Any]]
-    if all(isinstance(item, str) for item in value):
-        tensors = {"texts": value}
-    elif isinstance(value[0], list):
-        tensors = _token_tensors(
-            [check_token_ids(item, field, f"{field}[{at}]") for at, item in enumerate(value)]
-        )
-    elif isinstance(value[0], int | float):
-        tensors = _token_tensors([check_token_ids(value, field, field)])
-    else:
-        parts = [content_part(item, field, f"{field}[{index}]") for index, item in enumerate(value)]
-        tensors = {"parts": [json.dumps(part, ensure_ascii=False) for part in parts]}
+    tensors = _tensors_of(value, field)
     return ModelInputs(tensors, dict.fromkeys(tensors, field))
+
+
+def _tensors_of(items: list[Any], field: str) -> dict[str, list[Any]]:
+    """Return the input tensors for a list with at least one item, as described by `read_inputs`."""
+    if all(isinstance(item, str) for item in items):
+        return {"texts": items}
+    if isinstance(items[0], list):
+        lists = [check_token_ids(ids, field, f"{field}[{at}]") for at, ids in enumerate(items)]
+        return _token_tensors(lists)
+    if isinstance(items[0], int | float):
+        return _token_tensors([check_token_ids(items, field, field)])
+    parts = [content_part(item, field, f"{field}[{at}]") for at, item in enumerate(items)]
+    return {"parts": [json.dumps(part, ensure_ascii=False) for part in parts]}
 
 
 def _token_tensors(lists: Sequence[Sequence[int]]) -> dict[str, list[int]]:

@@ -136,7 +136,7 @@ class Supervisor:
         Until then, print from time to time what the server is waiting for.
         """
         warm_up, pooling_warm_up = self._warm_up, self._pooling_warm_up
-        if warm_up is None:
+        if warm_up is None:  # all models have answered
             return
         elapsed_s = time.monotonic() - self._started
         if warm_up.curl and pooling_warm_up.is_done:
@@ -144,10 +144,10 @@ class Supervisor:
             self._server.stubs.are_models_loaded = True
             if self._is_announced:
                 say(f"nereid: everything answers again after {elapsed_s:.1f} s")
-            else:
-                self._is_announced = True
-                self._watch_for_hangs()
-                self._announce([warm_up.curl, *pooling_warm_up.curls], elapsed_s)
+                return
+            self._is_announced = True
+            self._watch_for_hangs()
+            self._announce([warm_up.curl, *pooling_warm_up.curls], elapsed_s)
         elif elapsed_s >= self._next_progress_s:
             self._next_progress_s += _PROGRESS_EVERY_S
             say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s so far)")
@@ -233,7 +233,8 @@ class Supervisor:
             program.start()
             if program is self._server:
                 self._watch_for_hangs()
-            if self._warm_up is None or self._warm_up_failure:
+            needs_warm_up = self._warm_up is None or self._warm_up_failure is not None
+            if needs_warm_up:
                 self._started = time.monotonic()
                 self._next_progress_s = _PROGRESS_EVERY_S
                 self._start_warm_up()
@@ -281,7 +282,10 @@ class Supervisor:
         say("Press Ctrl-C to stop.")
 
     def _drain(self) -> None:
-        """Make the frontend refuse new requests, and wait until the running requests have ended."""
+        """Make the frontend refuse new requests, and wait until the running requests have ended.
+
+        Stop waiting after the time limit for the drain, or after a second signal.
+        """
         limit_s = self._plan.drain_timeout_s
         frontend = self._frontend.child
         if limit_s <= 0 or frontend.exit_code is not None:

@@ -35,19 +35,21 @@ class Database:
         the changes of the block are undone. A transaction inside another transaction becomes a part
         of the outer transaction.
         """
-        if self._depth == 0:
+        is_outermost = self._depth == 0
+        if is_outermost:
             self._connection.execute("BEGIN IMMEDIATE")
         self._depth += 1
         try:
             yield
         except BaseException:
-            self._depth -= 1
-            if self._depth == 0:
+            if is_outermost:
                 self._connection.execute("ROLLBACK")
             raise
-        self._depth -= 1
-        if self._depth == 0:
-            self._connection.execute("COMMIT")
+        else:
+            if is_outermost:
+                self._connection.execute("COMMIT")
+        finally:
+            self._depth -= 1
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> None:
         """Execute a statement that changes the database."""

@@ -273,6 +273,7 @@ class AdmissionControl:
             send: sends a message to the client.
             started: the time at which the request was admitted.
         """
+        # The header Retry-After of a rejection whose body has not arrived yet.
         retry_after: str | None = None
 
         async def send_observed(message: Message) -> None:

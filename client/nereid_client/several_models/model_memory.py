@@ -159,6 +159,7 @@ def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str])
     if rounded is not None and num_dimensions > 1:
         return rounded
     dtype = settings.get("dtype", "auto")
-    if dtype == "auto" and stored == "F16" and not settings.get("device", "").startswith("cuda"):
+    is_on_cpu = not settings.get("device", "").startswith("cuda")
+    if dtype == "auto" and is_on_cpu and stored == "F16":
         return _FLOAT16_BYTES
     return _DTYPE_BYTES.get(dtype)

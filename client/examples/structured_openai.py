@@ -10,6 +10,7 @@ import argparse
 import math
 import os
 import sys
+from typing import Any
 
 try:
     import openai
@@ -27,16 +28,7 @@ class Person(BaseModel):
 
 def main() -> None:
     """Request `n` answers, and print each answer with the mean probability of its tokens."""
-    parser = argparse.ArgumentParser(description="Ask for answers that match a JSON schema.")
-    parser.add_argument("prompt", nargs="?", default="Invent a person.")
-    parser.add_argument(
-        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
-    )
-    parser.add_argument("--model", help="default: the first model that the server lists")
-    parser.add_argument("--n", type=int, default=3, help="number of answers")
-    parser.add_argument("--max-tokens", type=int, default=256, help="limit for each answer")
-    args = parser.parse_args()
-
+    args = parse_arguments()
     client = openai.OpenAI(base_url=args.base_url, api_key=os.environ.get("NEREID_API_KEY", "none"))
     try:
         completion = client.chat.completions.parse(
@@ -55,13 +47,30 @@ def main() -> None:
             f"An answer was cut off after {args.max_tokens} tokens (finish_reason is length), so "
             "it is not complete JSON. Raise --max-tokens."
         )
-    rated = []
-    for choice in completion.choices:
-        tokens = (choice.logprobs and choice.logprobs.content) or []
-        mean = sum(token.logprob for token in tokens) / max(1, len(tokens))
-        rated.append((math.exp(mean), choice.message.parsed))
-    for probability, person in sorted(rated, key=lambda pair: pair[0], reverse=True):
-        sys.stdout.write(f"mean token probability {probability:.0%}: {person}\n")
+    for choice in sorted(completion.choices, key=mean_probability, reverse=True):
+        probability = mean_probability(choice)
+        sys.stdout.write(f"mean token probability {probability:.0%}: {choice.message.parsed}\n")
+
+
+def mean_probability(choice: Any) -> float:  # noqa: ANN401 - a type of the openai package
+    """Return the geometric mean of the probabilities of an answer's tokens."""
+    tokens = choice.logprobs.content if choice.logprobs else None
+    if not tokens:
+        return 1.0
+    return math.exp(sum(token.logprob for token in tokens) / len(tokens))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the message and the options from the command line."""
+    parser = argparse.ArgumentParser(description="Ask for answers that match a JSON schema.")
+    parser.add_argument("prompt", nargs="?", default="Invent a person.")
+    parser.add_argument(
+        "--base-url", default=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:9000/v1")
+    )
+    parser.add_argument("--model", help="default: the first model that the server lists")
+    parser.add_argument("--n", type=int, default=3, help="number of answers")
+    parser.add_argument("--max-tokens", type=int, default=256, help="limit for each answer")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -198,7 +198,13 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _add_middleware(app: FastAPI, settings: Settings, key_file: KeyFile | None) -> None:
-    """Add the middleware. The middleware that is added last is the first to receive a request."""
+    """Add the middleware. The middleware that is added last is the first to receive a request.
+
+    Args:
+        app: the application, whose attribute `state` contains the objects that are passed on.
+        settings: the settings of the frontend.
+        key_file: the API keys of the clients. None if there is no key file.
+    """
     metrics = app.state.metrics
     app.add_middleware(
         BodyLimit,

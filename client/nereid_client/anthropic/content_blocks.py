@@ -208,7 +208,14 @@ def _read_block(given: object, place: str, kinds: Mapping[str, type[_Block]]) ->
 def _wrong_type_error(
     given: object, type_name: object, place: str, kinds: Mapping[str, type[_Block]]
 ) -> FieldError:
-    """Return the error for a block whose type is unknown or not allowed in this message."""
+    """Return the error for a block whose type is unknown or not allowed in this message.
+
+    Args:
+        given: the block in the request.
+        type_name: the field `type` of the block, or None if the block has no such field.
+        place: the path of the block, such as "messages[0].content[1]".
+        kinds: the allowed types of blocks.
+    """
     reason = _REFUSED_BLOCKS.get(str(type_name))
     if reason is not None:
         return FieldError(

@@ -36,7 +36,13 @@ def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print a title and a table. Numbers are aligned to the right."""
+    """Print a title and a table.
+
+    Args:
+        columns: the titles of the columns.
+        rows: the values of each row. If a column has only numbers, they are aligned to the right.
+        title: a line above the table. "" prints no such line.
+    """
     table = Table()
     for index, column in enumerate(columns):
         are_numbers = all(isinstance(row[index], int | float) for row in rows)

@@ -251,7 +251,12 @@ def _absolute_adapter(value: str) -> str:
 
 
 def _exposure_warnings(host: str, settings: Settings) -> list[str]:
-    """Return warnings about endpoints that other machines can use without an API key."""
+    """Return warnings about endpoints that other machines can use without an API key.
+
+    Args:
+        host: the address on which the Triton server listens.
+        settings: the settings of the frontend.
+    """
     if host in _LOOPBACK:
         return []
     endpoints = "the Triton server's HTTP, gRPC and metrics endpoints"

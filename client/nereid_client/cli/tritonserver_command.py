@@ -15,7 +15,15 @@ from nereid_client.supervise.supervisor import SERVER_EXIT_TIMEOUT_S
 def server_command(
     args: argparse.Namespace, tritonserver: Path, repository: Path, shm_prefix: str, log_level: str
 ) -> list[str]:
-    """Return the command that starts the Triton server."""
+    """Return the command that starts the Triton server.
+
+    Args:
+        args: the flags of `nereid serve`.
+        tritonserver: the path of the server's program.
+        repository: the path of the model repository.
+        shm_prefix: the beginning of the names of the server's shared memory regions.
+        log_level: the setting log_level of the frontend. "debug" makes the server log more.
+    """
     command = [str(tritonserver), f"--model-repository={repository}"]
     for endpoint in ("http", "grpc", "metrics"):
         command += [

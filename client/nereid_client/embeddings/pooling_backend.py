@@ -250,7 +250,13 @@ def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf messa
 
 
 def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
-    """Return a BackendError for a failed call. The message names the cause."""
+    """Return a BackendError for a failed call. The message names the cause.
+
+    Args:
+        error: the error of the gRPC call.
+        model: the name of the model in the model repository.
+        url: host:port of the Triton server's gRPC endpoint.
+    """
     code: str = error.code().name
     message = error.details() or code
     if code == "NOT_FOUND" or message.startswith("Request for unknown model"):

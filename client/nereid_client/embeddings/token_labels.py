@@ -112,7 +112,11 @@ def _split_label(label: str) -> tuple[str, str]:
 
 
 def _group(text: str, name: str, tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Convert the tokens of a group to one labelled section of the text."""
+    """Convert the tokens of a group to one labelled section of the text.
+
+    Example: in the text "in New York", the tokens "New" (score 0.9) and "York" (0.7) with the name
+    "LOC" return {"entity_group": "LOC", "score": 0.8, "word": "New York", "start": 3, "end": 11}.
+    """
     start, end = tokens[0]["start"], tokens[-1]["end"]
     section = text[start:end]
     word = section.lstrip()  # in some tokenizers, a token includes the space before its word

@@ -82,14 +82,7 @@ class Gate:
     def rejection(self, client: Client = ANONYMOUS) -> ApiError | None:
         """Return an error if the limits forbid a new request, or None if the request may run."""
         if self.is_draining:
-            return ApiError(
-                503,
-                "The server is stopping. It finishes the requests that run and accepts no new "
-                "ones. Send the request to another server, or wait until this one has restarted.",
-                code="unavailable",
-                headers=_RETRY_AFTER,
-                limit="draining",
-            )
+            return _draining_error()
         if not self._running.fits(client.share, 1):
             return self._too_many_error(client)
         if not client.max_concurrent:
@@ -114,6 +107,18 @@ class Gate:
             headers=_RETRY_AFTER,
             limit="max_concurrent_requests",
         )
+
+
+def _draining_error() -> ApiError:
+    """Return the error for a new request to a server that finishes its requests and then stops."""
+    return ApiError(
+        503,
+        "The server is stopping. It finishes the requests that run and accepts no new ones. Send "
+        "the request to another server, or wait until this one has restarted.",
+        code="unavailable",
+        headers=_RETRY_AFTER,
+        limit="draining",
+    )
 
 
 class Throttle:

@@ -51,14 +51,16 @@ class ApiKey:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client = scope.get(CLIENT_OF_SCOPE) or self._client(Headers(scope=scope))
+        client: Client | None = scope.get(CLIENT_OF_SCOPE) or self._client(Headers(scope=scope))
         if client is None and _requires_key(scope):
             await self._refuse(scope, receive, send)
             return
+        if client is None:
+            client = ANONYMOUS
         # The client's name is stored in the scope for the middleware CountRequests. CountRequests
         # cannot read the context variable below, because CountRequests calls this middleware.
-        scope.setdefault("state", {})["client"] = (client or ANONYMOUS).name
-        token = current_client.set(client or ANONYMOUS)
+        scope.setdefault("state", {})["client"] = client.name
+        token = current_client.set(client)
         try:
             await self._app(scope, receive, send)
         finally:

@@ -59,18 +59,19 @@ class BackgroundResponse:
         return self.client.name
 
     def record(self, events: Sequence[Json]) -> int:
-        """Store events, and return their number of bytes.
+        """Store events, and return the number of bytes that the response grows by.
 
-        The generators that `follow` has returned then yield these events.
+        The response contains the text of each delta. If the client has requested a stream, the
+        encoded events are stored, too. The generators that `follow` has returned then yield them.
         """
-        size = sum(len(event.get("delta", "").encode()) for event in events)
+        num_bytes = sum(len(event.get("delta", "").encode()) for event in events)
         if self.events is not None:
             encoded = [sse.named_event(event) for event in events]
             self.events += encoded
-            size += size_of(encoded)
-        self._changed.set()
+            num_bytes += size_of(encoded)
+        self._changed.set()  # ends the waiting of all generators
         self._changed = asyncio.Event()
-        return size
+        return num_bytes
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
         """Yield the events with a sequence number greater than `after`, until the response ends.
@@ -192,7 +193,9 @@ class Responses:
         try:
             async with asyncio.timeout(self._limit_s) as limit, aclosing(deltas):
                 async for delta in deltas:
-                    self.store.reserve(run, run.record(run.builder.add(delta)))
+                    events = run.builder.add(delta)
+                    num_bytes = run.record(events)
+                    self.store.reserve(run, num_bytes)
         except TimeoutError:
             if not limit.expired():
                 raise

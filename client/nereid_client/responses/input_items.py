@@ -195,7 +195,13 @@ def _check_json(text: str, place: str) -> None:
 
 
 def _call_output(item: Mapping[str, Any], place: str) -> Json:
-    """Return the fields of a function_call_output item."""
+    """Return the fields of a function_call_output item, which contains the result of a call.
+
+    Example: {"call_id": "a", "output": "5"} returns {"call_id": "a", "output": "5", "status":
+    "completed"}.
+
+    Raises: ApiError 400 if a field is wrong.
+    """
     output = item.get("output")
     texts = _texts(output, f"{place}.output")
     parts = [{"type": "input_text", "text": text} for text in texts]
@@ -262,7 +268,17 @@ def _text(part: object, place: str) -> str:
 
 
 def _text_parts(content: object, place: str, kinds: Sequence[str]) -> list[str]:
-    """Return the texts of a list of parts. The type of each part must be in `kinds`."""
+    """Return the texts of a list of parts. If there is no list, return an empty list.
+
+    Example: [{"type": "text", "text": "a"}] returns ["a"].
+
+    Args:
+        content: the list in the request, or None.
+        place: the path of the list, such as "input[0].content".
+        kinds: the types that a part may have. An error message names the first type.
+
+    Raises: ApiError 400 if a part is wrong.
+    """
     if content is None:
         return []
     if not isinstance(content, list):

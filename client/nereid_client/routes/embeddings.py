@@ -83,11 +83,9 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     options = body.options(served.info.get("prompts") or {}) | {"kind": "dense"}
     outputs = await call_model(request, served, body.model_inputs, options)
     rows = rows_of(outputs)
-    # Maps each requested type to the JSON text of all vectors in this type.
-    encoded_lists: dict[str, str] = {
-        vector_type: await encode_list(map(WRITERS[vector_type], rows))
-        for vector_type in body.embedding_types or ["float"]
-    }
+    encoded_lists: dict[str, str] = {}  # maps each requested type to the JSON text of all vectors
+    for vector_type in body.embedding_types or ["float"]:
+        encoded_lists[vector_type] = await encode_list(map(WRITERS[vector_type], rows))
     has_one_list = version == "1" and body.embedding_types is None
     tokens = usage_of(outputs)["prompt_tokens"]
     members = {

@@ -122,7 +122,15 @@ def _response_body(
     served: ServedModel,
     request_id: str,
 ) -> Any:  # noqa: ANN401 - JSON
-    """Return the body of a rerank response in the format `response_format`."""
+    """Return the body of a rerank response.
+
+    Args:
+        response_format: "sglang", "tei", "cohere" or "jina".
+        ranked: the documents, sorted by descending score.
+        outputs: the outputs of the model, which contain the numbers of tokens.
+        served: the model that has computed the scores.
+        request_id: the id of the request.
+    """
     if response_format == "sglang":
         return embedding_output.sglang_results(ranked)
     if response_format == "tei":

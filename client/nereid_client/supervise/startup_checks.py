@@ -67,26 +67,35 @@ def check_checkpoint(path: Path) -> None:
             f"--model: the folder {path} does not exist. Give the folder of a checkpoint on this "
             "machine. `hf download NAME --local-dir FOLDER` downloads one."
         )
-    if path.suffix == ".gguf" and path.is_file():
+    is_gguf_file = path.suffix == ".gguf" and path.is_file()
+    if is_gguf_file:
         return
     if not path.is_dir():
         raise CliError(
             f"--model: {path} is not a folder. Give the folder that contains config.json, or a "
             "GGUF file."
         )
-    if not (path / "config.json").is_file():
+    _check_files(path)
+
+
+def _check_files(folder: Path) -> None:
+    """Check that a folder contains the files of a checkpoint, and that the files are complete.
+
+    Raises: CliError.
+    """
+    if not (folder / "config.json").is_file():
         raise CliError(
-            f"--model: the folder {path} has no config.json. Give the folder of a Hugging Face "
+            f"--model: the folder {folder} has no config.json. Give the folder of a Hugging Face "
             "checkpoint."
         )
-    if not any(path.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")):
         raise CliError(
-            f"--model: the folder {path} has no *.safetensors file. Load the model with "
+            f"--model: the folder {folder} has no *.safetensors file. Load the model with "
             "transformers and call its method save_pretrained, which writes such files."
         )
     for name in _JSON_FILES:
-        _check_json(path / name)
-    damage = weight_files.find_damage(path)
+        _check_json(folder / name)
+    damage = weight_files.find_damage(folder)
     if damage:
         raise CliError(f"--model: {damage}")
 

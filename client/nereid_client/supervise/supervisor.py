@@ -269,7 +269,12 @@ class Supervisor:
         complain(f"nereid serve: {failure}. The whole log is {self._plan.log_name}")
 
     def _announce(self, curls: list[str], elapsed_s: float) -> None:
-        """Print the models, the addresses, and example commands."""
+        """Print the models, the addresses, and example commands.
+
+        Args:
+            curls: for each model, a shell command that sends a request to the model.
+            elapsed_s: the seconds since the start.
+        """
         name = self._plan.frontend.model
         say(f"nereid: ready after {elapsed_s:.1f} s; the model's name is {name}")
         for model in self._plan.pooling_models:

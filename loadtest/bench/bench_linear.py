@@ -4,9 +4,10 @@
 
 Each figure of the table is the time of the first contestant divided by the time of the contestant
 in the same round: 2.00 means twice as fast. A contestant is an instruction set with a data type of
-the weights, for example "avx2 int4", or torch's own product. The contestants alternate, so that
-other programs on the machine slow down all of them. The clock is the wall time, or with --cpu-time
-the CPU time of the process, which suits a busy machine and one thread.
+the weights, for example "avx2 int4", or torch's own product. "oneDNN bfloat16" is torch's product
+with packed weights, which the engine uses on processors with AMX. The contestants alternate, so
+that other programs on the machine slow down all of them. The clock is the wall time, or with
+--cpu-time the CPU time of the process, which suits a busy machine and one thread.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from loadtest.bench.markdown_table import table
 SIZES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 # The layers of several blocks do not fit into the processor's cache, not even with 4 bits.
 NUM_BLOCKS = 4
+# oneDNN chooses the layout that is best for inputs with this number of rows, as in the engine.
+_PACKED_ROWS = 256
 Contestant = tuple[str, str, Callable[[dict[int, Tensor]], None]]
 
 
@@ -71,6 +74,23 @@ def torch_product(dtype: torch.dtype) -> Callable[[dict[int, Tensor]], None]:
     return run
 
 
+def packed_torch_product() -> Callable[[dict[int, Tensor]], None]:
+    """Return a function that computes all layers with oneDNN and packed bfloat16 weights."""
+    weights = [
+        (torch.randn(outputs, inputs) / 32).bfloat16() for inputs, outputs in SIZES * NUM_BLOCKS
+    ]
+    layers = [
+        (weight.shape[1], torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS))
+        for weight in weights
+    ]
+
+    def run(rows: dict[int, Tensor]) -> None:
+        for inputs, packed in layers:
+            torch.ops.mkldnn._linear_pointwise(rows[inputs], packed, None, "none", [], "")
+
+    return run
+
+
 def contestants() -> list[Contestant]:
     """Return the name, the instruction set and the function of each contestant."""
     products = {
@@ -82,7 +102,11 @@ def contestants() -> list[Contestant]:
     best = supported_instruction_sets()[0].name
     names = dict.fromkeys((best, "avx2"))
     native = [(f"{name} {kind}", name, run) for name in names for kind, run in products.items()]
-    return [*native, ("torch bfloat16", best, torch_product(torch.bfloat16))]
+    return [
+        *native,
+        ("torch bfloat16", best, torch_product(torch.bfloat16)),
+        ("oneDNN bfloat16", best, packed_torch_product()),
+    ]
 
 
 def measure(args: argparse.Namespace, num_rows: int, runs: list[Contestant]) -> list[str]:

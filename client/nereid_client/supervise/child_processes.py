@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from nereid_client.console import complain
+
 MESSAGE_PREFIX = "nereid:"
 """The prefix of log lines that `nereid serve` also prints in the terminal."""
 ERROR_PREFIX = "nereid: error:"
@@ -31,6 +33,8 @@ _TABLE_STARTS = ("|", "+-")
 """The beginnings of the lines of a table, such as the server's list of models."""
 _STOP_CHECK_EVERY_S = 0.05
 _KILL_CHECK_EVERY_S = 0.02
+_MAX_KILL_S = 30.0
+"""The longest wait after SIGKILL. A process that waits for a device driver ends only afterwards."""
 _ERROR_LINES = 5
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"E\d{4} |error: ")
@@ -230,9 +234,14 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
         if must_hurry:
             break
     # A process may start another process before it is killed, so the loop runs until no process is
-    # left. The loop always ends, because no process survives SIGKILL.
-    while running := _descendants(keep):
-        _signal_all(running, signal.SIGKILL)
+    # left.
+    deadline = time.monotonic() + _MAX_KILL_S
+    while remaining := _descendants(keep):
+        if time.monotonic() > deadline:
+            texts = ", ".join(f"{_command(pid)} ({pid})" for pid in remaining)
+            complain(f"nereid: these processes did not end after SIGKILL: {texts}")
+            break
+        _signal_all(remaining, signal.SIGKILL)
         time.sleep(_KILL_CHECK_EVERY_S)
     return names
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from fakes.live_frontend import wait_for
+from nereid_client.supervise import child_processes
 from nereid_client.supervise.child_processes import ChildProcess, process_of
 from nereid_client.supervise.restart_policy import RestartPolicy
 from nereid_client.supervise.serve_plan import Program
@@ -98,3 +99,18 @@ def test_a_zombie_that_crashed_is_told_from_one_that_exited():
         found.append(process_of(process.pid).has_crashed)
         process.wait()
     assert found == [True, False]
+
+
+def test_a_process_that_survives_a_kill_is_named_and_does_not_block_the_end(monkeypatch, capsys):
+    # A process that waits for a device driver survives SIGKILL. Here, the signals are not sent.
+    sleeping = subprocess.Popen(["sleep", "60"])
+    try:
+        monkeypatch.setattr(child_processes, "_descendants", lambda keep: [sleeping.pid])
+        monkeypatch.setattr(child_processes, "_signal_all", lambda pids, signal: None)
+        monkeypatch.setattr(child_processes, "_MAX_KILL_S", 0.1)
+        names = child_processes.end_descendants(0.0, lambda seconds: False)
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+    assert names == [f"sleep ({sleeping.pid})"]
+    assert f"did not end after SIGKILL: sleep ({sleeping.pid})" in capsys.readouterr().err

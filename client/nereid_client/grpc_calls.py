@@ -32,7 +32,7 @@ from nereid_client.middleware.tracing import current_traceparent
 
 _HEALTH_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 5.0
-# The frontend's own calls, such as health checks, use the connection of a client with this name.
+# The frontend makes its own calls, such as health checks, under this client name.
 _OWN_CALLS = "frontend itself"
 _CANCELLED_BY_SERVER = "The Triton server cancelled the request"
 _MEMORY_STATES = ("READY", "LOADING", "UNLOADING")
@@ -177,7 +177,7 @@ class TritonCalls:
 
 
 class Stream:
-    """A gRPC call with one request and several responses. Call `let_end` or `cancel` at the end.
+    """A gRPC call with one request and several responses. End it with `let_end` or `cancel`.
 
     A separate task reads and stores all responses, because a task that reads from gRPC must never
     be cancelled. `read` returns the stored responses one by one.
@@ -213,7 +213,7 @@ class Stream:
         return self._responses.popleft()
 
     def add_end_callback(self, callback: Callable[[], None]) -> None:
-        """Register a function without arguments that is called when the gRPC call has ended."""
+        """Register a callback. It is called without arguments when the gRPC call has ended."""
         self._reader.add_done_callback(lambda _: callback())
 
     def let_end(self) -> None:

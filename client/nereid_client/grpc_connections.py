@@ -35,10 +35,10 @@ class Connection:
         """Create a connection to host:port of a gRPC endpoint. The first call connects."""
         self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
         self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        # ModelStreamInfer allows many requests in a call, but the frontend sends only one. The
-        # function `unary_stream` sends the metadata, the request and the end of the requests in one
-        # operation. The method of the stub would need three operations and an additional task. The
-        # server receives the same bytes.
+        # A ModelStreamInfer call can contain many requests, but the frontend sends only one.
+        # `unary_stream` sends the metadata, the request and the end of the request stream in one
+        # operation. The stub's own method for ModelStreamInfer would need three operations and an
+        # additional task. The server receives the same bytes in both cases.
         self.start_stream = self._channel.unary_stream(
             _STREAM_METHOD,
             request_serializer=service_pb2.ModelInferRequest.SerializeToString,

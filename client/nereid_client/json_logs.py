@@ -73,7 +73,7 @@ class LinesWithoutMessages(io.TextIOBase):
         self._log = log
 
     def write(self, line: str) -> int:
-        """Write one line to the log. Omit a line that starts with "nereid:", except errors."""
+        """Write a line to the log. Omit lines that start with "nereid:" and are not errors."""
         if line.startswith(MESSAGE_PREFIX) and not line.startswith(ERROR_PREFIX):
             return 0
         return self._log.write(line)

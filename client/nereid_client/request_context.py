@@ -114,7 +114,7 @@ def context_of(request: Request) -> Context:
 
 
 def contexts_of(request: Request) -> Contexts:
-    """Return the contexts of the application that handles a request."""
+    """Return the `Contexts` object of the application that received the HTTP request."""
     contexts: Contexts = request.app.state.contexts
     return contexts
 

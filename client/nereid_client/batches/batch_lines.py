@@ -206,7 +206,7 @@ class ResultFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file if it exists, and read the numbers of the input lines with results."""
+        """Open the file if it exists, and read from it which input lines already have a result."""
         self._path = path
         self._file: BinaryIO | None = None  # opened for the first line
         self._num_bytes = 0  # the size of the complete lines

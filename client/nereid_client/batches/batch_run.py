@@ -1,4 +1,4 @@
-"""Runs one batch: sends the requests of its lines, and stores the results."""
+"""Runs one batch: sends the request in each line of the input file, and stores the results."""
 
 import asyncio
 import logging
@@ -188,7 +188,7 @@ class BatchRun:
                 yield line
 
     def _parse(self, parser: LineParser, line: InputLine, errors: ResultFile) -> LineRequest | None:
-        """Return the request in a line. If the line is wrong, store an error and return None."""
+        """Return the request that a line contains, or store an error if the line is invalid."""
         try:
             return parser.parse(line)
         except LineError as error:

@@ -38,7 +38,7 @@ _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class RequestCounts(BaseModel):
-    """The numbers of all, completed and failed requests of a batch.
+    """How many requests a batch has, how many of them are completed, and how many have failed.
 
     Attributes:
         total: all lines.
@@ -90,7 +90,7 @@ class Batch(BaseModel):
         return self.status in _ENDED
 
     def set_status(self, status: Status) -> None:
-        """Set the status of the batch, and the field with the time of this status.
+        """Set the status of the batch, and store the current time in the field of this status.
 
         Example: the status "failed" also sets `failed_at`.
         """

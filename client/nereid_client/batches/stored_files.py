@@ -279,7 +279,7 @@ class Upload:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError that the `with` block raises to an ApiError that names the folder.
+    """Convert an OSError in the `with` block to an ApiError. The ApiError names the folder.
 
     The status is 507 if the disk is full, and 500 otherwise.
     """

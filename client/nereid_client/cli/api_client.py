@@ -20,7 +20,7 @@ _MAX_ERROR_CHARS = 200
 
 
 def base_url(url: str) -> str:
-    """Return the base URL of a server, which is the URL without "/v1" at its end.
+    """Return the URL of a server, without "/v1" at the end.
 
     Example: "http://127.0.0.1:9000/v1/" returns "http://127.0.0.1:9000".
     """

@@ -243,7 +243,7 @@ def _warn_about_other_server(grpc_url: str) -> None:
 
 
 def _absolute_adapter(value: str) -> str:
-    """Make the path in a value of --lora absolute. Example: "a=b" returns "a=/folder/b"."""
+    """Make the path in a value of --lora absolute. For example, "a=b" becomes "a=/folder/b"."""
     name, separator, path = value.partition("=")
     if not (name and path) or "," in value:
         raise CliError(f"--lora: the value must be NAME=PATH without a comma, but it is {value!r}.")

@@ -52,7 +52,7 @@ _CHAT_ROUTE = "POST /v1/chat/completions"
 
 @asynccontextmanager
 async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Set `app.state.pooling` when the application starts, and close the backend at the end.
+    """When the application starts, set `app.state.pooling`. When it ends, close the backend.
 
     Tests can set `app.state.make_pooling` to a function that returns another backend.
     """
@@ -137,7 +137,8 @@ async def check_language_model(request: Request, name: str | None) -> None:
         await context_of(request).adapters.select(None, context_of(request).settings.model_name)
         return
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
-    # If a pooling model has this name, no adapter has the name, so the server is not queried.
+    # If a pooling model has the requested name, no adapter has the same name. The server is
+    # therefore not queried.
     possible_contexts = contexts.all if name not in pooling_names else ()
     for context in possible_contexts:
         if await context.adapters.select(name, context.settings.model_name):

@@ -33,8 +33,8 @@ class ClientBackend:
         """
         generation = replace(generation, lora_name=current_adapter.get())
         client = current_client.get()
-        # Without a key file, a client has neither a name nor a share. The engine then treats all
-        # requests alike.
+        # Without a key file, `client.share` is empty. The engine then treats the requests of all
+        # clients alike.
         if client.share:
             generation = replace(
                 generation,

@@ -32,7 +32,7 @@ class MarkerFormat:
     template: tuple[str, ...]
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """Return the prompt for the text before the gap and the text after the gap."""
+        """Return a prompt that makes the model generate the text between `prefix` and `suffix`."""
         texts = {"{prefix}": prefix, "{suffix}": suffix}
         return "".join(texts.get(part, part) for part in self.template)
 
@@ -68,7 +68,7 @@ class FillInMiddle:
         self._format: MarkerFormat | None = None
 
     async def prompt(self, prefix: str, suffix: str, request_id: str) -> str:
-        """Return the prompt for the text before the gap and the text after the gap.
+        """Return a prompt that makes the model generate the text between `prefix` and `suffix`.
 
         Raises:
             ApiError: 400 if the tokenizer has the markers of no known format.
@@ -94,7 +94,7 @@ class FillInMiddle:
         )
 
     async def _has_tokens(self, markers: tuple[str, ...], request_id: str) -> bool:
-        """Return whether each marker is one token of the tokenizer.
+        """Return True if the tokenizer has a separate token for every marker, and otherwise False.
 
         Some tokenizers encode every unknown text as the same token, such as `<unk>`. The method
         therefore decodes each token, and compares the decoded text with the marker.

@@ -19,10 +19,11 @@ from nereid_client.streaming.deltas import Delta
 TOKENIZER_MODEL = "tokenizer"
 _PROMPT_TOKEN_IDS = "prompt_token_ids"
 _ENVELOPE = "envelope"
-# The ensemble then calls the executor model. Its output tensor `state` contains JSON text.
+# The ensemble calls the executor model after the tokenizer model. The output tensor `state` of the
+# executor model contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
-# Words in the error messages of the Triton server.
+# Each of these texts occurs in an error message of the Triton server.
 _STUB_DIED = "is not healthy"  # the process of a model has died, and the server must be restarted
 _STOPPING = "Server is stopping"
 # Matches the prefixes that the Triton server adds to the messages of models. Example: "[request id:

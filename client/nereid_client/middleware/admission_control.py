@@ -26,18 +26,18 @@ _RETRY_AFTER = {"Retry-After": "1"}
 # time is called a window. A window must be shorter than the time in which the server processes a
 # full queue. Otherwise, the queue would become empty while the throttle still rejects requests.
 _WINDOW_S = 0.5
-# Within one window, the server may reject this share of the admitted requests, and additionally
+# In _WINDOW_S seconds, the server may reject this share of the admitted requests, plus
 # _TOLERATED_REJECTIONS requests. After more rejections, the throttle rejects most new requests. It
-# admits some, because only admitted requests show whether the server is still overloaded.
+# admits some requests, because only admitted requests show whether the server is still overloaded.
 _TOLERATED_SHARE = 0.2
 _TOLERATED_REJECTIONS = 4
 _LONGEST_PAUSE_S = 1.0
-# When there are this many throttles, the throttles without a rejection in the last window are
-# deleted.
+# When the number of throttles has reached this value, all throttles without a rejection in the last
+# _WINDOW_S seconds are deleted.
 _MAX_THROTTLES = 1024
-# At most this many health checks of `nereid serve` run at the same time without being counted.
-# After a start, `nereid serve` sends two health checks at the same time: one to the language model,
-# and one to an embedding model or a reranker.
+# At any time, up to this number of running health checks of `nereid serve` are not counted as
+# requests. After a start, `nereid serve` sends two health checks at the same time: one to the
+# language model, and one to an embedding model or a reranker.
 _MAX_CHECKS = 2
 # If a request has waited too long in the server's queue, the error message begins with these words.
 _EXPIRED_IN_QUEUE = "the request waited"
@@ -180,7 +180,7 @@ class Throttle:
         )
 
     def is_active(self, now: float) -> bool:
-        """Return whether the server has rejected a request within the last window."""
+        """Return whether the server has rejected a request in the last `_WINDOW_S` seconds."""
         self._forget_old(now)
         return bool(self._rejection_times)
 

@@ -124,7 +124,8 @@ class Client:
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
-        # The buckets start without a limit (0). The call of `update` sets the limits of the entry.
+        # At first, the buckets have the limit 0, which means that nothing is limited. `update` then
+        # sets the limits of the client.
         self._requests = Bucket(0, usages, f"requests of {name}")
         self._tokens = Bucket(0, usages, f"tokens of {name}")
         self.update(entry or KeyEntry(key="unused"), now=0.0)

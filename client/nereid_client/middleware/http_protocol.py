@@ -31,7 +31,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     # Whether the headers of the current request are complete.
     _has_headers = False
-    # The number of bytes that were received since the last complete headers.
+    # While the headers of a request are incomplete, this is the number of header bytes that have
+    # been received so far.
     _num_header_bytes = 0
     # Whether the last call of `data_received` completed the headers or the body of a request.
     _has_progress = False

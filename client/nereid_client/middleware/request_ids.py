@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nereid_client.error_responses import uses_anthropic_api
 
-# Ids of this form are safe in logs and in headers.
+# An id that matches this pattern is safe in logs and in headers.
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 

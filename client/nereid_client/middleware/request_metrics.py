@@ -177,7 +177,7 @@ class CountRequests:
             status = status or 500  # Starlette sends this response after all middleware
             raise
         finally:
-            # No status means that the client closed the connection before a response started.
+            # If `status` is not set, the client closed the connection before a response started.
             self._record(scope, status or _CLIENT_CLOSED_REQUEST, time.monotonic() - arrived)
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:

@@ -57,7 +57,8 @@ class Traces:
             f"POST {scope['path']}",
             propagator.extract(dict(Headers(scope=scope))),
             SpanKind.SERVER,
-            # The message of an exception can contain the text of a prompt.
+            # The message of an exception can contain the text of a prompt, so the exception is not
+            # recorded in the span.
             record_exception=False,
             set_status_on_exception=False,
         ) as span:

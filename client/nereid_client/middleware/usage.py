@@ -16,7 +16,7 @@ NOTHING_USED = StoredUsage(0.0, -math.inf)
 
 
 class Usages:
-    """Stores the used amount of each limit. A used amount decreases with time.
+    """Stores how much of each limit is used. The used amounts decrease as time passes.
 
     Each limit has a key, such as "requests of team-a". All times are seconds of time.monotonic().
     """

@@ -311,5 +311,5 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a field name in lower case without "_" and "-". "maxTokens" returns "maxtokens"."""
+    """Return a field name in lower case without "_" and "-". "maxTokens" becomes "maxtokens"."""
     return name.lower().replace("_", "").replace("-", "")

@@ -14,7 +14,7 @@ _SCHEMA_FIELDS = {"json_object": ("schema", "value"), "json_schema": ("schema",)
 
 
 def check_response_format(value: Mapping[str, Any], field: str, schema_field: str) -> None:
-    """Check that a response format has a known type, and that the type json_schema has a schema.
+    """Check that a response format has a known type. The type `json_schema` also needs a schema.
 
     Args:
         value: the response format, in OpenAI's format for chat completions.

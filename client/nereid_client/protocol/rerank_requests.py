@@ -255,7 +255,7 @@ class ClassifyRequest(PoolingRequest):
 
 
 def text_of(value: object, field: str, place: str) -> str:
-    """Return the text in a value, which is a text or a content part.
+    """Return the text that `value` contains. The value is a string or a content part.
 
     Examples: "a", {"text": "a"}, [{"text": "a"}] and vLLM's {"content": [{"text": "a"}]} all
     return "a".

@@ -85,7 +85,7 @@ def chat_name(namespace: str | None, name: str) -> str:
 
 
 def functions_in_namespaces(tools: Sequence[Json]) -> dict[str, tuple[str, str]]:
-    """Return a mapping of the functions in all namespaces.
+    """Return a dict with one entry for each function in a namespace.
 
     A key is the name of a function in a chat completion. A value is a pair of the namespace and the
     name of the function.

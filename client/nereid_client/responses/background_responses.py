@@ -80,10 +80,9 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # The order of the next three lines matters. `_changed` is read before the events. If
-            # `record` then adds events, it also sets the object `changed`, so the wait below ends
-            # at once. `is_over` is also read before the events. If `is_over` is true, the list of
-            # events is complete.
+            # The order of the next three lines matters: `changed` and `is_over` must be read before
+            # the events. If `record` adds events later, it also sets the object `changed`, so the
+            # wait below ends at once. If `is_over` is true, the list of events is complete.
             changed = self._changed
             is_over = self.builder.is_over
             new_events = (self.events or [])[position:]

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TextKind:
-    """The names of the parts and events for one kind of text item.
+    """The names that output items and events contain for one kind of text, such as messages.
 
     Attributes:
         item_type: the type of the item.
@@ -76,7 +76,7 @@ class TextItem:
         return event | {"logprobs": list(logprobs)} if self.kind is MESSAGE else event
 
     def item(self, status: str) -> Json:
-        """Return the item as JSON, with this status."""
+        """Return the item as JSON. Its field `status` contains the argument `status`."""
         return self._item(status, [self._part("".join(self._pieces), self._logprobs)])
 
     def opening(self) -> list[Json]:
@@ -152,7 +152,7 @@ class CallItem:
         }
 
     def item(self, status: str) -> Json:
-        """Return the item as JSON, with this status."""
+        """Return the item as JSON. Its field `status` contains the argument `status`."""
         item = {
             "id": self.id,
             "type": "function_call",

@@ -324,7 +324,7 @@ class Store:
         self._database.execute("DELETE FROM responses WHERE expires_at <= ?", (self._now(),))
 
     def _start_timer(self) -> None:
-        """Start a timer that deletes the oldest response when this response expires.
+        """Start a timer that deletes the oldest response at the response's expiry time.
 
         Without the timer, an expired response would stay in memory until the next request.
         """

@@ -15,7 +15,7 @@ from nereid_client.several_models.models_file import ModelSpec
 
 _IDLE_CHECK_EVERY_S = 0.5
 _UNLOAD_CHECK_EVERY_S = 0.05
-# The frontend waits at most this long until an unloaded model has freed its memory.
+# The frontend waits at most this number of seconds for an unloaded model to free its memory.
 _UNLOAD_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ModelControl:
     ) -> None:
         self._repository = repository
         self._memory_budget = memory_budget
-        # Held while models are unloaded to free memory for another model.
+        # This lock is held while models are unloaded to free memory for another model.
         self._memory_lock = asyncio.Lock()
         self._states = {spec.triton_name: ModelState(spec) for spec in specs}
         self._idle_task: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class ModelControl:
         return self._states[model].is_loaded is False
 
     async def is_loaded(self, model: str) -> bool:
-        """Return whether a model is loaded. Query the server if the frontend does not know."""
+        """Return whether a model is loaded. If this is unknown, query the server."""
         state = self._states[model]
         if state.is_loaded is None:
             is_ready = await self._repository.is_model_ready(model)

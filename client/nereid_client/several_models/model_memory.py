@@ -77,7 +77,7 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
 
 
 def default_kv_cache(budget: int) -> int:
-    """Return the size of the KV cache of a language model that does not set kv_cache_memory.
+    """Return the KV cache size of a language model whose settings do not contain kv_cache_memory.
 
     The size is a quarter of the memory budget, but at most 4 GiB.
     """
@@ -144,9 +144,9 @@ def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> flo
 
 
 def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str]) -> float | None:
-    """Return how many bytes one number of a tensor uses in memory.
+    """Return how many bytes each element of a tensor occupies in memory.
 
-    Return None if the number has the same size in memory as in the file.
+    Return None if an element has the same size in memory as in the file.
 
     Args:
         stored: the data type of the tensor in the file, such as "BF16".

@@ -19,7 +19,8 @@ _ENGINE_SETTINGS = Path(__file__).parents[1] / "cli" / "engine_settings.json"
 _PREFIXES = {"llm": "NEREID_", "embedding": "NEREID_EMBEDDING_", "rerank": "NEREID_RERANK_"}
 # These environment variables configure the test engine, not a model.
 _OF_TEST_ENGINE = {"NEREID_ENGINE", "NEREID_SCRIPT"}
-# These variables are not used as default values, because every model needs its own values.
+# These environment variables do not set default values for the models in models.toml,
+# because every model needs its own values for these settings.
 _NEVER_DEFAULTS = ("NEREID_MODEL", "NEREID_SERVED_MODEL_NAME", "NEREID_LORA_ADAPTERS")
 
 

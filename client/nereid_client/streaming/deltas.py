@@ -12,8 +12,9 @@ from typing import NotRequired, TypedDict
 
 from nereid_client.errors import BackendError
 
-# As soon as this number of deltas wait, they are merged to limit the memory. A request has at most
-# 64 choices, so at most 64 deltas remain. A smaller number would merge the same deltas too often.
+# When the number of waiting deltas reaches this value, they are merged to save memory. A request
+# has at most 64 choices, so at most 64 deltas remain after the merge. A smaller value would merge
+# the same deltas too often.
 _MAX_UNMERGED = 256
 
 
@@ -248,7 +249,7 @@ async def merged(deltas: AsyncGenerator[Delta], group: Group = by_choice) -> Asy
 async def interleaved(
     sources: Sequence[AsyncGenerator[Delta]],
 ) -> AsyncGenerator[tuple[int, Delta]]:
-    """Yield the deltas of several generators as they arrive, each with the generator's number.
+    """Yield the deltas of several generators as they arrive, each with the generator's index.
 
     Example: (1, {"text": "a"}) is a delta of the second generator.
 
@@ -285,7 +286,7 @@ _Queue = asyncio.Queue[tuple[int, Delta] | Exception | None]
 
 
 async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> None:
-    """Put the deltas of a source into the queue, and then None or the error of the source."""
+    """Put all deltas of a source into the queue. Then put None, or the error of the source."""
     try:
         async with aclosing(source):
             async for delta in source:
@@ -317,7 +318,7 @@ class _Inbox:
             self._changed.set()
 
     async def pop_all(self) -> list[Delta]:
-        """Wait for deltas, and return the arrived deltas. At the end of the stream, return []."""
+        """Wait for new deltas, and return them. At the end of the stream, return []."""
         while not self._waiting and not self._has_ended:
             self._changed.clear()
             await self._changed.wait()

@@ -25,7 +25,7 @@ class FieldNames:
         self._pattern = re.compile(rf"^({'|'.join(names)})(?=[:.\[ ]|$)")
 
     def rename(self, error: BackendError) -> ApiError:
-        """Convert an error of the backend to an ApiError that has the other API's field names.
+        """Convert an error of the backend to an ApiError. Replace the field names in the error.
 
         Example: "max_tokens must be at most 10" becomes "max_output_tokens must be at most 10".
         """
@@ -37,11 +37,11 @@ class FieldNames:
         return ApiError(400, message, param=param, code=api_error.code)
 
     def _rename_start(self, text: str) -> str:
-        """Replace the field name at the start of a text, if there is one."""
+        """If a text starts with the name of a known field, replace this name by the new name."""
         return self._pattern.sub(lambda match: self._names[match[1]], text)
 
     async def rename_in(self, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-        """Yield the deltas unchanged. If the backend fails, rename the fields in the error.
+        """Yield the deltas unchanged. If the backend fails, rename the fields in the error message.
 
         Raises: ApiError for every BackendError.
         """

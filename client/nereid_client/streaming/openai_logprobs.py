@@ -12,7 +12,7 @@ from nereid_client.streaming.deltas import (
 )
 
 # The log-probability of an impossible token is -infinity, which JSON cannot represent. OpenAI and
-# vLLM return this number instead.
+# vLLM return -9999 instead.
 _MIN_LOGPROB = -9999.0
 # The text of a token may start this many characters after its expected position. The reason is that
 # a character of up to 4 bytes can consist of several tokens, and each of these tokens alone is an
@@ -74,7 +74,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
-        """Return the part for the prompt's tokens. This part comes before the parts for the deltas.
+        """Return the part of `logprobs` for the prompt. It comes before the parts for the deltas.
 
         Args:
             token_ids: the token ids of the prompt.
@@ -188,8 +188,8 @@ class CompletionLogprobs:
             if stripped and self._text.startswith(stripped):
                 self._position = len(stripped)
                 return 0
-        # The text of later deltas may contain the rest of the piece. Until the last delta, a text
-        # that ends within the piece therefore matches.
+        # If more deltas follow, `expected` can be only the beginning of the piece, because the rest
+        # has not arrived yet. A piece that starts with `expected` therefore also matches.
         is_next = next_text == piece or (not is_last and piece.startswith(next_text))
         if is_next:
             begin = offset

@@ -49,7 +49,7 @@ ZOMBIE = "Z"
 
 
 class Waiter(Protocol):
-    """A function that waits for some time, and that returns True if the caller must hurry.
+    """A function that waits between two checks. If it returns True, SIGKILL is sent at once.
 
     Example: `threading.Event.wait`.
     """
@@ -193,7 +193,7 @@ class ChildProcess:
                     on_line(line)
 
     def _record(self, line: str) -> None:
-        """Store a line of the output as an error, a crash, a refusal, or another line."""
+        """Store a line of the output. Errors, crashes and refusals are stored separately."""
         if _ERROR_LINE.match(line):
             self.errors.append(line)
         elif line and not line.startswith(_TABLE_STARTS):
@@ -346,7 +346,7 @@ def _descendants(keep: Collection[int] = ()) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[Process]]:
-    """Return the children of all processes, by the process id of the parent."""
+    """Return a dict that maps the id of each parent process to the list of its children."""
     children: dict[int, list[Process]] = collections.defaultdict(list)
     for process in _processes():
         children[process.parent].append(process)

@@ -22,8 +22,9 @@ _CHECK_EVERY_S = 1.0
 _TOLERATED_S = 5.0
 # By default, one process may use at most this fraction of the memory.
 _DEFAULT_SHARE = 0.8
-# If less memory than a reserve is available, the memory watch kills the largest process. The
-# reserve is this fraction of the total memory, but at most _MAX_RESERVE bytes.
+# The memory watch keeps some memory in reserve. If less memory than this reserve is available, the
+# memory watch kills the largest process. The reserve is this fraction of the total memory, but at
+# most _MAX_RESERVE bytes.
 _RESERVE_SHARE = 0.04
 _MAX_RESERVE = 2**30
 _SMALLEST_VICTIM = 64 * 2**20
@@ -89,9 +90,10 @@ class MemoryWatch:
         self._clock = clock
         total = self._memory().total
         self._budget = budget or int(total * _DEFAULT_SHARE)
-        # The largest process is killed if fewer bytes than this are available.
+        # The largest process is killed if fewer than this number of bytes are available.
         self._reserve = min(int(total * _RESERVE_SHARE), _MAX_RESERVE)
-        # Maps the id of a process above the budget to the time at which this was first noticed.
+        # Maps the id of each process above the budget to the time at which the check first found
+        # that the process is above the budget.
         self._over_since: dict[int, float] = {}
         self._check_due = 0.0  # the time of the next check
 

@@ -24,7 +24,7 @@ _MODEL = "executor"
 _PACKAGE = "nereid_backend"
 _MODULE = f"{_PACKAGE}.serving.process.forking.fork_server"
 _IMPORTS = (f"{_PACKAGE}.engine.engine", f"{_PACKAGE}.pooling.pooling_engine")
-# The variable that selects the scripted engine, which does not need torch.
+# If this environment variable is set, the server uses a test engine that does not need torch.
 _OTHER_ENGINE = "NEREID_ENGINE"
 
 

@@ -60,7 +60,7 @@ class StubWatch:
         *,
         can_unload: bool = False,
     ) -> None:
-        """Create the watch. The first call of `dead_model` finds the stub processes."""
+        """Create the object. The first call of `dead_model` finds the stub processes."""
         self.are_models_loaded = False
         self.has_crashed = False
         self._server = server
@@ -72,7 +72,8 @@ class StubWatch:
         self._rescan_due = 0.0  # the time of the next search for new stubs
         # The time at which `has_abandoned_stub` next reads the state of the server.
         self._check_due = 0.0
-        # The time since which the server has been waiting for a stub process, or None.
+        # The time at which the server started to wait for a stub process. If the server is not
+        # waiting, the value is None.
         self._waiting_since: float | None = None
 
     def dead_model(self) -> str | None:

@@ -31,7 +31,7 @@ _FRONTEND_GRACE_S = 8.0
 _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_CHECK_EVERY_S = 0.1
-# After a model has reported that it stops, the model has this number of seconds to answer the
+# After a model has reported that it is stopping, it has this number of seconds to answer the
 # waiting requests.
 _LAST_RESPONSES_S = 1.0
 
@@ -131,7 +131,7 @@ class Supervisor:
                 self._hang_watches.append(watch)
 
     def _report_progress(self) -> None:
-        """Print that the server is ready when all models have answered.
+        """When all models have answered, print that the server is ready.
 
         Until then, print from time to time what the server is waiting for.
         """

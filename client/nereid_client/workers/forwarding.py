@@ -116,11 +116,11 @@ class _WorkerResponse:
         self.status = int(self._parser.get_status_code())
 
     async def read_all(self) -> bytes:
-        """Read the whole body. Close the connection at the end."""
+        """Read the whole body, and then close the connection."""
         return b"".join([part async for part in self.body()])
 
     async def body(self) -> AsyncGenerator[bytes]:
-        """Yield the body of the response as it arrives. Close the connection at the end."""
+        """Yield the body of the response as it arrives, and then close the connection."""
         try:
             # Each call of `_read` can add any number of parts, even none. The first parts can
             # arrive together with the headers, before this loop starts.

@@ -75,7 +75,7 @@ class RequestsOfWorkers(SharedBudget):
 
 
 class UsagesOfWorkers(Usages):
-    """Stores how much of its limits each client has used in all workers together.
+    """Stores how much of each client's limits is used. All workers share these amounts.
 
     Args:
         database: the database that all workers share.

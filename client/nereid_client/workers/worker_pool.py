@@ -125,7 +125,7 @@ class WorkerPool:
                 self._end_all()
 
     def _run(self, folder: Path, port: int) -> int:
-        """Run the workers until a signal arrives or a worker must not be restarted."""
+        """Run the workers until a signal arrives or a restart cannot repair a failure."""
         (folder / "metrics").mkdir()
         count = self._settings.frontend_workers
         places = [WorkerPlace(number, count, str(folder), port) for number in range(count)]
@@ -146,7 +146,7 @@ class WorkerPool:
         )
 
     def _check(self, worker: _Worker) -> int | None:
-        """Restart a worker if it has ended, unless the workers accept no new requests.
+        """Restart a worker if it has ended. After SIGUSR1, workers are no longer restarted.
 
         Returns: the exit code of the frontend if the worker must not be restarted, else None.
         """
@@ -216,7 +216,7 @@ class WorkerPool:
 
 
 def _delete_abandoned_folders() -> None:
-    """Delete the folders of killed pools, which can contain stored responses."""
+    """Delete the folders of worker pools that were killed. They can contain stored responses."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*-*"):
         pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():

@@ -132,7 +132,7 @@ def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Return the rows and columns of a block of float8 weights, or None if there are no blocks."""
+    """Return the numbers of rows and columns in a block of float8 weights; None without blocks."""
     for arguments in weights:
         shape = arguments.get("block_structure")
         if shape:

@@ -27,8 +27,9 @@ from nereid_backend.linear.prepack import change_class
 from nereid_backend.linear.quantise_weights import GROUP_SIZES, quantise_weight, round_layer
 from nereid_backend.loading_progress import report_items
 
-# The panels store scales and zeros as float16. If float16 changes a scale or a zero by more than
-# this share of the largest number in its row, the weight is not stored in panels.
+# Panels (the blocks of weights that the CPU kernels read) store scales and zeros as float16. If
+# float16 changes a scale or a zero by more than `_MAX_HALF_ERROR` times the largest number in its
+# row, the weight is not stored in panels.
 _MAX_HALF_ERROR = 2.0**-10
 
 
@@ -306,7 +307,7 @@ def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
 
 
 def _fits_panels(weight: IntegerWeight) -> bool:
-    """Return whether panels can store a weight without an additional rounding error."""
+    """Return whether the panels of the CPU kernels can store a weight without further rounding."""
     in_features = weight.values.shape[1]
     if weight.input_groups is not None:
         return False

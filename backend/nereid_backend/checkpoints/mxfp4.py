@@ -21,7 +21,8 @@ from torch import Tensor
 from nereid_backend.checkpoints.integer_weight import unpack_nibbles
 from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
-# The file stores each exponent plus this number. Example: the exponent -2 is stored as 125.
+# The file stores the sum of each exponent and `_EXPONENT_BIAS`. Example: the exponent -2 is stored
+# as 125.
 _EXPONENT_BIAS = 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FLOAT4_VALUES = (*_POSITIVE, *(-number for number in _POSITIVE))

@@ -64,7 +64,7 @@ def _is_linear(name: str, weight: LazyWeight) -> bool:
 
 
 def _can_be_linear(name: str) -> bool:
-    """Return whether a matrix with this name probably belongs to a linear layer.
+    """Return whether a matrix with the name `name` probably belongs to a linear layer.
 
     Embeddings and experts are matrices, too, but they do not belong to linear layers. If they are
     quantised, they are dequantised when they are loaded.

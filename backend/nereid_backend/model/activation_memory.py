@@ -15,8 +15,8 @@ from nereid_backend.model.probe_layers import plain_token_ids
 from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath
 
-# On a CPU, the measured step has at most this number of tokens. A longer step of a large model
-# would take seconds.
+# On a CPU, the measured step has at most `_CPU_TOKENS` tokens. A longer step of a large model would
+# take seconds.
 _CPU_TOKENS = 64
 _LOGIT_BYTES = 4
 # Writing this value to /proc/self/clear_refs resets the peak memory of the process (VmHWM); see

@@ -240,14 +240,14 @@ def _make_trial(
 
 
 def _image_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
-    """Return functions that return a prompt with one image and a prompt with two images."""
+    """Return two functions: one returns a prompt with one image, the other one with two images."""
     rng = random.Random(0)
     parts = [{"type": "image", "image": _random_image(rng, size)} for size in _SIZES]
     return [partial(_test_prompt, processor, parts[:number]) for number in (1, 2)]
 
 
 def _video_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
-    """Return functions that return a prompt with one video and a prompt with two videos."""
+    """Return two functions: one returns a prompt with one video, the other one with two videos."""
     rng = random.Random(0)
     parts = [
         {"type": "video", "video": [_random_image(rng, size) for _ in range(number)]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the forward path for models whose code computes only prompts with images.
+"""Chooses the forward path for models that cannot compute a prompt without an image.
 
 The code of some models, such as captioning models, raises an error for a prompt without an image.
 No forward path for texts can be checked with such a model. If the model can compute prompts with
@@ -36,13 +36,13 @@ _SPEC = PathSpec(
 
 
 class NoTextPath:
-    """Replaces the forward path for texts if a model computes only prompts with images."""
+    """Replaces the forward path for texts if a model cannot compute a prompt without an image."""
 
     def __init__(self, sizes: Sizes) -> None:
         """Create a path without state. `sizes` is ignored."""
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """Raise an EngineError, because the engine should have refused a prompt without images."""
+        """Raise an EngineError in every call, because the model requires prompts with images."""
         raise EngineError("A prompt without images has reached a model that needs images.")
 
     def clear(self, sequence: Sequence) -> None:
@@ -56,7 +56,7 @@ def choose_images_only(
     progress: Progress,
     error: UnsupportedModelError,
 ) -> tuple[ChosenPath, ImageSupport]:
-    """Choose the forward paths of a model that computes only prompts with images.
+    """Choose the forward paths of a model that cannot compute a prompt without an image.
 
     Args:
         checkpoint: the model.

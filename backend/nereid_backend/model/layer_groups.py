@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the attention layers of a model into groups, so that blocks before a window can be freed.
+"""Divides the attention layers of a model into groups, so that unneeded blocks can be freed.
 
 A block belongs to one group of layers. A block before an attention window is freed only if every
 layer of its group has a window. Layers with full attention and layers with windows therefore belong
@@ -23,8 +23,8 @@ from nereid_backend.model.path_variants import PathSpec
 
 # Each group adds a block table for every sequence. Each block table costs time in every step.
 _MAX_GROUPS = 16
-# A division into fewer groups is preferred. More groups are used only if they save at least this
-# share of the memory.
+# A division into fewer groups is preferred. More groups are used only if they save at least the
+# share `_MIN_SAVED_SHARE` of the memory.
 _MIN_SAVED_SHARE = 0.05
 
 
@@ -125,7 +125,7 @@ def divide_layers(
     """
 
     def cost(groups: LayerGroups) -> int:
-        """Return the number of places in all blocks of the longest request."""
+        """Return the memory of the longest request, measured in blocks of one layer."""
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 

@@ -180,7 +180,7 @@ def _limit_by_states(
 def _longest_request(
     config: EngineConfig, limit: LengthLimit, num_bytes: int, block: BlockShape
 ) -> int:
-    """Return max_model_len or, if it is not set, the length of the longest request that fits.
+    """Return max_model_len. If it is not set, return the largest length that the memory allows.
 
     Args:
         config: the settings.

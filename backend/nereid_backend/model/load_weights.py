@@ -146,7 +146,7 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
 
 
 def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Round the weights of the linear layers to 4 or 8 bits, and return the checkpoint.
+    """Round the weights of the linear layers to 4 or 8 bits. Return the changed checkpoint.
 
     Args:
         checkpoint: the model. Mutated.

@@ -84,7 +84,7 @@ class PathSpec:
 def path_variants(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> list[tuple[str, Iterator[PathSpec]]]:
-    """Return the name and the variants of each forward path, in the order of the attempts.
+    """Return the name and variants of each forward path. The engine tries the paths in this order.
 
     Args:
         checkpoint: a loaded model.

@@ -36,9 +36,9 @@ _NUM_STEPS = 4
 # check also computes prompts in several chunks.
 _BUDGET = 8
 # One prompt is longer than the model's sliding window in order to test the window. The prompt has
-# at most this number of tokens, because longer prompts would take seconds at every start.
+# at most `_LONGEST_PROMPT` tokens, because longer prompts would take seconds at every start.
 _LONGEST_PROMPT = 160
-# A prompt that tests a sliding window is longer than the window by this number of tokens.
+# A prompt that tests a sliding window has `_BEYOND_LIMIT` tokens more than the window.
 _BEYOND_LIMIT = 6
 # The largest accepted root mean square difference, relative to the standard deviation of the
 # logits. The tests measured these differences: wrong masks or positions cause 0.1 to 1.4. Rounding
@@ -353,7 +353,7 @@ def _step_budget(trial: Trial) -> int:
 
 
 def _prompt_sequences(trial: Trial) -> list[Sequence]:
-    """Return the prompts of a trial as sequences whose blocks are in random order."""
+    """Return the prompts of `trial` as sequences. Each sequence has blocks in random order."""
     sizes = trial.sizes
     blocks = list(range(sizes.num_blocks))
     random.Random(0).shuffle(blocks)

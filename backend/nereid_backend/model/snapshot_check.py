@@ -66,7 +66,7 @@ def has_exact_snapshots(
 
 
 def _make_sequence(trial: Trial, row: int) -> Sequence:
-    """Return a sequence with the tokens of the first test sequence, in row `row`.
+    """Return a sequence that uses the row `row` and has the tokens of the first test sequence.
 
     All sequences that this function returns have the same blocks.
     """

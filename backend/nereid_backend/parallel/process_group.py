@@ -101,7 +101,7 @@ class Rank:
                 transformers_logging.set_verbosity(verbosity)
 
     def smallest(self, number: int) -> int:
-        """Send a number to all ranks, and return the smallest number of all ranks.
+        """Send `number` to all ranks, and return the smallest number that any rank has sent.
 
         Every rank must call this method, because the call waits for the numbers of all ranks.
         """

@@ -37,10 +37,10 @@ from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
 
 _MODULE = "nereid_backend.parallel.rank_process"
 _EXIT_TIMEOUT_S = 5.0
-# After an error, rank 0 waits at most this number of seconds for a report that another rank has
-# failed.
+# After an error, rank 0 waits at most `_NOTICE_TIMEOUT_S` seconds for a report that another rank
+# has failed.
 _NOTICE_TIMEOUT_S = 2.0
-# If a rank dies, the other ranks fail within this number of seconds.
+# If a rank dies, the other ranks fail within `_FOLLOWING_ERRORS_S` seconds.
 _FOLLOWING_ERRORS_S = 0.2
 
 

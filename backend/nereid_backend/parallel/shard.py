@@ -74,7 +74,7 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
 
 
 def _replication_rules(config: EngineConfig, size: int) -> dict[str, str]:
-    """Return the rules that are needed if there are fewer KV heads than ranks.
+    """Return rules for k_proj and v_proj, which are needed if there are fewer KV heads than ranks.
 
     See `kv_heads.replication_rules`.
     """

@@ -43,7 +43,7 @@ class BlockTableRows:
         # For each group and row, the number of freed blocks. The null block replaces each freed
         # block in the row.
         self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row, the version of the block tables that were copied into the row.
+        # For each row, the version of the block tables that the row contains.
         self._versions = [0] * max_num_seqs
 
     def update(self, plan: StepPlan) -> Integers:

@@ -65,7 +65,7 @@ class ModelCall:
         self.cache_name = cache_names[0] if cache_names else None
 
     def takes(self, name: str) -> bool:
-        """Return whether the forward method of the model has a parameter of this name."""
+        """Return whether the forward method of the model has a parameter with the name `name`."""
         return name in self._names
 
     def __call__(

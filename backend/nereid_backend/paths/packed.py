@@ -74,7 +74,7 @@ class PackedPath:
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # Whether the model can compute logits only for selected tokens.
+        # Whether the model can leave out the logits of tokens that are not selected.
         self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
         self._positions = PositionEmbeddings(self._model)
         self._compiled: CompiledForward | None = None

@@ -48,7 +48,7 @@ class PaddedPath:
         self._batches_sequences = batches_sequences
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
+        """Compute the logits of a step whose tokens are all known; see `ForwardPath.forward`."""
         assert sampled is None
         self._cache.copy_blocks(plan.copies)
         logits_of_chunks: list[Tensor | None] = [None] * len(plan.chunks)

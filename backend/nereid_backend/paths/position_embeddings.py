@@ -74,7 +74,7 @@ def _restore_batch(
     args: tuple[Any, ...],  # noqa: ARG001
     output: Tensor,
 ) -> Tensor:
-    """Return the embeddings of joined sequences as [batch, num_tokens, dim]."""
+    """Return `output` with the shape [batch, num_tokens, dim]."""
     if len(position_ids) == 1:
         return output
     return output.reshape(*position_ids.shape, -1)

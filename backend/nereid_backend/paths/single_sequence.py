@@ -68,7 +68,7 @@ class SinglePath:
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
+        """Compute the logits of a step whose tokens are all known; see `ForwardPath.forward`."""
         assert sampled is None
         parts: list[Tensor | None] = []
         for chunk in plan.chunks:
@@ -116,7 +116,7 @@ class SinglePath:
         return torch.stack(prefix_logits[shortest_len - first_len :])
 
     def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Return the logits after a prefix of a sequence, [vocab_size].
+        """Return the logits of the last token in a prefix of a sequence, [vocab_size].
 
         The prefix consists of the first `num_tokens` tokens. If the stored state of `row` covers
         all tokens of the prefix except the last token, the model computes only the last token.
@@ -159,7 +159,7 @@ class SinglePath:
         return _SequenceState(self._first_arguments(ids, sequence.images), num_tokens=0)
 
     def _decoder_tokens(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Return the decoder's tokens for the first `num_tokens` tokens of a sequence.
+        """Return the tokens that the decoder reads if the sequence has `num_tokens` tokens.
 
         Example: in an encoder-decoder model whose start token is 2, a prompt of 5 tokens and the
         output tokens 8 and 9 give [2, 8, 9].

@@ -20,7 +20,7 @@ from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.device_transfer import Integers, upload_all
 from nereid_backend.paths.block_table_rows import BlockTableRows
 
-# Decodes with at most this number of blocks always form one group. Computing their padding takes
+# Decodes with at most `_SHORT_BLOCKS` blocks always form one group. Computing their padding takes
 # less time than computing a second group.
 _SHORT_BLOCKS = 16
 
@@ -58,7 +58,7 @@ def tokens_of(chunk: Chunk) -> list[int]:
 
 
 class _DecodeLengths(NamedTuple):
-    """Decodes of similar length, for which attention is computed together.
+    """A group of decodes with similar lengths. The attention of a group is computed together.
 
     Attributes:
         tokens: the indices of these decodes among all decodes of the step. The value is a slice if
@@ -210,7 +210,7 @@ class BatchBuilder:
         )
 
     def _decode_arrays(self, step: _PackedChunks, groups: list[_DecodeLengths]) -> list[Integers]:
-        """Return the arrays of all groups of decodes, in the order in which they are read.
+        """Return the arrays of all groups of decodes, in the order of the groups.
 
         Each group has two or three arrays: the blocks, the lengths, and the token indices. If the
         token indices are a slice, they are left out. `_decode_groups` reads the arrays.
@@ -272,7 +272,7 @@ class BatchBuilder:
     def _decode_groups(
         self, groups: list[_DecodeLengths], tensors: Iterator[Tensor]
     ) -> list[DecodeGroup]:
-        """Build the groups of decodes from tensors on the device.
+        """Build a `DecodeGroup` for each item of `groups` from tensors on the device.
 
         `tensors` yields one tensor for each array that `_decode_arrays` returned, in that order.
         """
@@ -285,7 +285,7 @@ class BatchBuilder:
         return decode_groups
 
     def _group_by_length(self, lens: Integers) -> list[_DecodeLengths]:
-        """Divide the sequences that decode in this step into groups of similar length.
+        """Divide the decodes of this step into groups whose sequences have similar lengths.
 
         The groups limit padding: padding at most doubles the number of blocks that a group of long
         sequences reads.

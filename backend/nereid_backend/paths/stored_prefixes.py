@@ -36,7 +36,7 @@ class StoredPrefixes:
         return b"" if self._cache is None else self._cache.read_block(block)
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Set the keys and values of some blocks.
+        """Overwrite the keys and values of the blocks in `blocks`.
 
         Each item of `contents` was returned by `read_block` and belongs to one item of `blocks`.
         """

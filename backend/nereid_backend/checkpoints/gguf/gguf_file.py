@@ -41,7 +41,8 @@ _STRING_LENGTH_BYTES = 8
 # description of a tensor has at least 24 bytes.
 _MIN_VALUE_BYTES = 13
 _MIN_TENSOR_BYTES = 24
-# If the metadata contains no alignment, each tensor starts at a multiple of this number of bytes.
+# If the metadata contains no alignment, each tensor starts at a multiple of `_DEFAULT_ALIGNMENT`
+# bytes.
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 2**16
 # Maps the number of each metadata type with a fixed size to its struct format.

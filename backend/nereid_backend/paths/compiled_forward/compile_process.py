@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _compile(message: bytes, folder: Path) -> None:
-    """Compile the model of `message`, and store the library in `folder`.
+    """Compile the model in `message`, and store the library in `folder`.
 
     Raises:
         Exception: of any class, if torch cannot trace or compile the model's code.

@@ -30,11 +30,11 @@ _TRACE_ERROR_FILE = "trace_error.txt"
 # The name of a file that has one byte for each failed check of the library.
 _CHECKS_FILE = "failed_checks"
 _MAX_FAILED_CHECKS = 3
-# torch's compiler writes the values of vectors with at most this number of elements into the
-# library. Two checkpoints can therefore share a library only if these values are equal in both
+# torch's compiler writes the values of vectors with at most `_MAX_INLINED_ELEMENTS` elements into
+# the library. Two checkpoints can therefore share a library only if these values are equal in both
 # checkpoints.
 _MAX_INLINED_ELEMENTS = 8
-# The files of this package that a library depends on.
+# The source files of this package that affect a compiled library.
 _SOURCES = (
     "paths/compiled_forward/build_library.py",
     "paths/compiled_forward/library_files.py",
@@ -63,7 +63,7 @@ def has_library(folder: Path) -> bool:
 
 
 def write_trace_error(folder: Path, error: TraceError) -> None:
-    """Store an error in the folder of a library, so that the next start does not trace again."""
+    """Store an error in the folder of a library. The next start then does not trace the model."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _TRACE_ERROR_FILE).write_text(str(error), encoding="utf-8")
@@ -78,7 +78,7 @@ def read_trace_error(folder: Path) -> str | None:
 
 
 def count_check(folder: Path) -> None:
-    """Count the next check of a library as failed. `confirm_check` deletes the count.
+    """Record in advance that the check of a library fails. `confirm_check` deletes the record.
 
     The check is counted before it begins, because a broken library could crash the process. The
     server would then start the engine again, and the engine would load the same library again.
@@ -104,7 +104,7 @@ def confirm_check(folder: Path) -> None:
 
 
 def save_literals(literals: dict[str, Tensor], file: Path) -> None:
-    """Store the constant tensors of the traced code and the devices of the tensors in a file."""
+    """Store the constant tensors of the traced code, and the device of each tensor, in `file`."""
     # Some code creates small tensors on the CPU even if the model is on a GPU.
     device_types = {name: tensor.device.type for name, tensor in literals.items()}
     save_file(literals, file, metadata={"devices": json.dumps(device_types)})

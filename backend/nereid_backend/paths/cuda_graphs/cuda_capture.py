@@ -118,7 +118,7 @@ class GraphCapture:
         return replay
 
     def _begin(self) -> torch.cuda.CUDAGraph:
-        """Begin a capture on the current stream, and return its graph."""
+        """Begin a capture on the current stream, and return the graph that is captured."""
         graph = torch.cuda.CUDAGraph()
         # With "thread_local", other threads may use the device during the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -46,7 +46,7 @@ _MIN_DISTANCE = 8
 # runs the same kernels as a step without a graph. Correct logits can therefore differ only by
 # rounding, whereas a wrong input causes an error of at least 0.1.
 _TOLERANCE = 0.03
-# `_difference` compares slices of logits. Each slice has this number of rows.
+# `_difference` compares the logits in slices of `_COMPARED_ROWS` rows.
 _COMPARED_ROWS = 16
 # The number of int64 values in 64 bytes. Tensors that kernels read are aligned to 64 bytes.
 _ALIGNED_VALUES = 64 // 8
@@ -326,7 +326,7 @@ def check_replay(replayed: Tensor, expected: Tensor) -> None:
 
 
 def _difference(replayed: Tensor, expected: Tensor) -> float:
-    """Return the largest relative error among the rows of replayed logits.
+    """Return the largest relative error of a row of `replayed`, compared with `expected`.
 
     The difference of a row is the root mean square of the errors, divided by the standard deviation
     of the expected logits. A row is ignored if neither its replayed nor its expected logits are

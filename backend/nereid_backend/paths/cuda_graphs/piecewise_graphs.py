@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs for steps with prefills: one graph for each piece between two attention calls.
+"""CUDA graphs for steps with prefills. Each graph covers the work between two attention calls.
 
 The attention of a step with prefills depends on the lengths of the sequences, so the attention
 cannot be captured. All other operations of a forward pass depend only on the number of tokens.
@@ -65,7 +65,7 @@ class AttentionBuffers(NamedTuple):
 
 
 class PiecewiseGraphs:
-    """Captures and replays the steps of a forward path that contain prefills.
+    """Captures and replays CUDA graphs of steps that contain prefills.
 
     Attributes:
         failure: the reason why no step is replayed; None if steps are replayed.
@@ -138,7 +138,7 @@ class PiecewiseGraphs:
             self.num_captures += 1
 
     def forward(self, batch: StepBatch) -> Tensor | None:
-        """Replay a step and return its logits, [num_logits, vocab_size].
+        """Replay the CUDA graphs for a step. Return the step's logits, [num_logits, vocab_size].
 
         The caller owns the returned tensor. Return None if the step cannot be replayed; the caller
         then launches the kernels of the step one by one.
@@ -198,7 +198,7 @@ class PiecewiseGraphs:
         return _SplitForward(self._layers, self._cache, static.attention(), self, cut)
 
     def buffers(self, spec: LayerSpec, like: Tensor) -> AttentionBuffers:
-        """Return the buffers for attention layers with the head count and sizes of `spec`.
+        """Return the buffers for attention layers that have the head count and the sizes in `spec`.
 
         All layers with these shapes share the buffers. The buffers are created in the first call,
         with the data type and the device of `like`.

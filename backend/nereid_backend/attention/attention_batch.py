@@ -109,7 +109,7 @@ class DecodeGroup:
             first_positions = _first_visible(lens - 1, window)
         # For each decode, the index of the first block that is read, [num_decodes, 1].
         first_blocks = torch.zeros_like(lens)
-        # A window of `limit` tokens overlaps at most this number of blocks.
+        # A window of `limit` tokens overlaps at most `max_blocks` blocks.
         max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
         if max_blocks < blocks.shape[1]:
             first_blocks = torch.div(first_positions, size, rounding_mode="floor")

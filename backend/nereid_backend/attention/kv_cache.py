@@ -77,15 +77,24 @@ class KVCache:
         return 1 + max(self.group_of, default=0)
 
     def _first_layers(self) -> list[int]:
-        """Return one layer index for each place: the first layer that has this place."""
+        """For each tensor of keys, return the index of the first layer that uses the tensor.
+
+        Layers with the same place in a block share a tensor of keys and a tensor of values.
+        """
         return [self._places.index(place) for place in range(len(set(self._places)))]
 
     def _for_layers(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Convert a list with one tensor for each place to a list with one for each layer."""
+        """Return one tensor for each layer. Layers with the same place in a block share a tensor.
+
+        `tensors` contains one tensor for each place.
+        """
         return [tensors[place] for place in self._places]
 
     def _for_places(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Convert a list with one tensor for each layer to a list with one for each place."""
+        """Return the tensors without repetitions. `tensors` contains one tensor for each layer.
+
+        Layers with the same place in a block share a tensor.
+        """
         return [tensors[index] for index in self._first_layers()]
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
@@ -117,7 +126,7 @@ class KVCache:
         return _gather(self.keys[layer], rows), _gather(self.values[layer], rows)
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors of the cache. The first dimension of each tensor is the block."""
+        """Return all tensors of the cache. The first index of each tensor selects a block."""
         return [*self._for_places(self.keys), *self._for_places(self.values)]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -104,7 +104,7 @@ class LayerGroups:
 
 
 def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
-    """Return the attention window of a group of layers; None if at least one layer has no limit."""
+    """Return the attention window of a group of layers; None if a layer has full attention."""
     if not layers or any(layer.window.is_full for layer in layers):
         return None
     windows = dict.fromkeys(layer.window for layer in layers)

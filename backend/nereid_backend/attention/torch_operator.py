@@ -23,7 +23,7 @@ _current = threading.local()
 
 @contextmanager
 def serving(forward: PagedForward) -> Iterator[None]:
-    """Return a context in which `forward` computes all calls of the operator in this thread."""
+    """Return a context in which calls of `paged_attend` in the current thread use `forward`."""
     _current.forward = forward
     try:
         with forward.native():

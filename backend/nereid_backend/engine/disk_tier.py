@@ -28,7 +28,7 @@ from nereid_backend.runner import ForwardPath
 
 _MAX_WAIT_S = 5.0
 _NUM_READERS = 2
-# When the engine is closed, it waits at most this number of seconds until the files are written.
+# The time limit in seconds for writing the remaining files when the engine is closed.
 _CLOSE_TIMEOUT_S = 10.0
 # Patterns for the names of the files in a checkpoint that determine the keys and values.
 _MODEL_FILES = ("*.safetensors", "*.gguf", "*.bin", "*.json", "*.py")
@@ -83,7 +83,7 @@ class DiskTier:
         cache.save_on_disk(before_reuse=self._save_block)
 
     def begin(self, sequence: Sequence) -> bool:
-        """Start to read the prefix of a request from disk, and return True.
+        """Start to read the prefix of a request from disk. Return True if a read was started.
 
         Return False if there is nothing to read, for example because all blocks are in memory.
         """
@@ -103,7 +103,7 @@ class DiskTier:
         return True
 
     def _available_prefix(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of a sequence's first blocks, up to the first unavailable block.
+        """Return the hashes of the blocks before a sequence's first unavailable block.
 
         A block is available if it is in memory or on disk. If the model has a recurrent state, the
         result ends at the last block whose snapshot is in memory or on disk.

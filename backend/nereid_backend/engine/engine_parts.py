@@ -163,7 +163,7 @@ def _read_layout(model: str) -> Layout | None:
 def _load(
     config: EngineConfig, hook: AttentionHook, report: Report
 ) -> "tuple[Loaded, Ranks | None]":
-    """Load the model. If several processes compute the model, also return the other processes."""
+    """Load the model. With tensor parallelism, also return the processes of the other ranks."""
     if config.tensor_parallel_size == 1:
         return load(config, hook, report), None
     # torch.distributed is imported only if it is used.

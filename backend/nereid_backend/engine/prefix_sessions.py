@@ -13,7 +13,7 @@ from nereid_backend.core.blocks.eviction_order import SessionUse
 from nereid_backend.core.blocks.prefix_cache import PrefixCache
 from nereid_backend.errors import RequestError
 
-# The statistics list at most this number of sessions. If there are more sessions, the sessions that
+# The largest number of sessions in the statistics. If there are more sessions, the sessions that
 # expire first are omitted.
 _MAX_LISTED = 1000
 
@@ -25,7 +25,7 @@ class PrefixSessions:
     """
 
     def __init__(self, cache: PrefixCache | None, pool: BlockPool, block_size: int) -> None:
-        """Store the prefix cache and the pool of blocks.
+        """Keep references to the prefix cache and to the pool of blocks.
 
         `cache` is None if prefix caching is off.
         """
@@ -101,7 +101,7 @@ class PrefixSessions:
         return num_blocks * self._block_size
 
     def call(self, operation: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Call one of the methods above by its name.
+        """Call the method whose name is `operation`: `statistics`, `extend` or `drop`.
 
         Args:
             operation: "statistics", "extend" or "drop".

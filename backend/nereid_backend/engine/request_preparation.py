@@ -16,8 +16,8 @@ from nereid_backend.errors import RequestError
 if TYPE_CHECKING:
     from nereid_backend.grammar import Guides
 
-# `wait` blocks for at most this number of seconds. The time is short, because the engine receives
-# no new requests while `wait` blocks.
+# The longest time that `wait` blocks, in seconds. The time is short, because the engine receives no
+# new requests while `wait` blocks.
 _GUIDE_WAIT_S = 0.02
 
 

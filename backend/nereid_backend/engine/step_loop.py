@@ -168,7 +168,7 @@ class StepLoop:
         return []
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
-        """End the sequences of a failed step with an error, and return their last updates.
+        """After a failed step, end its sequences with an error message. Return their last updates.
 
         Raises:
             EngineError: the GPU is lost, or too many consecutive steps have failed.

@@ -23,8 +23,7 @@ from nereid_backend.attention.cpu.cpu_library import NativeGroupedWeights, has_k
 _DTYPES = (torch.float32, torch.bfloat16)
 # The number of outputs in one panel of packed weights.
 LANES = 16
-# The number of inputs that a kernel multiplies at once. Every group size is a multiple of this
-# number.
+# The number of inputs that a kernel multiplies at once. Every group size is a multiple of `UNIT`.
 UNIT = 8
 # The largest number of inputs in a group. A larger group is divided, because one large activation
 # makes all other activations in its group less accurate.
@@ -130,8 +129,7 @@ class GroupedLinear(nn.Linear):
         """
         self.bits = bits
         self.group_size = _used_group_size(group_size, in_features)
-        # Each group of the arguments is divided into this number of smaller groups with the same
-        # scale.
+        # If a group is too large, it is divided into `_repeats` smaller groups with the same scale.
         self._repeats = _divide_up(min(group_size, in_features), self.group_size)
         num_panels = _divide_up(self.out_features, LANES)
         num_groups = _divide_up(in_features, self.group_size)

@@ -53,9 +53,9 @@ from nereid_backend.linear.prepack import prepack_linears
 # The number of copies of an adapter's matrices in memory, for layers that `NativeAdapters` does not
 # contain.
 _COPIES = 2
-# The joined matrices of an earlier step can contain more adapters than the present step needs. They
-# are used again if their total rank is at most this number times the total rank of the needed
-# adapters.
+# The matrices that an earlier step has joined can contain more adapters than the present step
+# needs. They are reused if their total rank is at most `_MAX_UNUSED` times the total rank of the
+# needed adapters.
 _MAX_UNUSED = 2
 
 
@@ -114,7 +114,8 @@ def _join_group(pairs: list[list[LayerPair | None]]) -> list[_Joined]:
     all_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
     all_up = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
     layers = nn.ModuleList([_linear(all_down), *map(_linear, all_up)])
-    # On a CPU, packed layers multiply such narrow matrices several times as fast as torch.
+    # The adapters' matrices have few rows or few columns. On a CPU, packed layers multiply such
+    # matrices several times as fast as torch.
     prepack_linears(layers)
     down, *ups = cast("list[nn.Linear]", list(layers))
     ranks = tuple(
@@ -158,7 +159,7 @@ class LoraLayers:
 
     @cached_property
     def _native(self) -> NativeAdapters:
-        """The matrices for layers that the CPU kernels compute.
+        """The adapters' matrices for those layers that are computed by the CPU kernels.
 
         The object is created when it is first used, not in `__init__`. The model's layers are
         packed after `__init__`, and the object needs the packed layers.
@@ -308,7 +309,7 @@ class LoraLayers:
         output.view(-1, up.out_features).add_(_product(up, hidden))
 
     def _hidden(self, group: _Group, layer_input: Tensor) -> Tensor:
-        """Multiply an input by the first matrices, and return the masked product."""
+        """Return the masked product of a layer's input and the `down` matrices of the adapters."""
         if group.input is layer_input and group.hidden is not None:
             return group.hidden
         down = group.down

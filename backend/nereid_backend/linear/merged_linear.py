@@ -237,7 +237,11 @@ def _can_merge(last: _Call, call: _Call) -> bool:
 
 
 def _weight_of(layer: nn.Linear) -> Tensor:
-    """Return the weight of a layer. Its first dimension is the output or the panel of outputs."""
+    """Return the weight of a layer.
+
+    The first index of the weight selects an output. If the weight is packed, the first index
+    selects a panel of outputs.
+    """
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
 
 

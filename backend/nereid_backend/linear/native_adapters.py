@@ -30,7 +30,7 @@ from nereid_backend.linear.merged_linear import MergedNativeLinear
 from nereid_backend.linear.native_linear import LANES, NativeLinear
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# The kernels process this number of rows of an adapter's first matrix at once.
+# The number of rows of an adapter's `down` matrix that the kernels process at once.
 _RANKS = 4
 
 
@@ -64,7 +64,7 @@ class NativeAdapters:
         # Maps the name of each layer that needs a hook to a key. The kernels identify such a layer
         # by this key instead of the address of its weights.
         self._hook_keys: dict[str, int] = {}
-        # The number of outputs of each layer. The index in the list is the number of the layer.
+        # The number of outputs of each layer, in the order of the layer numbers.
         sizes: list[int] = []
         # The matrix products of the layers and of the merged groups. The kernels find a product by
         # the address of its weights, and then add the products of the adapters to its output.

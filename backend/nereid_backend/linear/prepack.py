@@ -25,8 +25,8 @@ from nereid_backend.loading_progress import no_progress, report_items
 LinearClass = TypeVar("LinearClass", bound=nn.Linear)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# oneDNN selects the layout that is best for inputs with this number of rows. Inputs with other
-# numbers of rows are also accepted.
+# The number of input rows for which oneDNN optimises the layout of the weight. An input may also
+# have another number of rows.
 _ROWS = 256
 
 

@@ -53,7 +53,7 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(plan: StepPlan) -> Sampling:
-    """Return the positions at which the step `plan` samples tokens.
+    """Return the positions at which tokens are sampled in the step that `plan` describes.
 
     Example: the first chunk has 1 row of logits and no draft tokens. The second chunk has 3 rows of
     logits and the draft tokens [8, 9]. The result has 4 positions. Their draft tokens are [], [],

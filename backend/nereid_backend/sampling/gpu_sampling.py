@@ -26,9 +26,10 @@ _NUM_WARPS = 16
 # number of rows in the test batch.
 _NUM_CHECKED_ROWS = 16
 _CHECKED_VOCAB_SIZE = 9000
-# At most this number of rows of the test batch may differ from the reference because of rounding.
+# The largest number of rows of the test batch that may differ from the reference because of
+# rounding.
 _MAX_DIFFERING = 1
-# A log-probability may differ from the reference by at most this number.
+# The largest accepted difference between a log-probability and its reference.
 _MAX_LOGPROB_ERROR = 1e-4
 
 Settings = NDArray[np.float64]

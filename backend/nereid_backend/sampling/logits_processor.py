@@ -261,7 +261,7 @@ def _bias_pairs(params: SamplingParams) -> tuple[tuple[int, float], ...]:
 
 
 def _cache_row(position: Position, index_in_step: int) -> int:
-    """Return the key of a sequence in the caches.
+    """Return the integer under which the caches store the data of a sequence.
 
     The key is the sequence's row. A sequence that is not in a scheduler has no row. For such a
     sequence, the index of the position in the step is used. The caches compare the owner of an
@@ -274,7 +274,7 @@ def _cache_row(position: Position, index_in_step: int) -> int:
 def _forbid_tokens(
     logits: Tensor, positions: abc.Sequence[Position], params: abc.Mapping[int, LogitsParams]
 ) -> None:
-    """Set the logits of the tokens that bad words and min_tokens forbid to -inf.
+    """Set the logits of forbidden tokens to -inf. Bad words and `min_tokens` forbid tokens.
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
@@ -304,5 +304,5 @@ def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
 
 
 def _to_device(parts: abc.Sequence[Integers], like: Tensor) -> Tensor:
-    """Concatenate arrays to one int64 tensor on the device of `like`."""
+    """Concatenate arrays into one int64 tensor on the device of `like`."""
     return upload(np.concatenate(parts), like.device)

@@ -141,7 +141,7 @@ def _with_contiguous_rows(logits: Tensor) -> Tensor:
 
 
 def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
-    """Return the arguments by which each call of a kernel describes the logits.
+    """Return the arguments that describe the logits in each call of a kernel.
 
     There are five arguments: a bool that is True for bfloat16, the address, the number of rows, the
     distance between two rows (in elements), and the size of the vocabulary.

@@ -101,7 +101,7 @@ class TokenCounts:
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
-        """Count the new tokens of a request, and return its number of distinct tokens.
+        """Count the new tokens of a request. Return the number of distinct tokens of the request.
 
         If the row belonged to another request before, all output tokens of the new request are
         counted.
@@ -130,8 +130,8 @@ class TokenCounts:
             prompt = list(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]))
             self._widen(len(prompt))
             self._ids[row, : len(prompt)] = prompt
-            # Each unused element of the row repeats the first token and its count, which is 0 (see
-            # the class).
+            # Each unused element of `_ids` repeats the first token of the row. All counts in the
+            # row are 0, including the count of the first token.
             self._ids[row, len(prompt) :] = prompt[0]
             counted.columns = {token_id: column for column, token_id in enumerate(prompt)}
         return counted
@@ -218,5 +218,6 @@ def _add(
             counts[column] = 0
         counts[column] += 1
         if column == 0:
-            # Each unused element of the row repeats the count of the first token.
+            # The unused elements at the end of the row repeat the first token, so they get the
+            # new count of the first token.
             counts[len(columns) :] = counts[0]

@@ -24,19 +24,20 @@ from nereid_backend.sampling.weighted_selection import select_indices
 
 Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
-# The first attempt to sample a token examines only this number of likeliest tokens. Usually, top_k
+# The number of likeliest tokens that the first attempt to sample a token examines. Usually, top_k
 # and top_p remove all other tokens.
 _LIKELIEST = 64
-# The value of _LIKELIEST for GPUs. It is larger, because a GPU examines more tokens in little
-# additional time. If the token of a row is uncertain, the row must be sampled again. At that time,
-# the next step may already be running. If the token changes, the next step must be discarded.
+# The number of likeliest tokens that are examined on a GPU. It is larger than `_LIKELIEST`, because
+# a GPU examines more tokens in little additional time, and because fewer rows are then uncertain.
+# An uncertain row must be sampled again. At that time, the next step may already be running. If the
+# token changes, the next step must be discarded.
 _LIKELIEST_DEFERRED = 512
 # The number of likeliest tokens that a second attempt examines on a CPU. The CPU kernel finds these
 # tokens in a third of the time that sorting all tokens takes.
 _LIKELIEST_SECOND = 2048
-# A second attempt is made only if the tokens of the first attempt have at least this total
-# probability. If the total is smaller, the distribution is so flat that a second attempt would
-# usually fail, too.
+# A second attempt is made only if the tokens that the first attempt examined have at least the
+# total probability `_MIN_TOTAL_PROB`. If the total is smaller, the distribution is so flat that a
+# second attempt would usually fail, too.
 _MIN_TOTAL_PROB = 0.4
 
 
@@ -367,8 +368,9 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
-    # A token belongs to the nucleus if the likelier tokens sum to less than top_p times the total
-    # probability. This is the case if the token and the less likely tokens sum to more than `rest`.
+    # A token belongs to the nucleus if the total probability of all likelier tokens is less than
+    # top_p times the total probability of all tokens. This is the case if the total of the token
+    # and all less likely tokens is more than `rest`.
     rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     return probs * (probs >= ascending.gather(1, first))

@@ -17,7 +17,7 @@ from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 
-# At most this number of logits is processed at once; see `slices`.
+# The largest number of logits in a slice, on a CPU and on a GPU; see `slices`.
 _SLICE_LOGITS_CPU = 2**20
 _SLICE_LOGITS_GPU = 2**26
 

@@ -53,7 +53,7 @@ class SamplingTable:
         self._owners: list[Sequence | None] = []
 
     def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
-        """Return the sampling parameters at each position, [num_positions] ROW.
+        """Return the sampling parameters at each position, as an array of the dtype `ROW`.
 
         The first call for a sequence stores its parameters. Later calls read the stored row.
 

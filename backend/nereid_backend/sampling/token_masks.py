@@ -29,10 +29,10 @@ from nereid_backend.sampling.draft_verification import Position
 
 logger = logging.getLogger(__name__)
 
-# Other threads fill the masks of a step only if one thread would take longer than this time.
-# Otherwise, the engine's thread fills the masks after the forward pass is launched. A GPU is still
-# computing at that time. On a CPU, other threads would compete for the Python interpreter, which
-# would cost more time than they save.
+# Other threads fill the masks of a step only if one thread would need at least `_WORTH_A_THREAD_S`
+# seconds. Otherwise, the engine's thread fills the masks after it has launched the forward pass. A
+# GPU is still computing the forward pass at that time. On a CPU, other threads would compete for
+# the Python interpreter, which would cost more time than they save.
 _WORTH_A_THREAD_S = 5e-4
 
 # The smallest number of sequences in one job for a thread. Starting a job takes about as long as

@@ -130,7 +130,7 @@ def search(
 
 @triton.jit
 def of_highest_true(is_1, is_2, is_3, value_0, value_1, value_2, value_3):
-    """Return the value of the last condition that is true.
+    """Return the value that belongs to the last true condition.
 
     For example, return value_2 if is_2 is true and is_3 is false. If no condition is true, return
     value_0.
@@ -146,8 +146,8 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
     other weights.
     """
     # Find the tile that contains the token. `begin` is the first column of the next tile. `inside`
-    # is the sum of the weights in the newest tile, and `before` is the sum of the weights in all
-    # earlier tiles.
+    # is the sum of the weights in the tile that was read last, and `before` is the sum of the
+    # weights in all earlier tiles.
     begin = tl.full([], 0, tl.int32)
     before = tl.full([], 0, tl.int64)
     inside = before
@@ -157,7 +157,8 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
         bits = weight_bits(values, max_logit, factor)
         inside = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
         begin += TILE
-    # The newest tile contains the token. Read this tile again to find the token.
+    # The tile that was read last contains the token. Read this tile again to find the column of the
+    # token.
     begin -= TILE
     values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
     bits = weight_bits(values, max_logit, factor)
@@ -187,7 +188,7 @@ def sample_token(
             logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE
         )
     if top_p < 1.0:
-        # Multiply top_p by the total, round the product up, and use at least 1.
+        # `wanted` is top_p times `total`, rounded up, but at least 1.
         exact = top_p.to(tl.float64) * total.to(tl.float64)
         wanted = exact.to(tl.int64)
         wanted = tl.maximum(wanted + (wanted.to(tl.float64) < exact).to(tl.int64), 1)

@@ -34,8 +34,8 @@ from nereid_backend.attention.layers import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-# The block size must be a multiple of this number, because the kernels process this number of
-# tokens at once.
+# The number of tokens that the kernels process at once. The block size must be a multiple of
+# `_LANES`.
 _LANES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -109,8 +109,8 @@ class CpuKVCache(KVCache):
         # returned.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
         self._native_layers: ctypes.Array[NativeLayer] | None = None
-        # Change the shape of the keys to the transposed shape. The numbers need not be rearranged,
-        # because they are all 0.
+        # Swap the last two dimensions in the shapes of the key tensors. All numbers in the tensors
+        # are still 0, so `view` is sufficient.
         self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(

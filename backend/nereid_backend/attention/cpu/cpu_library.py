@@ -197,7 +197,7 @@ def _forget_kernels() -> None:
 
 @functools.cache
 def has_kernels() -> bool:
-    """Return whether the kernels can be used on this machine. They are loaded to find out."""
+    """Return whether the kernels can be used on this machine. The first call loads the kernels."""
     try:
         kernels()
     except KernelBuildError:

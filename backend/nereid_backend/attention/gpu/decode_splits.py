@@ -20,17 +20,18 @@ MAX_SPLITS = 128
 # The smallest number of key tiles in a split. The program for a split also reads the query and
 # writes a result that must be combined. For smaller splits, this overhead would be too large.
 _MIN_TILES = 2
-# A decode launch should have this number of programs for each multiprocessor. If each
+# The number of programs that a decode launch should have for each multiprocessor. If each
 # multiprocessor runs several programs, all multiprocessors finish at about the same time. A step
 # with few tokens has fewer programs.
 _PROGRAMS_PER_PROCESSOR = 4
-# A launch in a CUDA graph may have this number times as many programs as a launch for one step,
-# because the graph is also used for steps in which one sequence is much longer than the others.
+# A launch in a CUDA graph may have up to `_CAPTURED_FACTOR` times as many programs as a launch for
+# one step. The reason is that the graph is also used for steps in which one sequence is much longer
+# than the others.
 _CAPTURED_FACTOR = 2
-# A launch in a CUDA graph has at least this number of splits for each sequence. The program for an
-# empty split ends immediately.
+# In a CUDA graph, each sequence gets at least `_MIN_CAPTURED_SPLITS` splits, unless all sequences
+# are too short. A program whose split is empty ends immediately.
 _MIN_CAPTURED_SPLITS = 4
-# On a machine without a GPU, tests simulate a GPU with this number of multiprocessors.
+# The number of multiprocessors of the GPU that tests simulate on a machine without a GPU.
 _SIMULATED_PROCESSORS = 4
 
 
@@ -57,8 +58,8 @@ def split(
     tokens_by_occupancy = _divide_up(total_tokens, wanted_programs)
     tokens_by_max_splits = _divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
-    # Round the number up to a power of two times the tile size. Then only few different numbers
-    # occur, so different steps usually use the same number.
+    # Round `min_tokens` up to `tile` times a power of two. Few numbers have this form, so different
+    # steps usually use the same number of tokens in a split.
     split_tokens = tile * next_power_of_two(_divide_up(min_tokens, tile))
     return split_tokens, _divide_up(longest, split_tokens)
 

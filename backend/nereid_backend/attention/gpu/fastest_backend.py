@@ -30,12 +30,12 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 
 logger = logging.getLogger(__name__)
 
-# The type of a function that measures a call. It calls its argument, and returns the milliseconds
-# that the call takes on the device.
+# The type of a function that measures another function `work`. The measuring function calls `work`,
+# and returns the time that the call takes on the device, in milliseconds.
 Timer = Callable[[Callable[[], object]], float]
 
-# A library is used only if its time is at most this share of the time of the project's kernels. A
-# smaller difference could be an error of the measurement.
+# A library is used only if it takes at most the share `_MAX_SHARE` of the time that the project's
+# kernels take. A smaller advantage could be an error of the measurement.
 _MAX_SHARE = 0.95
 _NUM_WARM_UPS = 3
 _NUM_RUNS = 7

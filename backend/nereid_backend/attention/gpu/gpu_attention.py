@@ -198,7 +198,7 @@ def step_layout(cache: GpuKVCache, layers: Sequence[LayerSpec]) -> StepLayout:
 
 
 def gpu_batch(batch: AttentionBatch) -> GpuBatch:
-    """Return the metadata of a step for the GPU kernels. The first call of a step builds it."""
+    """Return a step's metadata for GPU kernels. The first call for a step builds the metadata."""
     rows = batch.device_rows
     if isinstance(rows, PackedRows):
         rows = batch.device_rows = rows.unpack(batch)
@@ -209,7 +209,7 @@ def gpu_batch(batch: AttentionBatch) -> GpuBatch:
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """Return the compute capability and the measured tile sizes of a GPU."""
+    """Return a GPU's compute capability, and the tile sizes that were fastest in measurements."""
     if device.type != "cuda":
         return Device({})
     capability = torch.cuda.get_device_capability(device)

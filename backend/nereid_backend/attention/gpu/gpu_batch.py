@@ -24,7 +24,7 @@ from nereid_backend.device_transfer import Integers, upload, upload_packed
 
 @dataclass(slots=True)
 class DecodeRows:
-    """The metadata of a step's decodes, in any order.
+    """The metadata of the decodes of a step. The order of the decodes is arbitrary.
 
     Attributes:
         count: the number of decodes.
@@ -190,7 +190,7 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """The arrays of a step on the device, after the upload.
+    """The arrays that `StepLayout.arrays` returned for a step, after their upload to the device.
 
     Attributes:
         layout: the layout that created the arrays.

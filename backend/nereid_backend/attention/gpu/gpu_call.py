@@ -12,7 +12,7 @@ from torch import Tensor
 from nereid_backend.attention.layers import LayerSpec
 
 _LOG2E = math.log2(math.e)
-# The Triton language can multiply only matrices whose dimensions have at least this size.
+# The smallest dimension of the matrices that the Triton language can multiply.
 _MIN_PRODUCT = 16
 # Keys up to this size are padded to a power of two. A larger key may be divided into two slices,
 # and each slice has its own matrix product. For a small key, a second matrix product would take
@@ -97,7 +97,7 @@ class AttentionCall:
         return {"VALUE_DIM": dim, "VALUE_PADDED": padded_size(dim)}
 
     def cache_constants(self) -> dict[str, int]:
-        """Return the kernel constants that describe the cache and the division of a key.
+        """Return the kernel constants that describe the cache and how keys are divided into parts.
 
         The kernels pad keys to powers of two. To avoid much padding, a key can be divided into MAIN
         numbers, which are padded to DIM, and REST numbers, which are padded to REST_PADDED.

@@ -28,8 +28,8 @@ from nereid_backend.attention.scaled_cache import ScaledKVCache
 # contains a pair for each prefill: the number of cached tokens, and the number of new tokens.
 _DECODES = (400, 1, 17)
 _PREFILLS = ((0, 40), (140, 20))
-# The result of `compare` may be at most this number. The reference computes in float32. If a window
-# is wrong by only one token, the result is larger than 0.1.
+# The largest result of `compare` that is accepted, for each data type. The reference computes in
+# float32. If a window is wrong by only one token, the result is larger than 0.1.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}
 _SCALE = 0.3
 # In an e4m3 cache, the rounding error of a number may be at most the sum of two limits. The first
@@ -74,7 +74,7 @@ def why_unusable(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A layer and a step with random numbers. Implementations are compared on such a trial.
+    """A layer and a step with random numbers, for comparisons of attention implementations.
 
     Attributes:
         spec: the properties of the layer.

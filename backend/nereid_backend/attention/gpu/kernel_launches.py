@@ -22,7 +22,7 @@ _FUSED: dict[str, Any] = {"enable_fp_fusion": True}
 _STORE_ELEMENTS = 4096
 # The largest number of query heads that one program of the decode kernel computes.
 _MAX_DECODE_ROWS = 64
-# The reduction kernel adds this number of splits in one iteration.
+# The number of splits that the reduction kernel combines in one iteration.
 _REDUCE_STEP = 16
 
 

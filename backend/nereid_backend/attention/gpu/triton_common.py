@@ -15,7 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
-    """Return the numbers of the blocks that contain some positions of a sequence.
+    """Return, for each given position, the number of the block that contains the position.
 
     table points to the block table of the sequence. places [n] contains the positions. If is_read
     is false for a position, nothing is read, and the result for this position is 0.
@@ -133,7 +133,7 @@ def add_tile(
     top, total, acc, scores, value, value_scales, cells, is_real,
     IS_MASKED: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of keys to a running softmax, and return the new top, total and acc.
+    """Add a tile of keys to a running softmax. Return the new values of `top`, `total` and `acc`.
 
     top [rows] is the largest score so far. total [rows] is the sum of the powers 2^(score - top).
     acc [rows, dim] is the weighted sum of the values. Before a row has any key, top is -inf and

@@ -20,7 +20,7 @@ def float8_bits(scaled):
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
-    # Half of the lowest bit that is not dropped, minus 1.
+    # One less than half the value of the lowest bit that is kept.
     BELOW_HALF: tl.constexpr = 0x7FFFF
     # The bias of the exponent is 127 in float32 and 7 in e4m3.
     BIAS_DIFFERENCE: tl.constexpr = 120 << 3

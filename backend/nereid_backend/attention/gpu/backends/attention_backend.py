@@ -21,7 +21,7 @@ from nereid_backend.attention.layers import LayerSpec
 
 
 class Situation(enum.Enum):
-    """A case of attention. The fastest implementation is chosen separately for each case."""
+    """A kind of sequences in a step. Each kind uses its fastest attention implementation."""
 
     DECODE = "decodes"
     """The decodes of a step."""
@@ -33,7 +33,7 @@ class Situation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """The inputs of the attention of one layer in one step.
+    """The data that is needed to compute the attention of one layer in one step.
 
     The cache already contains the keys and values of the step.
 
@@ -53,7 +53,7 @@ class LayerInputs:
     rows: GpuBatch
 
     def situations(self) -> list[Situation]:
-        """Return the situations that occur in this step."""
+        """Return the values of `Situation` that apply to this step."""
         found = [Situation.DECODE] if self.batch.num_decodes else []
         if self.batch.prefills:
             is_cached = any(prefill.num_cached for prefill in self.batch.prefills)

@@ -25,11 +25,15 @@ class CudnnSdpa:
 
     name = "cuDNN"
     situations = frozenset({Situation.PROMPT})
-    # The implementation that torch uses. Tests on a machine without a GPU replace this value.
+    # The constant of torch that selects cuDNN. Tests on a machine without a GPU use another
+    # constant.
     implementation = SDPBackend.CUDNN_ATTENTION
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return why cuDNN cannot compute a layer; see `AttentionBackend.refusal`."""
+        """Return the reason why cuDNN cannot compute a layer; None if cuDNN can compute it.
+
+        See `AttentionBackend.refusal` for the arguments.
+        """
         if dtype not in _DTYPES:
             return f"it does not support {dtype}"
         return first_refusal(spec, supports_window=False, supports_softcap=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill attention of the library FlashInfer. It requires the package flashinfer.
+"""Computes the attention of prefills with FlashInfer, if the package `flashinfer` is installed.
 
 FlashInfer plans each step on the CPU, and a CUDA graph cannot contain the planning. Therefore,
 FlashInfer is used only for prefills. KVCache has the layout that FlashInfer calls "HND". This code
@@ -22,7 +22,8 @@ from nereid_backend.attention.gpu.backends.attention_backend import (
 from nereid_backend.attention.layers import LayerSpec
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# The number of bytes for intermediate results. FlashInfer's documentation recommends this number.
+# The size of FlashInfer's buffer for intermediate results, in bytes. FlashInfer's documentation
+# recommends this size.
 _WORKSPACE_BYTES = 128 * 2**20
 
 
@@ -40,7 +41,10 @@ class FlashInferPrefill:
         self._wrappers: dict[LayerSpec, Any] = {}
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return why FlashInfer cannot compute a layer; see `AttentionBackend.refusal`."""
+        """Return the reason why FlashInfer cannot compute a layer; None if it can.
+
+        See `AttentionBackend.refusal` for the arguments.
+        """
         if find_spec("flashinfer") is None:
             return "the package flashinfer is not installed"
         if dtype not in _DTYPES:

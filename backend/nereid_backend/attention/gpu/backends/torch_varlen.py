@@ -54,7 +54,10 @@ class TorchVarlen:
     situations = frozenset(Situation)
 
     def refusal(self, spec: LayerSpec, block_size: int, dtype: torch.dtype) -> str | None:  # noqa: ARG002
-        """Return why torch cannot compute a layer; see `AttentionBackend.refusal`."""
+        """Return the reason why torch cannot compute a layer; None if torch can compute it.
+
+        See `AttentionBackend.refusal` for the arguments.
+        """
         if "block_table" not in inspect.signature(varlen_attn).parameters:
             return f"torch {torch.__version__} has no block table in varlen_attn"
         if dtype not in _DTYPES:

@@ -28,7 +28,7 @@ def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     texts: list[str] = json.loads(Path(job["texts"]).read_text())
     tokenizer = AutoTokenizer.from_pretrained(job["checkpoint"])
-    model = AutoModel.from_pretrained(job["checkpoint"], dtype=torch.float32).eval()
+    model = Encoder(AutoModel.from_pretrained(job["checkpoint"], dtype=torch.float32)).eval()
     texts.sort(key=len)
 
     def batches(size: int) -> list[Inputs]:
@@ -46,7 +46,34 @@ def main() -> None:
         print("done", flush=True)
 
 
-def load_openvino(model: PreTrainedModel, samples: list[Inputs], job: dict[str, Any]) -> Forward:
+class Encoder(torch.nn.Module):
+    """A model that the exporters can trace.
+
+    The mask has four dimensions, because transformers 5.5 cannot trace its own conversion of a mask
+    with two dimensions.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        token_type_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the hidden states [batch, length, hidden_size] of the last layer."""
+        lowest = torch.finfo(torch.float32).min
+        mask = (1.0 - attention_mask[:, None, None, :].float()) * lowest
+        mask = mask.expand(-1, 1, input_ids.shape[1], -1)
+        outputs = self._model(
+            input_ids=input_ids, token_type_ids=token_type_ids, attention_mask=mask
+        )
+        return outputs.last_hidden_state
+
+
+def load_openvino(model: Encoder, samples: list[Inputs], job: dict[str, Any]) -> Forward:
     """Convert the model to OpenVINO, and return its forward pass.
 
     With the kind "OpenVINO int8", weights and activations have 8 bits.
@@ -67,13 +94,12 @@ def load_openvino(model: PreTrainedModel, samples: list[Inputs], job: dict[str, 
     return lambda inputs: compiled(inputs)[0]
 
 
-def load_onnxruntime(model: PreTrainedModel, samples: list[Inputs], job: dict[str, Any]) -> Forward:
+def load_onnxruntime(model: Encoder, samples: list[Inputs], job: dict[str, Any]) -> Forward:
     """Export the model to ONNX, and return its forward pass in float32 with onnxruntime."""
     import onnxruntime
 
     file = str(Path(job["texts"]).with_name("model.onnx"))
     names = list(samples[0])
-    model.config.return_dict = False
     torch.onnx.export(
         model,
         kwargs={name: torch.from_numpy(samples[0][name]) for name in names},

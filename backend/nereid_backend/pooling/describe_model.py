@@ -67,8 +67,8 @@ def _path(loaded: LoadedModel) -> str:
     """Return the name of the method that computes batches (see PoolingInfo.path)."""
     if loaded.spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
         return "single"
-    # A model with towers computes padded batches. A head with the rows "whole" also computes padded
-    # batches (see Head.rows).
+    # A model with a text tower and an image tower computes padded batches. If `rows` is "whole",
+    # the head also needs padded batches (see `Head.rows`).
     if loaded.forward is None or (loaded.head is not None and loaded.head.rows == "whole"):
         return "padded"
     return loaded.forward.path
@@ -88,7 +88,7 @@ def _dimension(loaded: LoadedModel) -> int:
     if spec.loader == RETRIEVAL:
         return int(model_config.embedding_dim)
     text = model_config.get_text_config()
-    # In some configs, `d_model` is the name of the size of the token vectors.
+    # In some configs, the attribute `d_model` contains the size of the token vectors.
     hidden_size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
     size = _output_size(loaded.layers.tokens, hidden_size)
     if "dense" in spec.kinds:

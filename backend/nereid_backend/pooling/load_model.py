@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint, and chooses the methods of computing its outputs."""
+"""Loads a checkpoint, and chooses the methods that compute the outputs of the model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,7 +141,7 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
 def _choose_pooling(
     spec: CheckpointSpec, forward: ChosenForward | None
 ) -> tuple[tuple[str, ...], bool]:
-    """Return the names of the pooling methods, and a bool: whether vectors are scaled to length 1.
+    """Return the names of the pooling methods, and True if vectors are scaled to length 1.
 
     If the checkpoint's files do not determine the methods, a causal model uses the last token, and
     any other model uses the mean. If the files do not determine the scaling, only the dense vectors

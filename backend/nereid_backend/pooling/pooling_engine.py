@@ -113,8 +113,7 @@ class PoolingEngine:
         try:
             values = self._model.run([queued.prepared for queued in queued_items])
         except Exception as error:  # noqa: BLE001
-            # Catch every exception, because an error of the model must become the result of these
-            # inputs.
+            # Catch every exception, because an error of the model must be returned as a result.
             if len(queued_items) > 1:
                 # Compute each item alone, so that only the items that cause an error fail.
                 return [result for queued in queued_items for result in self._compute([queued])]

@@ -73,7 +73,8 @@ class PoolingModel:
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
         prompts = _vision_language_prompts(loaded)
-        # None if the model accepts no images, or if an image tower computes its images.
+        # `_image_forward` is None if the model accepts no images. It is also None if an image tower
+        # encodes the images.
         self._image_forward: ImageForward | None = None
         if prompts is not None:
             self._image_forward = ImageForward(loaded.encoder, loaded.spec)
@@ -120,7 +121,7 @@ class PoolingModel:
 
     @property
     def _computes_all_alone(self) -> bool:
-        """Whether every input is computed alone, even if the input is a text."""
+        """Whether the model computes only one input at a time, even if all inputs are texts."""
         return self._image_forward is not None and self._loaded.forward is None
 
     @property

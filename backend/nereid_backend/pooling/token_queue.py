@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the items of each step. Requests take turns, and a token budget limits the step."""
+"""Chooses the waiting items that the next step computes, up to a limit on the number of tokens."""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence

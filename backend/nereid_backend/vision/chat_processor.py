@@ -254,8 +254,8 @@ class ChatProcessor:
         try:
             outputs = self.processor(text=text, images=images or None, **arguments)
         except Exception as error:
-            # A processor can raise any exception. This exception must end only the request with
-            # these images.
+            # A processor can raise any exception. Convert the exception to a RequestError, so that
+            # only the current request fails.
             logger.debug("The image processor failed.", exc_info=True)
             raise RequestError(
                 f"messages: the checkpoint's processor cannot prepare the images: "
@@ -289,14 +289,15 @@ class ChatProcessor:
         return {
             "videos": frames,
             "video_metadata": metadata,
-            # Some processors compute the times of the frames from this output.
+            # `return_metadata` adds the metadata to the outputs. Some processors compute the times
+            # of the frames from the metadata.
             "return_metadata": True,
             # The client has already chosen the frames, so the processor must use all of them.
             "do_sample_frames": False,
         }
 
     def _first_image_token(self, token_ids: list[int], arguments: dict[str, Any]) -> int:
-        """Return the index of the first token that belongs to an image; 0 if it is unknown."""
+        """Return the index of the first image token, or 0 if no image token is found."""
         for name in TOKEN_TYPES:
             types = arguments.get(name)
             if isinstance(types, Tensor) and types.any():
@@ -306,7 +307,7 @@ class ChatProcessor:
 
 
 def _image_token_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
-    """Return the ids of the placeholder tokens that the config and the processor name."""
+    """Return the token ids of the placeholders for images and videos."""
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
     values = [getattr(source, name, None) for source in (processor, config) for name in names]
     return {value for value in values if isinstance(value, int)}

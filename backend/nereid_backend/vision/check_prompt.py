@@ -52,7 +52,8 @@ class PromptCheck:
             # The inputs cannot be recorded, so this prompt cannot be checked.
             return
         except Exception as error:
-            # A model's code can raise any exception. This exception must end only this request.
+            # A model's code can raise any exception. Convert the exception to a RequestError, so
+            # that only the current request fails.
             raise RequestError(
                 "messages: the model cannot process the images of this prompt: "
                 f"{type(error).__name__}: {first_line(error)}"

@@ -96,7 +96,7 @@ def first_inputs(
     ids: Tensor,
     arguments: Mapping[str, object],
 ) -> dict[str, Any]:
-    """Return the arguments of the first call of the model in transformers' `generate`."""
+    """Return the arguments that transformers' `generate` passes to the first call of the model."""
     kwargs: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
         "use_cache": False,

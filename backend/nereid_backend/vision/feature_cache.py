@@ -24,7 +24,7 @@ class FeatureCache:
     """
 
     def __init__(self, model: Module, max_bytes: int) -> None:
-        """Replace the two methods of each module by methods that use this cache.
+        """In each module, replace the methods in `_METHODS` by methods that use this cache.
 
         Args:
             model: the model.

@@ -34,7 +34,7 @@ class ImageProcess:
     """
 
     def __init__(self, module: str, model: str) -> None:
-        """Store the arguments. The first request starts the process.
+        """Store the arguments, but do not start the process yet.
 
         Args:
             module: the name of the Python module that the process runs.

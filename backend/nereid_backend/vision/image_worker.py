@@ -162,7 +162,7 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
 
 
 def _refusal(message: str) -> bytes:
-    """Return the packed answer that refuses a request."""
+    """Return the refusal of a request, packed with msgpack. It contains the error message."""
     packed: bytes = msgpack.packb(["refused", f"messages: {message.rstrip('.')}."])
     return packed
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 class OwnAttention:
-    """Selects the attention of a model through the configs of its modules.
+    """Temporarily switches a model to its own attention by changing the configs of its modules.
 
     transformers' `set_attn_implementation` visits all modules, which is slow. This class only sets
     one attribute of each config, so it is fast enough to be used in every step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes prompts with images in the forward path `packed`."""
+"""Enables the forward path `packed` to compute prompts that contain images."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from nereid_backend.vision.own_attention import OwnAttention
 
 
 class PackedImages:
-    """Replaces inputs of the decoder in steps with images.
+    """Replaces inputs of a model's decoder when a step computes sequences with images.
 
     In a step with images, at least one sequence has a prompt that contains an image.
     """
@@ -43,8 +43,9 @@ class PackedImages:
         self._decoder = decoder
         self._features = features
         self._attention = attention
-        # The recorded decoder inputs of each running sequence with images. The embeddings are freed
-        # when the prompt has been computed. The positions are freed when the sequence ends.
+        # Contains the recorded decoder inputs of each running sequence that has images. The
+        # embeddings are freed when the whole prompt has been computed. The position ids are freed
+        # when the sequence ends.
         self._inputs: WeakKeyDictionary[Sequence, DecoderInputs] = WeakKeyDictionary()
 
     @contextmanager

@@ -74,7 +74,7 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
 
 
 def decode_base64(text: str, field: str, limits: ImageLimits) -> bytes:
-    """Decode an image file in base64, and return its bytes.
+    """Decode the base64 text of an image file, and return the bytes of the file.
 
     Raises:
         RequestError: the text is not valid base64, or the file is too large.
@@ -141,8 +141,8 @@ def decode_image(data: bytes, field: str, limits: ImageLimits) -> "Image":
             f"{field}: the file is not an image in one of the formats {', '.join(FORMATS)}."
         ) from error
     except Exception as error:
-        # An image decoder can raise any exception for a broken file. This exception must end only
-        # the request with this image.
+        # An image decoder can raise any exception for a broken file. Convert the exception to a
+        # RequestError, so that only the current request fails.
         raise RequestError(f"{field}: the image cannot be decoded: {error}") from error
 
 

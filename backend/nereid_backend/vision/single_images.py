@@ -43,7 +43,7 @@ class GeneratedPath:
         """Do nothing, because this forward path has no state."""
 
     def _logits(self, chunk: Chunk) -> Tensor | None:
-        """Return the logits that follow the last tokens of a chunk, [num_logits, vocab_size]."""
+        """Return the next-token logits at a chunk's last positions, [num_logits, vocab_size]."""
         if chunk.num_logits == 0:
             return None
         end = chunk.start + chunk.num_tokens
@@ -56,7 +56,7 @@ class GeneratedPath:
         )
 
     def _logits_after(self, sequence: Sequence, num_tokens: int) -> Tensor:
-        """Return the logits that follow the first `num_tokens` tokens, [1, vocab_size]."""
+        """Return the logits of the token after the first `num_tokens` tokens, [1, vocab_size]."""
         ids = torch.tensor([sequence.token_ids[:num_tokens]], device=self._device)
         arguments = dict(sequence.images.arguments) if sequence.images is not None else {}
         for name in _TOKEN_ARGUMENTS:
@@ -130,8 +130,9 @@ class SplitPath:
                 one = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.serving(images.digest):
                     logits.append(self._images.forward(one))
-        # A chunk without logits returns a tensor without rows. This tensor can have more columns
-        # than the other tensors, because some models have more embeddings than logits.
+        # If a chunk needs no logits, `forward` returns a tensor with 0 rows. This tensor can have
+        # more columns than the tensors of other chunks, because some models have more embeddings
+        # than logits. Tensors with 0 rows are left out, unless all tensors have 0 rows.
         return torch.cat([rows for rows in logits if len(rows)] or logits[:1])
 
     def clear(self, sequence: Sequence) -> None:
@@ -148,15 +149,15 @@ def _select(plan: StepPlan, has_images: list[bool], *, is_image: bool) -> StepPl
     """
     chunks = [chunk for chunk, has in zip(plan.chunks, has_images, strict=True) if has == is_image]
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    # Only sequences without images store tokens in blocks. So only the plan for these sequences
-    # contains copies of blocks.
+    # Only sequences without images store tokens in blocks. Therefore the plan for sequences with
+    # images contains no copies of blocks.
     copies = [] if is_image else plan.copies
     snapshots = None if is_image else _renumber(plan.snapshots, has_images)
     return replace(plan, chunks=chunks, num_tokens=num_tokens, copies=copies, snapshots=snapshots)
 
 
 def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> SnapshotPlan | None:
-    """Return the snapshots of the chunks without images. Each chunk gets a new index.
+    """Return the snapshots of the chunks without images, with new indices for the chunks.
 
     The new index counts only the chunks without images. Example: with has_images [True, False], the
     index 1 becomes 0.
@@ -175,7 +176,7 @@ def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> Snapsho
 
 
 def _interleave(plan: StepPlan, has_images: list[bool], parts: dict[bool, Tensor]) -> Tensor:
-    """Merge the logits of the two forward paths. The result has the order of the plan's chunks."""
+    """Merge the logits of sequences with and without images in the order of the plan's chunks."""
     next_rows = {False: 0, True: 0}
     rows = []
     for chunk, has in zip(plan.chunks, has_images, strict=True):

@@ -126,7 +126,7 @@ def video_url(video: VideoFrames) -> str:
 
 
 def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes or an image
-    """Return a frame of a list of frames. Convert a data URL to its base64 text."""
+    """Return a frame of a video. If the frame is a data URL, return only the base64 text."""
     if isinstance(frame, Mapping):
         frame = frame.get("url")
     if not isinstance(frame, str):
@@ -141,7 +141,7 @@ def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes 
 
 
 def _read_fps(value: Any, field: str) -> float:  # noqa: ANN401 - any JSON value
-    """Return the number of frames per second. The value None returns DEFAULT_FPS."""
+    """Convert `value` to a number of frames per second. If it is None, return `DEFAULT_FPS`."""
     if value is None:
         return DEFAULT_FPS
     try:

@@ -29,24 +29,25 @@ from nereid_backend.pooling.forward.pooling_forward import (
 )
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
-# The lengths in tokens of the texts with which the methods are tested.
+# The number of tokens in each text that is used to test the methods.
 SELF_CHECK_LENS = (5, 5, 13, 21)
-# Each sliding window is tested with one text. The text is longer than the window by this number of
-# tokens.
+# Each sliding window is tested with one text. The text has `_BEYOND_WINDOW` more tokens than the
+# window.
 _BEYOND_WINDOW = 6
-# The texts that test a sliding window have at most this number of tokens. Windows that need a
-# longer text are not tested.
+# The texts that test a sliding window have at most `_LONGEST_TEXT` tokens. If a window can only be
+# tested with a longer text, the window is not tested.
 _LONGEST_TEXT = 160
-# Limits of relative errors (see row_errors) for each data type. If the last token of a text is
-# changed, and the vectors of the other tokens change by less than _CAUSAL_TOLERANCE, the model
-# counts as causal. A method counts as exact if its vectors differ by at most _TOLERANCE from the
-# vectors of the same texts computed one by one.
+# Limits of relative errors (see `row_errors`), one for each data type. To test whether a model is
+# causal, the last token of a text is changed. The model is causal if the vectors of the other
+# tokens change by less than `_CAUSAL_TOLERANCE`. A method is exact if its vectors differ by at most
+# `_TOLERANCE` from the vectors of the same texts computed one by one.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# Test texts consist of random tokens. The tokens are chosen from at least this number of token ids,
-# unless the model's vocabulary is smaller.
+# Test texts consist of random tokens. If the tokenizer has fewer than `_MIN_TEST_IDS` tokens, token
+# ids below `_MIN_TEST_IDS` are also used, unless the model's vocabulary is smaller.
 _MIN_TEST_IDS = 8
-# If a model's code does not support a method or an input, it raises one of these errors.
+# A model's code raises one of the errors in `_MODEL_ERRORS` if the code does not support a method
+# or an input.
 _MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
 
 Forward = PackedForward | PaddedForward | RowsForward
@@ -72,7 +73,10 @@ class ChosenForward:
 
 @torch.inference_mode()
 def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: int) -> ChosenForward:
-    """Choose the method by which token vectors are computed. The first exact method is chosen.
+    """Choose the method that computes the token vectors of batches.
+
+    A method is exact if its vectors equal the vectors of the same texts computed one by one, except
+    for small rounding errors. The first exact method is chosen.
 
     Mutates: the model's attention implementation, and the layout of its linear layers.
 
@@ -228,7 +232,7 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
 
 def _special_ids(encoder: Encoder) -> set[int]:
-    """Return the ids of the special tokens that the tokenizer or the config names."""
+    """Return the ids of the special tokens in the tokenizer and in the config."""
     special = set(encoder.tokenizer.all_special_ids)
     for config in (encoder.model.config, encoder.model.config.get_text_config()):
         for key, value in config.to_dict().items():
@@ -303,7 +307,7 @@ def _vectors_of_single_texts(encoder: Encoder, batch: TokenBatch, name: str) -> 
 
 
 def _is_causal(encoder: Encoder, batch: TokenBatch, expected: Tensor) -> bool:
-    """Return whether a token attends only to itself and to earlier tokens.
+    """Return whether each token attends only to itself and to earlier tokens.
 
     The last token of a text is changed. If the vectors of the other tokens stay the same, no token
     attends to later tokens.
@@ -351,8 +355,8 @@ def _batch_beyond_windows(
     try:
         forward.run(batch, attention)
     except _MODEL_ERRORS:
-        # The model cannot compute packed batches. The windows need no test, because all other
-        # methods use the model's own attention.
+        # The model cannot compute packed batches. All other methods use the model's own attention,
+        # so the sliding windows need not be tested.
         return None
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)

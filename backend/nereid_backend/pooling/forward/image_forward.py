@@ -48,7 +48,7 @@ class ImageForward:
         return vectors[0]
 
     def last_logits(self, prepared: Prepared) -> Tensor:
-        """Return the logits that follow the last token of a prompt, float32 [vocab_size]."""
+        """Run the model on a prompt. Return the logits of the next token, float32 [vocab_size]."""
         logits: Tensor = self._run(prepared, logits_to_keep=1).logits
         return logits[0, -1].float()
 

@@ -50,7 +50,7 @@ def image_vectors(encoder: Encoder, pixels: Tensor) -> Tensor:
 
 
 def num_image_tokens(encoder: Encoder) -> int:
-    """Return the number of tokens that is counted for one image.
+    """Return the number of tokens that the image encoder uses for one image.
 
     An image encoder has one token for each patch of the image, and one more token.
 

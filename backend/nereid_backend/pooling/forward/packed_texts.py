@@ -17,15 +17,15 @@ from torch.nn import functional
 
 from nereid_backend.attention.interface import scale_of, sinks_of
 
-# On a CPU, bfloat16 attention with at most this number of scores is computed with separate matrix
-# products. For inputs of this size, torch's fused attention takes twice as long.
+# On a CPU, bfloat16 attention with at most `_MAX_STEPWISE_SCORES` scores is computed with separate
+# matrix products. For so few scores, torch's fused attention takes twice as long.
 _MAX_STEPWISE_SCORES = 2**23
-# Attention with separate matrix products is computed in blocks, so that at most this number of
-# scores is in memory at the same time.
+# Attention with separate matrix products is computed in blocks, so that at most `_MAX_SCORES`
+# scores are in memory at the same time.
 _MAX_SCORES = 2**24
-# If attention has a sliding window, queries are computed in blocks of at least this size. Smaller
-# blocks would avoid more unnecessary scores, but the additional calls would take more time than
-# these scores.
+# If attention has a sliding window, each block has at least `_MIN_BLOCK` queries. With smaller
+# blocks, fewer unnecessary scores would be computed, but the additional calls would take more time
+# than this saves.
 _MIN_BLOCK = 128
 
 
@@ -71,7 +71,7 @@ class TokenBatch:
 
     @property
     def starts(self) -> list[int]:
-        """The index of each text's first token. The last item is the number of all tokens.
+        """The index of each text's first token, followed by the total number of tokens.
 
         Example: the lens (2, 1) give [0, 2, 3].
         """
@@ -176,7 +176,7 @@ class PackedAttention:
                 _texts_of_group(key, group),
                 _texts_of_group(value, group),
             )
-            # The shape is [count * length, num_heads, value_dim].
+            # The new part has the shape [count * length, num_heads, value_dim].
             parts.append(output.transpose(1, 2).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 

@@ -22,7 +22,7 @@ from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder, accepts
 
-# Logits over the vocabulary are computed for at most this number of tokens at a time.
+# Logits over the vocabulary are computed for at most `_LOGIT_TOKENS` tokens at a time.
 _LOGIT_TOKENS = 256
 
 
@@ -197,7 +197,7 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
 
 @contextmanager
 def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
-    """Return a context in which the base model returns the token vectors `rows`.
+    """Return a context in which calls of the base model return `rows` without computing anything.
 
     Shapes: rows [num_texts, length, hidden_size].
     """

@@ -120,7 +120,8 @@ def splade_outputs(
             # largest logit.
             weights = logits.new_zeros(len(batch.lens), logits.shape[1])
         for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            # The slice begins at the token `first`. Select the rows that belong to the text.
+            # The first row of `logits` belongs to the token with the index `first`. Select the rows
+            # that belong to the tokens from `start` to `end`.
             text_logits = logits[max(0, start - first) : max(0, end - first)]
             if len(text_logits) == 0:
                 continue
@@ -173,8 +174,8 @@ def multi_vector_output(
         layers: the layers of the model.
     """
     if layers.multi_vector is not None:
-        # Leave out the vector of the first token. Like the dense vector, it describes the whole
-        # text.
+        # Leave out the vector of the first token. Like the dense vector, this vector describes
+        # the whole text.
         token_vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif layers.skipped and prepared.skips_words:
         kept = [i for i, t in enumerate(prepared.token_ids) if t not in layers.skipped]

@@ -135,7 +135,7 @@ class ItemChecker:
             )
 
     def _prompt_name(self, item: PoolingItem) -> str | None:
-        """Return the name of the checkpoint's prompt that precedes the item's text.
+        """Return the name of the checkpoint's prompt that is prepended to the text of an item.
 
         Return None if the item has its own prompt or no prompt. `_check_prompt_fields` must have
         accepted the item.

@@ -29,9 +29,10 @@ _QUERY_PROBE = "mark7query7mark"
 _DOCUMENT_PROBE = "mark7document7mark"
 # Roles that no template supports.
 _UNKNOWN_ROLES = ("role7query", "role7document")
-# Inside the prompt, a truncated document can have more tokens than alone, because the end of the
-# document is tokenised together with the text after the document. If the prompt is therefore too
-# long, the document is truncated again: first by 4 additional tokens, then by 16 additional tokens.
+# In the prompt, the end of a truncated document is tokenised together with the text after the
+# document. The prompt can therefore have more tokens than expected. If the prompt is too long, the
+# document is shortened by 4 more tokens. If the prompt is still too long, the document is shortened
+# by 16 more tokens instead of 4.
 _SPARE_TOKENS = (0, 4, 16)
 
 
@@ -53,7 +54,7 @@ class GenerativeReranker:
         *,
         has_parts: bool = False,
     ) -> None:
-        """Determine the token ids of the answers, and the form of the prompts.
+        """Determine the token ids of "yes" and "no", and how the prompts are built.
 
         Args:
             tokenizer: the tokenizer of the checkpoint, with its chat template.
@@ -70,7 +71,8 @@ class GenerativeReranker:
         self._has_parts = has_parts
         self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
         self._template_kwargs = template_kwargs
-        # Only the files of sentence-transformers name the answer tokens.
+        # Only checkpoints for sentence-transformers contain the token ids of "yes" and "no" in
+        # their files.
         is_for_sentence_transformers = answers is not None
         # Without a chat template, sentence-transformers tokenises the query and the document as a
         # pair.
@@ -143,7 +145,7 @@ class GenerativeReranker:
     def messages(
         self, query: str, document: str, instruction: str | None
     ) -> tuple[list[dict[str, str]], dict[str, Any]]:
-        """Return the messages and the variables with which the chat template is rendered.
+        """Return the messages and the variables from which the chat template builds the prompt.
 
         Example: the query "a" and the document "b" return the messages [{"role": "query",
         "content": "a"}, {"role": "document", "content": "b"}] if the template supports these roles.
@@ -170,8 +172,8 @@ class GenerativeReranker:
             return False
         if not must_be_known:
             return True
-        # A template that copies any role renders the same text for unknown roles, except for the
-        # names of the roles.
+        # If a template accepts any role, it renders the same text for known and for unknown roles,
+        # except for the names of the roles.
         unknown_text = self._render_roles(*probes, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             unknown_text = unknown_text.replace(unknown_role, role)

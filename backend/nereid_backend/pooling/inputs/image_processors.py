@@ -80,8 +80,8 @@ def run_processor(process: Callable[..., Any], **inputs: object) -> dict[str, An
     try:
         return dict(process(**inputs))
     except Exception as error:
-        # A processor can raise any exception. This exception must end only the request with this
-        # input.
+        # A processor can raise any exception. Convert the exception to a RequestError, so that only
+        # the current request fails.
         raise RequestError(
             f"input: the checkpoint's processor cannot prepare the input: {type(error).__name__}: "
             f"{first_line(error)}"

@@ -79,7 +79,7 @@ class ItemPreparer:
         images: TowerImages | None,
         prompts: Prompts | None = None,
     ) -> None:
-        """Store the arguments. Check that the model can follow the rules for queries and documents.
+        """Store the arguments. Check that the model supports the checkpoint's rules for queries.
 
         Args:
             spec: the description of the checkpoint.

@@ -68,7 +68,7 @@ class TextRules:
         return length, f"{role}_length"
 
     def skips_words(self, item: PoolingItem) -> bool:
-        """Return whether tokens such as punctuation get no vector in the output for an item."""
+        """Return whether the output for an item omits the vectors of tokens such as punctuation."""
         return _role_of(item) in self.late.skip_roles
 
     def expand(

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from nereid_backend.errors import RequestError
 
-# If the longest token has fewer bytes than this number, the size limit is computed with this
-# number. Some tokenizers have only short tokens, but shorten a text before they divide the text
-# into tokens. For such a tokenizer, a long text can have few tokens.
+# The size limit is computed with the number of bytes of the longest token, but at least with
+# `_MIN_TOKEN_BYTES`. The reason is that some tokenizers have only short tokens, but shorten a text
+# before they divide the text into tokens. For such a tokenizer, a long text can have few tokens.
 _MIN_TOKEN_BYTES = 16
 TRUNCATE_REMEDY = "Shorten the input, or send truncate=true."
 # A long text does not always have many tokens: some tokenizers drop white space, or convert a long
-# unknown word to one token. A text of at most this number of bytes is therefore always tokenised,
-# and the number of its tokens is checked. Tokenising such a text takes at most about 50 ms.
+# unknown word to one token. A text of at most `_MIN_TEXT_BYTES` bytes is therefore always
+# tokenised, and the number of its tokens is checked. Tokenising such a text takes at most about 50
+# ms.
 _MIN_TEXT_BYTES = 2**16
 # The default length of the queue is chosen so that a full queue of the largest inputs needs at most
-# this number of bytes. However, the length is at least 2048, because OpenAI's API permits 2048
+# `_QUEUE_BYTES` bytes. However, the length is at least 2048, because OpenAI's API permits 2048
 # inputs in one request.
 _QUEUE_BYTES = 2**30
 _MIN_QUEUE_LENGTH, _MAX_QUEUE_LENGTH = 2048, 16384
@@ -81,9 +82,9 @@ class TextLimit:
         """
         num_bytes = len(text) if isinstance(text, bytes) else self._least_bytes(text)
         if num_bytes > self.max_text_bytes:
-            # The message states the size of the text in tokens, because max_model_len is a number
-            # of tokens. If the limit of bytes is _MIN_TEXT_BYTES, the division can return a number
-            # below max_model_len. The message then contains max_model_len + 1.
+            # The message states the size of the text in tokens, because `max_model_len` is a number
+            # of tokens. The division can return a number that does not exceed `max_model_len`. The
+            # message then states `max_model_len + 1` tokens.
             least_tokens = max(num_bytes // self._token_bytes, self.max_model_len + 1)
             raise RequestError(
                 f"{subject} has at least {num_bytes} bytes, which count as at least "
@@ -110,7 +111,7 @@ class TextLimit:
         return encoded.decode("utf-8", "ignore")
 
     def _least_bytes(self, text: str) -> int:
-        """Return the number of bytes of a text in UTF-8, or a lower bound that exceeds the limit.
+        """Return the number of bytes of a text in UTF-8. For a large text, return a lower bound.
 
         The lower bound is the number of characters. It is returned if it exceeds `max_text_bytes`.
         Such a text is not encoded, because encoding a large text takes time and memory.

@@ -49,8 +49,8 @@ class ChatPrompts:
         self.process = ImageProcess(_CHAT_IMAGE_WORKER, str(spec.folder))
         self._processor = ChatProcessor(spec.folder, spec.config)
         self._reranker = reranker
-        # sentence-transformers adds the beginning of an answer only if the checkpoint's files set
-        # add_generation_prompt.
+        # sentence-transformers appends the beginning of an answer to the prompt only if the
+        # checkpoint's files set `add_generation_prompt`.
         self._variables = {"add_generation_prompt": not spec.has_modules, **spec.template_kwargs}
         if reranker is not None and not self._processor.has_template:
             raise ModelError(
@@ -159,7 +159,7 @@ def check_length(prompt: ImagePrompt, limit: int, *, truncate: bool) -> None:
 
 
 def _parts(content: str) -> list[dict[str, str]]:
-    """Convert the content of a message to content parts. An image part replaces _IMAGE_MARK.
+    """Convert the content of a message to content parts. Replace `_IMAGE_MARK` by an image part.
 
     Example: "<Document>: mark7image7mark" returns [{"type": "text", "text": "<Document>: "},
     {"type": "image"}].

@@ -69,7 +69,7 @@ def choose_task(
 def _task_from_files(
     architecture: str, modules: list[ModuleSpec], config: PretrainedConfig, folder: Path
 ) -> str:
-    """Derive the task of a checkpoint from its files. The setting task=auto needs this function.
+    """Derive the task of a checkpoint from its files, for the setting `task=auto`.
 
     Raises:
         ConfigError: the files describe a generative checkpoint, so the settings must contain the

@@ -35,7 +35,8 @@ _PYLATE_KEYS = {
     *("query_prefix", "document_prefix", "query_length", "document_length", "skiplist_words"),
     *("do_query_expansion", "attend_to_expansion_tokens", "attend_to_mask_tokens"),
 }
-# The number of tokens to which ColBERT expands a query if the files contain no number.
+# ColBERT expands a query to `_DEFAULT_QUERY_LENGTH` tokens if the checkpoint's files do not set
+# another length.
 _DEFAULT_QUERY_LENGTH = 32
 
 
@@ -84,7 +85,7 @@ class LateInteraction:
 
     @property
     def treats_queries(self) -> bool:
-        """Whether queries and documents are treated differently, apart from their prompts."""
+        """Whether queries are processed differently from documents. The prompts do not count."""
         skips_only_documents = bool(self.skip_words) and QUERY not in self.skip_roles
         return self.query_length is not None or self.expansion is not None or skips_only_documents
 

@@ -333,11 +333,12 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
         return load_with_auto_class
     if spec.loader != BASE:
         return model_class.from_pretrained, {}
-    # The model has no head here. In an encoder-decoder model without a head, only the encoder
+    # The model is loaded without a head. If an encoder-decoder model has no head, only the encoder
     # computes the token vectors.
     if getattr(spec.config, "is_encoder_decoder", False):
         model_class = _encoder_alone(spec, model_class)
-    # The model's own pooler is not used, and its weights are often untrained.
+    # Load the model without its own pooler. The pooler is not used, and the weights of the pooler
+    # are often untrained.
     has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
     return model_class.from_pretrained, {"add_pooling_layer": False} if has_pooler else {}
 

@@ -63,8 +63,9 @@ _LEGACY_POOLERS = {
 _SETTINGS_FILES = "sentence_*_config.json"
 # The file with the settings of the whole checkpoint, such as its prompts.
 _SAVED_FILE = "config_sentence_transformers.json"
-# In the settings file, one object contains the variables of the chat template and these settings of
-# the tokenizer. The settings are not passed to the template.
+# In the settings file, one object contains the variables of the chat template and some settings of
+# the tokenizer. `_NOT_FOR_TEMPLATES` contains the names of the tokenizer's settings, which are not
+# passed to the template.
 _NOT_FOR_TEMPLATES = {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
 
 
@@ -161,7 +162,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _template_kwargs(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables with which the chat template is rendered.
+    """Return the variables that are passed to the chat template.
 
     Example: {"processing_kwargs": {"chat_template": {"add_generation_prompt": true}}} returns
     {"add_generation_prompt": True}.
@@ -218,7 +219,7 @@ def _describe_generative_reranker(
 
 
 def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
-    """Return the activation that the checkpoint's files name: "none", "sigmoid" or "softmax".
+    """Return the activation in the checkpoint's files: "none", "sigmoid" or "softmax".
 
     Return None if the files name no activation.
 
@@ -361,7 +362,7 @@ def _describe_dense(
 
 
 def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
-    """Return the pooling methods that the config of the module `pooling` names, in order.
+    """Return the pooling methods that are set in the config of the module `pooling`.
 
     If `pooling` is None, the result is empty, and the model determines the method. If the config of
     the module names no method, the result is ("mean",).
@@ -381,7 +382,8 @@ def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
         modes = [modes]
     names = tuple(modes) or ("mean",)
     for name in names:
-        # The setting `pooling` may be "splade", but this module computes dense vectors.
+        # The setting `pooling` may be "splade", but the config of a pooling module must not contain
+        # "splade", because such a module computes dense vectors.
         if name not in POOLERS or name == "splade":
             raise UnsupportedModelError(
                 f"{pooling.folder}/config.json: the pooling mode {name} is not supported. The "
@@ -391,7 +393,7 @@ def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
 
 
 def _has_towers(config: PretrainedConfig) -> bool:
-    """Return whether the model has a text encoder and an image encoder with comparable vectors."""
+    """Return whether the model has separate encoders for texts and for images, like CLIP."""
     modules = (getattr(config, name, None) for name in ("text_config", "vision_config"))
     return all(modules) and hasattr(config, "projection_dim")
 

@@ -101,7 +101,7 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,  # noqa: ARG002 - the base class requires this parameter
     ) -> ModuleSpec | None:
-        """Return the specification of the module `_MODULE` with the loader `_Loader`.
+        """Return a specification that makes `_Loader` load the module `_MODULE`.
 
         Python calls this method for each imported module. Return None for any other module, so that
         Python imports it as usual.

@@ -205,7 +205,7 @@ def _check_device(device: torch.device, error: Exception, setting: str, problem:
 def use_fastest_attention(
     path: ForwardPath, checkpoint: Checkpoint, chosen: ChosenPath, progress: Progress
 ) -> None:
-    """Use external attention libraries wherever they are faster than Nereid's kernels.
+    """Use an external attention library for each layer that it computes faster than Nereid.
 
     Do nothing if no GPU kernel is used. The arguments are those of `use_compiled_forward`.
     """

@@ -344,7 +344,7 @@ def _run_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tens
 def _step_budget(trial: Trial) -> int:
     """Return the largest number of tokens in one step of the check.
 
-    Prompts with images can be long, so they are divided into a few large chunks.
+    A test prompt with images can be long, so such a prompt is divided into a few large chunks.
     """
     if not trial.images:
         return _BUDGET

@@ -24,7 +24,7 @@ from nereid_backend.vision.video_frames import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_IMAGE_TYPES = ("image_url", "image", "input_image")
+IMAGE_TYPES = ("image_url", "image", "input_image")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _split_part(
     refused = refused_part(part)
     if refused is not None:
         raise RequestError(f"{field}: the content part has the type {refused[0]}, but {refused[1]}")
-    if part.get("type") not in _IMAGE_TYPES:
+    if part.get("type") not in IMAGE_TYPES:
         return dict(part)
     name = next((n for n in ("image_url", "image", "url") if part.get(n) is not None), None)
     source = part[name] if name is not None else None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The formats that are decoded. Pillow has decoders for other formats, but they are rarely used and
 # little tested.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]*;base64,", re.IGNORECASE)
+IMAGE_DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]*;base64,", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
     Raises:
         RequestError: the text is not a data URL in base64, or the file is too large.
     """
-    match = _DATA_URL.match(url)
+    match = IMAGE_DATA_URL.match(url)
     if match is None:
         scheme = url.split(":", 1)[0][:20] if ":" in url[:20] else ""
         if scheme.lower() in ("http", "https", "file"):

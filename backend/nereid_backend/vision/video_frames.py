@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.vision.read_image import ImageLimits
+from nereid_backend.field_checks import shown
+from nereid_backend.vision.read_image import IMAGE_DATA_URL, ImageLimits
 
 DEFAULT_FPS = 2.0
 """The number of frames per second if a client sends no `fps`."""
@@ -25,8 +26,6 @@ _TYPES = ("video", "video_url", "input_video")
 # The fields of a content part that can contain the video.
 _FIELDS = ("video_url", "video", "url")
 _DATA_URL = re.compile(r"data:video/[a-z0-9.+-]*(?:;fps=([0-9.]{1,9}))?;base64,", re.IGNORECASE)
-# The beginning of a data URL of an image, such as "data:image/png;base64,".
-_IMAGE_PREFIX = re.compile(r"data:image/[a-z0-9.+-]*;base64,", re.IGNORECASE)
 _REMEDY = (
     "Send the frames of the video as image files: "
     '{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,FRAME,FRAME"}}.'
@@ -131,7 +130,7 @@ def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes 
         frame = frame.get("url")
     if not isinstance(frame, str):
         return frame
-    match = _IMAGE_PREFIX.match(frame)
+    match = IMAGE_DATA_URL.match(frame)
     if match is None or "," in frame[match.end() :]:
         raise RequestError(
             f"{field}: each frame of the video must be a data URL such as "
@@ -151,6 +150,6 @@ def _read_fps(value: Any, field: str) -> float:  # noqa: ANN401 - any JSON value
     if not 0 < fps <= _MAX_FPS:
         raise RequestError(
             f"{field}: fps, the number of frames per second, must be between 0 and {_MAX_FPS:g}, "
-            f"but it is {value!r}."
+            f"but it is {shown(value)}."
         )
     return fps

@@ -1,4 +1,4 @@
-"""Videos that clients send as lists of frames."""
+"""A client can send a video as a list of image files, which are called frames."""
 
 import base64
 import io

@@ -176,8 +176,8 @@ def _read_tool_call(call: Any, index: int, limits: RequestLimits) -> dict[str, A
 def _parse_arguments(text: str, index: int, limits: RequestLimits) -> Any:  # noqa: ANN401 - any JSON
     """Parse the JSON text of a tool call's arguments. The call belongs to the message `index`.
 
-    The limits are checked before and after parsing: a short JSON text can contain so many or so
-    deeply nested values that the server would need too much memory.
+    The limits are checked before and after parsing. A short JSON text can contain very many values
+    or very deeply nested values, and such values would need too much memory.
 
     Raises:
         RequestError: the text is not valid JSON, or exceeds a limit.

@@ -9,11 +9,11 @@ from nereid_backend.errors import RequestError
 from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.image_sources import ImageSources
+from nereid_backend.vision.messages import IMAGE_TYPES
 from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-_IMAGE_TYPES = ("image_url", "image", "input_image")
 # The largest total size of a request's images, measured in bytes of base64 text.
 MAX_IMAGE_BYTES = 32 * 2**20
 # The number of bytes that become MAX_IMAGE_BYTES bytes of base64 text. Base64 text has four
@@ -71,7 +71,7 @@ def _is_image_part(part: Any) -> bool:  # noqa: ANN401 - any JSON value
     """Return whether a part of a message's content is an image or a video."""
     if not isinstance(part, dict):
         return False
-    return part.get("type") in _IMAGE_TYPES or is_video_part(part)
+    return part.get("type") in IMAGE_TYPES or is_video_part(part)
 
 
 def take_images(body: dict[str, Any]) -> list[bytes]:

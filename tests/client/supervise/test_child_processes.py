@@ -103,14 +103,19 @@ def test_a_zombie_that_crashed_is_told_from_one_that_exited():
 
 def test_a_process_that_survives_a_kill_is_named_and_does_not_block_the_end(monkeypatch, capsys):
     # A process that waits for a device driver survives SIGKILL. Here, the signals are not sent.
-    sleeping = subprocess.Popen(["sleep", "60"])
+    reading = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        monkeypatch.setattr(child_processes, "_descendants", lambda keep: [sleeping.pid])
+        # Popen returns shortly before Linux replaces the name "python" of the process by "cat". The
+        # first output of the process shows that Linux has replaced the name.
+        reading.stdin.write(b"ready\n")
+        reading.stdin.flush()
+        assert reading.stdout.readline() == b"ready\n"
+        monkeypatch.setattr(child_processes, "_descendants", lambda keep: [reading.pid])
         monkeypatch.setattr(child_processes, "_signal_all", lambda pids, signal: None)
         monkeypatch.setattr(child_processes, "_MAX_KILL_S", 0.1)
         names = child_processes.end_descendants(0.0, lambda seconds: False)
     finally:
-        sleeping.kill()
-        sleeping.wait()
-    assert names == [f"sleep ({sleeping.pid})"]
-    assert f"did not end after SIGKILL: sleep ({sleeping.pid})" in capsys.readouterr().err
+        reading.kill()
+        reading.communicate()
+    assert names == [f"cat ({reading.pid})"]
+    assert f"did not end after SIGKILL: cat ({reading.pid})" in capsys.readouterr().err

@@ -5,8 +5,8 @@
 Each figure of the table is the time of the first contestant divided by the time of the contestant
 in the same round: 2.00 means twice as fast. A contestant is an instruction set with a data type of
 the weights, for example "avx2 int4", or torch's own product. "oneDNN bfloat16" is torch's product
-with packed weights, which the engine uses on processors with AMX. The contestants alternate, so
-that other programs on the machine slow down all of them. The clock is the wall time, or with
+with packed weights. The contestants alternate, so that other programs on the machine slow down all
+of them. The clock is the wall time, or with
 --cpu-time the CPU time of the process, which suits a busy machine and one thread.
 """
 
@@ -30,7 +30,7 @@ from loadtest.bench.markdown_table import table
 SIZES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 # The layers of several blocks do not fit into the processor's cache, not even with 4 bits.
 NUM_BLOCKS = 4
-# oneDNN chooses the layout that is best for inputs with this number of rows, as in the engine.
+# oneDNN chooses the layout that is best for inputs with this number of rows.
 _PACKED_ROWS = 256
 Contestant = tuple[str, str, Callable[[dict[int, Tensor]], None]]
 
@@ -99,8 +99,10 @@ def contestants() -> list[Contestant]:
         "int8": integer_product(8),
         "int4": integer_product(4),
     }
-    best = supported_instruction_sets()[0].name
-    names = dict.fromkeys((best, "avx2"))
+    supported = [one.name for one in supported_instruction_sets()]
+    best = supported[0]
+    # Without the matrix tiles of AMX, the best instruction set is avx512_bf16.
+    names = [name for name in supported if name in (best, "avx512_bf16", "avx2")]
     native = [(f"{name} {kind}", name, run) for name in names for kind, run in products.items()]
     return [
         *native,

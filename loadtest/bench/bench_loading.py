@@ -29,11 +29,8 @@ import sys
 import torch
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.config import EngineConfig
-from nereid_backend.linear import native_linear
 from nereid_backend.model import load_weights
-folder, kind, has_tiles = sys.argv[1:]
-if has_tiles == "False":
-    native_linear._has_tiles = lambda: False
+folder, kind = sys.argv[1:]
 config = EngineConfig(folder, dtype="bfloat16", weight_dtype="auto" if kind == "bfloat16" else kind)
 load_weights.check_weight_memory = lambda config, device: config.weight_dtype != "auto"
 torch.ones(2**20).sum()
@@ -53,7 +50,6 @@ def main() -> None:
     add = parser.add_argument
     add("--shapes", nargs="*", default=["0.1b"], choices=[*SHAPES, "wide"], help="models")
     add("--kinds", nargs="*", default=["bfloat16", "int4"], choices=["bfloat16", "int8", "int4"])
-    add("--without-tiles", action="store_true", help="do not use the tiles (AMX) of the processor")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="nereid-loading-") as temporary:
@@ -64,7 +60,7 @@ def main() -> None:
             else:
                 make_checkpoint(folder, shape, "bfloat16")
             for kind in args.kinds:
-                peak, final = measure(folder, kind, has_tiles=not args.without_tiles)
+                peak, final = measure(folder, kind)
                 sizes = [f"{peak / _MIB:.0f}", f"{final / _MIB:.0f}"]
                 rows.append([shape, kind, *sizes, f"{peak / final:.2f}"])
                 print(rows[-1], file=sys.stderr, flush=True)
@@ -86,10 +82,10 @@ def make_wide_checkpoint(folder: Path) -> None:
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
-def measure(folder: Path, kind: str, *, has_tiles: bool) -> tuple[int, int]:
+def measure(folder: Path, kind: str) -> tuple[int, int]:
     """Load a model in a child process. Return the child's peak and final memory in bytes."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(folder), kind, str(has_tiles)],
+        [sys.executable, "-c", _CHILD, str(folder), kind],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

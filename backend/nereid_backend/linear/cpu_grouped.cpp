@@ -21,6 +21,10 @@
 //     out[r][o] = sum over g of scale[o][g] * row_scale[r][g] * (sum of value * x - zero[o][g] * sum of x)
 //
 // The result of a row is the same for any number of rows. Row tiles, panels and prefetches are those of cpu_linear.cpp.
+//
+// A processor with matrix tiles (AMX) uses two more kernels if there are many rows. cpu_tile_grouped.cpp computes the same
+// bits as the kernel of this file. tile_dequantised_linear converts the weights to bfloat16 and does not quantise the
+// rows, so its results are slightly different, and more accurate.
 
 #include <algorithm>
 #include <array>
@@ -31,6 +35,8 @@
 #include <vector>
 
 #include "../attention/cpu/cpu_vectors.h"
+#include "cpu_grouped.h"
+#include "cpu_tile_linear.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -38,10 +44,11 @@
 
 namespace {
 
-constexpr int kPanel = 16;      // outputs
 constexpr int kQuadBytes = 64;  // with 8 bits
 constexpr int64_t kAhead = 2048;  // the distance of prefetches in bytes
-constexpr int64_t kMaxGroup = 128;  // inputs; grouped_linear.py divides larger groups
+// With at least this many rows, tile_dequantised_linear is faster than the other kernels, for values of 4 and of 8 bits
+// on Emerald Rapids.
+constexpr int64_t kMinDequantisedRows4 = 24, kMinDequantisedRows8 = 128;
 
 #if defined(__AVX512VNNI__) || defined(__AVX2__)
 #define NEREID_HAS_GROUPED 1
@@ -171,12 +178,6 @@ struct Products<8> {
 };
 #endif
 
-// One row and group: the factor that restores its numbers, and the sum of its integers.
-struct RowGroup {
-  float scale;
-  int32_t sum;
-};
-
 // The arguments of one call of a layer, and the quantised rows.
 template <typename Input>
 struct Call {
@@ -189,20 +190,6 @@ struct Call {
   const Input* inputs;
   const RowGroup* row_groups;
 };
-
-// Adds the bias to the sums of `num_rows` rows and `width` outputs, and stores the results. The first row is `row`, the
-// first output is `place`. The function is not a part of `tile`, which is compiled for many sizes.
-template <typename Number>
-void store_outputs(const GroupedWeights& weights, const void* bias, void* out, const float* sums, int64_t num_rows,
-                   int64_t width, int64_t row, int64_t place) {
-  const auto* added = static_cast<const Number*>(bias);
-  const int64_t count = std::min(width, weights.num_outputs - place);
-  for (int64_t r = 0; r < num_rows; ++r) {
-    auto* to = static_cast<Number*>(out) + (row + r) * weights.num_outputs + place;
-    for (int64_t i = 0; i < count; ++i)
-      from_float(sums[r * width + i] + (added ? to_float(added[place + i]) : 0.0f), to + i);
-  }
-}
 
 // Computes R rows, starting at `row`, and P panels, starting at `panel`. The values of a panel are prefetched kAhead
 // bytes ahead.
@@ -356,7 +343,9 @@ void grouped_linear(bool is_bfloat16, const GroupedWeights& weights, const void*
   constexpr auto kRows = rows_of<kBits>(std::make_integer_sequence<int, kMaxRows>());
   const int64_t dim = weights.dim, groups = (dim + weights.group_size - 1) / weights.group_size;
   const int64_t quads = groups * weights.group_size / 4, num_panels = (weights.num_outputs + kPanel - 1) / kPanel;
-  const int64_t num_tiles = (num_rows + kMaxRows - 1) / kMaxRows;
+  // The kernel for matrix tiles reads rows that are stored one after the other, as tiles of one row are.
+  const bool has_matrix_tiles = can_use_tiles(weights, num_rows);
+  const int64_t num_tiles = has_matrix_tiles ? num_rows : (num_rows + kMaxRows - 1) / kMaxRows;
   // The tile t contains the rows [begin(t), begin(t + 1)).
   const auto begin = [=](int64_t tile) { return tile * num_rows / num_tiles; };
   thread_local std::vector<Input> input_storage;
@@ -386,7 +375,10 @@ void grouped_linear(bool is_bfloat16, const GroupedWeights& weights, const void*
     }
 #pragma omp barrier
     const int64_t first = num_panels * thread / threads, last = num_panels * (thread + 1) / threads;
-    if (num_tiles == 1) {
+    if (has_matrix_tiles) {
+      const auto* numbers = reinterpret_cast<const int8_t*>(inputs);
+      tile_grouped_linear(weights, {numbers, row_groups, num_rows, groups, is_bfloat16, bias, out}, first, last);
+    } else if (num_tiles == 1) {
       kRows[num_rows - 1](call, 0, first, last);
     } else {
       // The weights of a few panels stay in the cache for all tiles.
@@ -416,7 +408,10 @@ int nereid_has_grouped_linear() {
 void nereid_grouped_linear(int is_bfloat16, const GroupedWeights* weights, const void* bias, const void* x, void* out,
                            int64_t num_rows, int num_threads) {
 #ifdef NEREID_HAS_GROUPED
-  if (weights->bits == 4) {
+  const int64_t min_rows = weights->bits == 4 ? kMinDequantisedRows4 : kMinDequantisedRows8;
+  if (is_bfloat16 && num_rows >= min_rows && weights->dim % 2 == 0 && can_use_tiles()) {
+    tile_dequantised_linear(*weights, bias, x, out, num_rows, num_threads);
+  } else if (weights->bits == 4) {
     grouped_linear<4>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);
   } else {
     grouped_linear<8>(is_bfloat16 != 0, *weights, bias, x, out, num_rows, num_threads);

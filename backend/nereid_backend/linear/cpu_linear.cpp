@@ -37,6 +37,7 @@
 #include <vector>
 
 #include "../attention/cpu/cpu_vectors.h"
+#include "cpu_tile_linear.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -277,7 +278,9 @@ int nereid_has_linear() {
 void nereid_linear(int is_bfloat16, const void* weight, const void* bias, const void* x, void* out, int64_t num_rows,
                    int64_t dim, int64_t num_outputs, int num_threads) {
 #ifdef NEREID_HAS_LINEAR
-  if (is_bfloat16) {
+  if (is_bfloat16 && can_use_tiles()) {
+    tile_linear(weight, bias, x, out, num_rows, dim, num_outputs, num_threads);
+  } else if (is_bfloat16) {
     linear<Bfloat16s>(weight, bias, x, out, num_rows, dim, num_outputs, num_threads);
   } else {
     linear<Float32>(weight, bias, x, out, num_rows, dim, num_outputs, num_threads);

@@ -9,6 +9,10 @@ The dequantised weights are never stored in memory. Compared with bfloat16 weigh
 reads a quarter of the bytes (4 bits) or half of the bytes (8 bits). The C++ kernel
 (cpu_grouped.cpp) also converts the inputs of the layer to 8-bit integers, with one scale for each
 row and group. The output of a row has the same bits for any number of rows in the call.
+
+A processor with matrix tiles (AMX) is an exception. If there are many bfloat16 rows, the kernel of
+cpu_tile_linear.cpp converts the weights to bfloat16, a few outputs at a time, and does not round
+the inputs to integers. This is faster, and its results are slightly more accurate.
 """
 
 import ctypes

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers for CPUs with vector instructions. A C++ kernel (cpu_linear.cpp) computes them.
 
-In a step with few rows, reading the weights takes most of the time. Therefore, the kernel reads the
-weights in order and prefetches them. The layout of the weights does not depend on the number of
-rows. The output of a row has the same bits for any number of rows in the call. The kernel is a
-torch operator, so models that use the kernel can be traced and compiled. Compiled models call the
-kernel without Python (attention/cpu/cpu_shim.cpp).
+On a processor with matrix tiles (AMX), the kernel in cpu_tile_linear.cpp computes the layers in
+bfloat16.
+
+In a step with few rows, reading the weights takes most of the time. Therefore, the kernels read the
+weights in order and prefetch them. The layout of the weights does not depend on the number of rows.
+The output of a row has the same bits for any number of rows in the call. The kernels are a torch
+operator, so models that use the kernels can be traced and compiled. Compiled models call the
+kernels without Python (attention/cpu/cpu_shim.cpp).
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ def can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or 0 in weight.shape or not is_available():
         return False
     if weight.dtype == torch.bfloat16:
-        return weight.shape[1] % 2 == 0 and not _has_tiles()
+        return weight.shape[1] % 2 == 0
     return weight.dtype == torch.float32
 
 
@@ -123,16 +125,6 @@ def _linear_meta(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: i
 def is_available() -> bool:
     """Return whether the kernel exists for the instruction set of this processor."""
     return has_kernels() and bool(kernels().nereid_has_linear())
-
-
-@functools.cache
-def _has_tiles() -> bool:
-    """Return whether the processor has instructions for bfloat16 matrix tiles (AMX).
-
-    On a processor with these instructions, oneDNN is faster than this kernel, because this kernel
-    does not use the instructions.
-    """
-    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 _library: Any = torch.library.Library("nereid", "FRAGMENT")  # type: ignore[no-untyped-call]

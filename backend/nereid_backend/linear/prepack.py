@@ -5,7 +5,7 @@ On a CPU, torch computes float32 products with a library that does not use the w
 every processor. The library also converts the layout of the weight in every call. Packed layers
 avoid both costs.
 
-If the processor has AVX2 or 512-bit vectors, the kernel of native_linear.py computes the products.
+If the processor has AVX2 or 512-bit vectors, the kernels of native_linear.py compute the products.
 On other processors, oneDNN computes the products. docs/history/cpu-kernels.md contains the
 measurements.
 """

@@ -73,6 +73,53 @@ def test_a_kernel_multiplies_the_integers_of_rows_and_weights(name, has_zeros, b
         assert torch.equal(alone, found[-1:])
 
 
+needs_tiles = pytest.mark.skipif(
+    "best" not in KERNELS or usable_instruction_sets()[0].name != "amx",
+    reason="the processor has no matrix tiles (AMX)",
+)
+
+
+@needs_tiles
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_tiles_of_integers_give_the_same_bits_as_vectors(has_zeros):
+    for rows, outputs, inputs, size in [
+        *((16, 16, 64, 32), (17, 70, 300, 64), (33, 33, 256, 128), (40, 100, 96, 96)),
+        *((100, 21, 384, 192), (150, 40, 1024, 64)),
+    ]:
+        values, scales, zeros, _ = quantised(
+            outputs, inputs, size, 8, has_zeros=has_zeros, signed=False, seed=rows
+        )
+        bias = torch.randn(outputs)
+        layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=8, bias=bias)
+        x = torch.randn(rows, inputs)
+        with torch.inference_mode(), forced_instruction_set("avx512_bf16"):
+            expected = layer(x)
+        with torch.inference_mode():
+            assert torch.equal(layer(x), expected)
+
+
+@needs_tiles
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_zeros", [True, False])
+def test_many_bfloat16_rows_are_multiplied_by_dequantised_weights(has_zeros, bits):
+    for rows, outputs, inputs, size in [
+        *((128, 16, 64, 32), (131, 70, 300, 40), (150, 33, 256, 128), (200, 100, 98, 1024)),
+    ]:
+        values, scales, zeros, weights = quantised(
+            outputs, inputs, size, bits, has_zeros=has_zeros, signed=False, seed=rows
+        )
+        bias = torch.randn(outputs).bfloat16()
+        layer = GroupedLinear.from_quantised(values, scales, zeros, size, bits=bits, bias=bias)
+        x = torch.randn(rows, inputs).bfloat16()
+        with torch.inference_mode():
+            found = layer(x)
+            alone = layer(x[:128])
+        expected = x.double() @ weights.T + bias.double()
+        # Weights and outputs are rounded to bfloat16, which has 8 significant bits.
+        assert (found - expected).abs().max() < 6e-3 * expected.abs().max()
+        assert torch.equal(alone, found[:128])
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_inputs_that_are_not_finite_give_outputs_that_are_not_finite(name):
     values, scales, zeros, _ = quantised(20, 64, 32, 4, has_zeros=False, signed=True)

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.skipif(not native_linear.is_available(), reason="no com
 class Layers(nn.Module):
     """Three layers with the same input.
 
-    The layers are packed and merged. If the processor computes bfloat16 with oneDNN, or if `kind`
-    is "plain", their adapters need hooks.
+    The layers are packed and merged. If `kind` is "plain", their adapters need hooks.
     """
 
     def __init__(self, dim, outputs, dtype, kind="merged"):

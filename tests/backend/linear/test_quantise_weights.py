@@ -30,9 +30,12 @@ def test_a_layer_is_near_the_original_for_few_and_many_rows(dtype, inputs, outpu
         many = layer(rows.to(dtype))
         few = torch.cat([layer(part) for part in rows.to(dtype).split(7, dim=1)], dim=1)
     assert many.shape == expected.shape
-    assert many.dtype == dtype
-    assert (many.float() - expected).square().mean().sqrt() < LIMITS[bits] * expected.std()
-    assert torch.equal(few, many)
+    for found in (many, few):
+        assert found.dtype == dtype
+        assert (found.float() - expected).square().mean().sqrt() < LIMITS[bits] * expected.std()
+    if dtype == torch.float32:
+        # A processor with matrix tiles (AMX) multiplies few and many bfloat16 rows differently.
+        assert torch.equal(few, many)
 
 
 def test_weights_of_zero_and_tiny_weights_stay_finite():

@@ -19,11 +19,19 @@ SOURCES = (
     Path(__file__).with_name("cpu_prefill.cpp"),
     Path(__file__).with_name("cpu_shim.cpp"),
     _PACKAGE / "linear" / "cpu_linear.cpp",
+    _PACKAGE / "linear" / "cpu_tile_linear.cpp",
     _PACKAGE / "linear" / "cpu_grouped.cpp",
+    _PACKAGE / "linear" / "cpu_tile_grouped.cpp",
     _PACKAGE / "linear" / "cpu_adapters.cpp",
     _PACKAGE / "sampling" / "cpu_logits.cpp",
 )
-HEADERS = (Path(__file__).with_name("cpu_kernels.h"), Path(__file__).with_name("cpu_vectors.h"))
+HEADERS = (
+    Path(__file__).with_name("cpu_kernels.h"),
+    Path(__file__).with_name("cpu_vectors.h"),
+    _PACKAGE / "linear" / "cpu_grouped.h",
+    _PACKAGE / "linear" / "cpu_tile_linear.h",
+    _PACKAGE / "linear" / "cpu_tiles.h",
+)
 COMPILERS = ("g++", "c++")
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fPIC")
 # The time limit of the compiler in seconds. The compiler usually needs about 10 seconds. On a busy

@@ -17,6 +17,7 @@ from pathlib import Path
 CPU_INSTRUCTIONS = "NEREID_CPU_INSTRUCTIONS"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+_AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +39,29 @@ class InstructionSet:
         """The compiler flags. Example: the feature avx512_vnni gives the flag -mavx512vnni."""
         if not self.features:
             return ("-march=native",)
-        return tuple(f"-m{feature.replace('_', '')}" for feature in self.features)
+        return tuple(f"-m{_flag_name(feature)}" for feature in self.features)
 
 
 # The instruction sets, from the fastest to the slowest. The last instruction set, `native`, works
 # on every processor. Its library is portable C++ that the compiler optimises for the processor of
 # this machine. It has no kernels for linear layers.
 INSTRUCTION_SETS = (
-    InstructionSet("avx512_bf16", (*_AVX512, "avx512_vnni", "avx512_bf16")),
+    InstructionSet("amx", (*_AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8")),
+    InstructionSet("avx512_bf16", _AVX512_BF16),
     InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni")),
     InstructionSet("avx512", _AVX512),
     InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni")),
     InstructionSet("avx2", _AVX2),
     InstructionSet("native", ()),
 )
+
+
+def _flag_name(feature: str) -> str:
+    """Return the compiler's name of a feature.
+
+    Examples: the feature avx512_vnni is called avx512vnni, and amx_int8 is called amx-int8.
+    """
+    return feature.replace("_", "-" if feature.startswith("amx") else "")
 
 
 def supported_instruction_sets() -> list[InstructionSet]:

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix tiles (AMX): registers of at most 16 rows of 64 bytes, and instructions that multiply them.
+//
+// A processor has eight tile registers. One instruction multiplies a tile of inputs by a tile of weights, and adds the
+// product to a tile of sums:
+//
+//     sums [rows][16 outputs]  +=  inputs [rows][64 bytes]  *  weights [16][16 outputs][4 bytes]
+//
+// The 64 bytes of a row are 32 inputs of bfloat16, or 64 inputs of 8 bits. The layouts of the weights in cpu_linear.cpp
+// and cpu_grouped.cpp contain such tiles of weights one after the other.
+
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define NEREID_TILES 1
+
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr int kTileRowBytes = 64;
+constexpr int kTileBytes = kTileRows * kTileRowBytes;
+constexpr int kBlockRows = 2 * kTileRows;  // the largest number of input rows that the registers hold
+constexpr int kLineBytes = 64;             // a cache line
+// The rows of this many bytes of inputs stay in the second-level cache while all panels are computed.
+constexpr int64_t kChunkBytes = 1 << 20;
+
+// Loads 16 float16 numbers as float32.
+inline __m512 load_float16(const uint16_t* at) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+// Returns whether Linux allows this process to use tiles. A process must request the permission, because tiles make the
+// saved state of a thread 8 KB larger.
+inline bool has_tile_permission() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
+  static const bool is_allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_allowed;
+}
+
+// The configuration of the tile registers of one thread. The intrinsic functions need the numbers of registers as
+// literals, so the registers have fixed roles:
+//
+//     rows of inputs   sums                                           inputs    weights
+//     1 to 16          0, 1, 2, 3: one register for each panel        4         5, 6, 7
+//     17 to 32         0, 1: the first 16 rows, for two panels        4         6, 7
+//                      2, 3: the other rows, for the same panels      5
+//
+// The destructor releases the registers, because Linux saves the content of used registers whenever it switches threads.
+class TileRegisters {
+ public:
+  ~TileRegisters() { _tile_release(); }
+
+  // Configures the registers for 1 to 32 rows. If the number of rows changes, all registers become zero. `row_bytes` is
+  // the size of one row of the inputs: 64, or 32 for at most 16 rows.
+  void set_rows(int64_t rows, uint8_t row_bytes = kTileRowBytes) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    const bool has_two_tiles = rows > kTileRows;
+    const auto first = static_cast<uint8_t>(has_two_tiles ? kTileRows : rows);
+    const auto second = static_cast<uint8_t>(has_two_tiles ? rows - kTileRows : rows);
+    const auto of_weights = static_cast<uint8_t>(row_bytes / 4);
+    const uint8_t of_5 = has_two_tiles ? second : of_weights;
+    const Shapes shapes = {1,
+                           0,
+                           {},
+                           {kTileRowBytes, kTileRowBytes, kTileRowBytes, kTileRowBytes, row_bytes, kTileRowBytes,
+                            kTileRowBytes, kTileRowBytes},
+                           {first, first, second, second, first, of_5, of_weights, of_weights}};
+    _tile_loadconfig(&shapes);
+  }
+
+ private:
+  // The operand of the instruction LDTILECFG.
+  struct Shapes {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+  };
+  static_assert(sizeof(Shapes) == 64);
+  int64_t rows_ = 0;
+};
+
+}  // namespace
+
+#endif

@@ -71,11 +71,11 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     is_rendered = bool(content)
     if not is_rendered:
         return ContentFindings(reasoning.wrapper)
-    opening = strip_reasoning_markers(before, reasoning.part).lstrip()
-    closing = _wrapper_close(after, opening.strip(), turn) if opening else ""
-    wrapper = Wrapper(opening, closing) if opening else reasoning.wrapper
-    end_markers = _end_markers(after.removeprefix(closing), turn)
-    findings = ContentFindings(wrapper, tuple(end_markers))
+    markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
+    wrapper = _wrapper_around(markup_before, after, turn)
+    after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
+    end_markers = _end_markers(after_wrapper, turn)
+    findings = ContentFindings(wrapper or reasoning.wrapper, tuple(end_markers))
     turn.prober.record(
         "C1 content",
         "The assistant answers.",
@@ -84,6 +84,23 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
         finding=findings.describe(),
     )
     return findings
+
+
+def _wrapper_around(markup_before: str, after: str, turn: ModelTurn) -> Wrapper | None:
+    """Return the markers around the content, or None if no markup precedes the content.
+
+    Example: the text before the content is "<answer>", and the text after the content is
+    "</answer><|im_end|>". The markers are `<answer>` and `</answer>`.
+
+    Args:
+        markup_before: The text before the content, without the markers of reasoning.
+        after: The text after the content.
+        turn: The text around the model's answers.
+    """
+    if not markup_before:
+        return None
+    closing = _wrapper_close(after, markup_before.strip(), turn)
+    return Wrapper(markup_before, closing)
 
 
 def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> Wrapper | None:
@@ -106,13 +123,14 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
     text_with_content = _text_without_reasoning(turn, with_content, reasoning)
     text_without_content = _text_without_reasoning(turn, call_only, reasoning)
     before, _, after = text_with_content.partition(CONTENT_TEXT)
-    opening = before.strip()
-    closing = leading_marker(after)
-    if not closing or MARKER.fullmatch(opening) is None:
+    opening = before.strip()  # such as `<say>`
+    closing = leading_marker(after)  # such as `</say>`
+    has_one_opening_marker = MARKER.fullmatch(opening) is not None
+    if not has_one_opening_marker or not closing:
         return None
     empty_content = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
-    encloses_empty_content = re.match(empty_content, text_without_content) is not None
-    if not encloses_empty_content:
+    starts_with_empty_content = re.match(empty_content, text_without_content) is not None
+    if not starts_with_empty_content:
         return None
     finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
     turn.prober.record(
@@ -137,17 +155,19 @@ def _text_without_reasoning(
 
 
 def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
-    r"""Remove the markers of reasoning from the start of `text`.
+    r"""Remove the markers of reasoning from the start of `text`, a rendered answer.
 
-    Some templates write these markers even if a message has no reasoning.
+    Some templates write these markers even if a message has no reasoning. Without them, the text
+    starts with the content or with a tool call.
 
     >>> strip_reasoning_markers("<think></think>\n\nHello", Reasoning("<think>", "</think>\n\n"))
     'Hello'
     """
     if reasoning is None:
         return text
-    reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
-    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())
+    all_markers = (*reasoning.opens, *reasoning.closes)
+    reasoning_markers = [marker.strip() for marker in all_markers]
+    space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
     while True:  # Each pass removes one marker.
         stripped = text.lstrip()
         found_markers = [marker for marker in reasoning_markers if stripped.startswith(marker)]
@@ -238,9 +258,9 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     """
     # If several markers open the content, as in `<|open|>answer<|sep|>`, several markers also close
     # the content.
-    compound = compound_closing(after, opening)
-    if compound:
-        return compound
+    several_markers = compound_closing(after, opening)
+    if several_markers:
+        return several_markers
     marker = leading_marker(after)
     if not marker:
         return ""

@@ -67,19 +67,27 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
         GenerationPrompt(switches, text, prompt_after_header(text, header))
         for switches, text in rendered_prompts
     )
-    continuation = prompts[0].after_header if prompts else ""  # such as "<think>\n"
-    finding = f"The turn opens with {header!r}."
-    if continuation:
-        finding += f" The prompt continues with {continuation!r}."
     prober.record(
         "G generation prompt",
         "add_generation_prompt is true.",
         left=_QUESTION,
         right=_PROMPT,
-        finding=finding,
+        finding=_describe_header(header, prompts),
     )
     trailing_text = text_after_last(prober.render(_QUESTION) or "", USER_TEXT)
     return ModelTurn(prober, header, prompts, trailing_text=trailing_text)
+
+
+def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
+    """Return sentences for the report about the header and the rest of the generation prompt.
+
+    Example: "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
+    """
+    finding = f"The turn opens with {header!r}."
+    text_after_header = prompts[0].after_header if prompts else ""
+    if text_after_header:
+        finding += f" The prompt continues with {text_after_header!r}."
+    return finding
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
@@ -122,10 +130,10 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
     added = _text_added_by_prompt(without_prompt, with_prompt)
     if added.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
-        shared = _header_in_prompt(added, [*answers, *prompt_ends])
+        shared = _part_in_renderings(added, [*answers, *prompt_ends])
     else:
         # The template ignores add_generation_prompt, so only the answers contain a header.
-        shared = _shortest_common_prefix(text_after_last(with_prompt, USER_TEXT), answers)
+        shared = _prefix_of_all(text_after_last(with_prompt, USER_TEXT), answers)
     # `shared` may contain more than the header: an empty block, a marker, or text after the role.
     without_block = _drop_empty_block(shared)
     without_marker = _drop_opening_marker(without_block, answers)
@@ -156,20 +164,24 @@ def _rendered_answers(prober: Prober) -> list[str]:
     return answers
 
 
-def _header_in_prompt(added: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `added` that all renderings contain.
+def _part_in_renderings(added: str, renderings: Sequence[str]) -> str:
+    r"""Return the start of a generation prompt that other renderings also contain.
 
-    >>> _header_in_prompt("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
+    The generation prompt is the text that opens the model's answer. Its start is the header if the
+    other renderings also contain this start.
+
+    >>> _part_in_renderings("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
 
     Args:
-        added: The text that the generation prompt adds.
-        renderings: Other renderings of the model's turn. A rendering that contains no prefix of
-            `added` is ignored.
+        added: The text that the generation prompt adds to a rendering.
+        renderings: Other renderings of the model's turn. A rendering that contains no start of
+            `added` is ignored. If all renderings are ignored, the result is `added`.
     """
     prefixes = [_longest_shared_prefix(added, rendering) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # Each prefix starts where `added` starts, so all renderings contain the shortest one.
+    # A rendering that contains a prefix also contains all shorter prefixes. So each rendering that
+    # is not ignored contains the shortest prefix.
     return min(found_prefixes, key=len, default=added)
 
 
@@ -190,10 +202,12 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
     return ""
 
 
-def _shortest_common_prefix(text: str, renderings: Sequence[str]) -> str:
+def _prefix_of_all(text: str, renderings: Sequence[str]) -> str:
     """Return the longest prefix of `text` that is also a prefix of every rendering.
 
-    >>> _shortest_common_prefix("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
+    The result is "" if there are no renderings.
+
+    >>> _prefix_of_all("<|a|><think>", ["<|a|><think>Hello", "<|a|>Hello"])
     '<|a|>'
     """
     prefixes = [common_prefix(text, rendering) for rendering in renderings]
@@ -215,10 +229,12 @@ def _drop_empty_block(header: str) -> str:
         return header
     *_, opening, closing = header_markers  # the last two markers
     is_pair = closing.group() in closing_spellings(opening.group())
-    text_inside = header[opening.end() : closing.start()].strip()
-    text_after = header[closing.end() :].strip()
-    ends_with_empty_block = is_pair and not text_inside and not text_after
-    return header[: opening.start()] if ends_with_empty_block else header
+    text_inside = header[opening.end() : closing.start()]
+    text_after = header[closing.end() :]
+    is_other_text_blank = not text_inside.strip() and not text_after.strip()
+    if not is_pair or not is_other_text_blank:
+        return header
+    return header[: opening.start()]
 
 
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:

@@ -69,10 +69,12 @@ def is_recipient_lines(source: str) -> bool:
 
     Example: ">>>all\nHello" is content, and ">>>get_weather\n{..}" is a tool call.
     """
-    without_concatenation = source.replace("' ~ '", "")
-    if ">>>all" in without_concatenation:
+    # `~` joins two texts in Jinja, so a template may contain `'>>>' ~ 'all'`.
+    joined_source = source.replace("' ~ '", "")
+    if ">>>all" in joined_source:
         return True
-    return ">>>" in source and "'all" in source and "recipient" in source
+    words_of_template = (">>>", "'all", "recipient")
+    return all(word in source for word in words_of_template)
 
 
 def _harmony_layout() -> Messages:
@@ -131,24 +133,34 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     `<function=f>`.
     """
     first, *others = section.calls
+    # A trigger is the text at which a single tool call starts, such as `<tool_call>`.
     has_marker = bool(section.opens or first.trigger)
     if not has_marker:
         return section  # Tool calls without markers belong to no family.
     families = [family for family in _registered_sections() if _is_same_family(family, section)]
     calls = [_accept_family_keys(first, families), *others]
+    family_variants = [variant for family in families for variant in _other_variants(family, first)]
+    return replace(
+        section,
+        calls=(*calls, *_new_variants(calls, family_variants)),
+        also_open=_union(family.also_open for family in families),
+        also_close=_union(family.also_close for family in families),
+    )
+
+
+def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
+    """Return the variants of a tool call whose markers or keys differ from those of `calls`.
+
+    If several variants have the same markers and keys, only the first of them is returned.
+    """
+    new_variants: list[Call] = []
     known_markup = {_markup_of(call) for call in calls}
-    variants = chain.from_iterable(_other_variants(family, first) for family in families)
     for variant in variants:
         markup = _markup_of(variant)
         if markup not in known_markup:
             known_markup.add(markup)
-            calls.append(variant)
-    return replace(
-        section,
-        calls=tuple(calls),
-        also_open=_union(family.also_open for family in families),
-        also_close=_union(family.also_close for family in families),
-    )
+            new_variants.append(variant)
+    return new_variants
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
@@ -243,14 +255,18 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     keys = _keys_of(call)
     if keys is None or not isinstance(call.body, JsonObject | JsonArray):
         return call
-    family_keys = [_keys_of(family.calls[0]) for family in families]
-    all_keys = [keys, *(other for other in family_keys if other is not None)]
-    merged = replace(
+    all_keys = [keys]
+    for family in families:
+        family_keys = _keys_of(family.calls[0])
+        if family_keys is not None:
+            all_keys.append(family_keys)
+    accepted_keys = replace(
         keys,
-        also=_union(other.also for other in all_keys),
-        extra=_union(other.extra for other in all_keys),
+        also=_union(declared.also for declared in all_keys),
+        extra=_union(declared.extra for declared in all_keys),
     )
-    return replace(call, body=replace(call.body, keys=merged))
+    body = replace(call.body, keys=accepted_keys)
+    return replace(call, body=body)
 
 
 def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
@@ -288,9 +304,10 @@ def markers_of_phrases(text: str) -> list[str]:
 def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
     """Find the registered tool section whose markers are all in `known_markers`.
 
-    A tool section declares how a model writes tool calls. This function recognises the section if
-    the template renders no tool calls. If several sections match, the section with the most markers
-    is returned. Return None if no section matches, or if two sections tie for the most markers.
+    A tool section declares how a model writes tool calls. The registry of formats contains the tool
+    sections of known models. The analysis calls this function if the template renders no tool
+    calls. If several sections match, the section with the most markers is returned. Return None if
+    no section matches, or if two sections tie for the most markers.
 
     Example: the markers `<|tool_call_start|>` and `<|tool_call_end|>` belong to one section, which
     contains Python calls.

@@ -99,18 +99,20 @@ class ModelTurn:
         Returns:
             The text, or None if the template fails to render the conversation.
         """
-        text = self.prober.render(conversation, form)
-        if text is None:
+        rendering = self.prober.render(conversation, form)
+        if rendering is None:
             return None
-        follows_tool_result = conversation.after_tool_result and RESULT_TEXT in text
-        text_before_answer = RESULT_TEXT if follows_tool_result else USER_TEXT
-        rest = text_after_last(text, text_before_answer)
-        header = _header_in(rest, self.header)
-        if not header:
-            # Without a header, the answer starts after the markup that ends the user's message.
-            return rest.removeprefix(common_prefix(rest, self.trailing_text))
-        _, _, after_header = rest.partition(header)
-        return after_header
+        # The answer follows the tool's result if there is one, or else the user's question.
+        follows_tool_result = conversation.after_tool_result and RESULT_TEXT in rendering
+        last_input = RESULT_TEXT if follows_tool_result else USER_TEXT
+        after_input = text_after_last(rendering, last_input)
+        header = _header_in(after_input, self.header)
+        if header:
+            _, _, after_header = after_input.partition(header)
+            return after_header
+        # Without a header, the answer starts after the markup that ends the user's message.
+        end_of_user_message = common_prefix(after_input, self.trailing_text)
+        return after_input.removeprefix(end_of_user_message)
 
     def generated_text(self, conversation: Conversation) -> str | None:
         r"""Return the text that a model would generate to give the answer in `conversation`.
@@ -205,13 +207,13 @@ def header_after_result(turn: ModelTurn) -> str:
         The header, or "" if the model does not write the header.
     """
     header = turn.header.strip()
-    prompt_end = _prompt_after_result(turn.prober)
+    prompt_end = _prompt_end_after_result(turn.prober)
     if not markers(header) or prompt_end is None:
-        return ""
+        return ""  # A header without a marker cannot be distinguished from other text.
     is_in_prompt = header in prompt_end
-    if is_in_prompt or not _has_header_after_result(turn.prober, header):
+    if is_in_prompt:
         return ""
-    return header
+    return header if _has_header_after_result(turn.prober, header) else ""
 
 
 def _has_header_after_result(prober: Prober, header: str) -> bool:
@@ -226,8 +228,9 @@ def _has_header_after_result(prober: Prober, header: str) -> bool:
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
     r"""Return the texts that can open the model's turn at the end of a prompt.
 
-    The first text is the header, which opens the turn after a question. Some templates write
-    another marker instead of the header after a tool's result. That marker is the second text.
+    The parser searches a prompt for these texts, to find the start of the model's turn. The first
+    text is the header, which opens the turn after a question. Some templates write another marker
+    instead of the header after a tool's result. That marker is the second text.
 
     Example: after a question, a prompt ends with "<|im_start|>assistant\n". After a tool's result,
     a prompt ends with "</result><|answer|>". The texts are "<|im_start|>assistant" and
@@ -241,15 +244,16 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
 
     Returns:
         The texts. The tuple is empty if the header has no marker, or if no text opens the turn
-        after a tool's result.
+        after a tool's result. In the second case, the parser would otherwise find the header of an
+        earlier turn.
     """
     header = _strip_prefixes(turn.header.strip(), turn.end_markers)
     if not markers(header):
         return ()
-    end_of_prompt = _prompt_after_result(turn.prober)
-    if end_of_prompt is None or header in end_of_prompt:
+    prompt_end = _prompt_end_after_result(turn.prober)
+    if prompt_end is None or header in prompt_end:
         return (header,)
-    other_marker = _marker_after_result(end_of_prompt, reasoning_markers)
+    other_marker = _marker_after_result(prompt_end, reasoning_markers)
     return (header, other_marker) if other_marker else ()
 
 
@@ -266,7 +270,7 @@ def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) ->
     return trailing_marker(_strip_suffixes(after_result, reasoning_markers))
 
 
-def _prompt_after_result(prober: Prober) -> str | None:
+def _prompt_end_after_result(prober: Prober) -> str | None:
     """Render a prompt that contains a tool's result, and return the text after this result.
 
     Return None if the template does not render the result. Example: the prompt

@@ -88,17 +88,24 @@ def _render_answer(
 ) -> _RenderedAnswer | None:
     """Render the prompt of a conversation, and the answer that a model would generate.
 
-    Return None if the template does not render the conversation.
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
+        reasoning: The inferred markers of reasoning, or None.
+        conversation: A conversation that ends with an answer.
+
+    Returns:
+        The prompt and the answer, or None if the template does not render the conversation.
     """
-    question = replace(conversation, answer=None, generation_prompt=True)
-    prompt = turn.prober.render(question)
+    # The generation prompt is the text at the end of a prompt that opens the model's answer.
+    without_answer = replace(conversation, answer=None, generation_prompt=True)
+    prompt = turn.prober.render(without_answer)
     if prompt is None:
         return None
-    text = _text_after_prompt(turn, reasoning, conversation, prompt)
-    if text is None:
+    answer = _text_after_prompt(turn, reasoning, conversation, prompt)
+    if answer is None:
         return None
     # In a rendering, placeholders replace the ids of tool calls. The parser needs the real ids.
-    return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(text))
+    return _RenderedAnswer(unmask_call_ids(prompt), unmask_call_ids(answer))
 
 
 def _parse_answer(
@@ -126,7 +133,7 @@ def _conversations(
 
     The analysis checks the inferred format with these conversations. Example: if the template
     renders tool calls, one pair is the name "one call" and a conversation whose answer has a tool
-    call.
+    call. The findings `reasoning` and `tools` show which kinds of messages the template renders.
     """
     content = AssistantMessage(CONTENT_TEXT)
     has_calls = tools.form != NO_CALLS
@@ -154,12 +161,12 @@ def _text_after_prompt(
     template does not render the answer after the prompt.
     """
     if conversation.after_tool_result:
-        text = _text_after_tool_result(turn, conversation, prompt)
+        answer = _text_after_tool_result(turn, conversation, prompt)
     else:
-        text = _text_after_question(turn, reasoning, conversation, prompt)
-    if text is None or reasoning is None:
-        return text
-    return _close_open_reasoning(text, prompt, reasoning)
+        answer = _text_after_question(turn, reasoning, conversation, prompt)
+    if answer is None or reasoning is None:
+        return answer
+    return _close_open_reasoning(answer, prompt, reasoning)
 
 
 def _text_after_question(
@@ -167,12 +174,15 @@ def _text_after_question(
 ) -> str | None:
     """Render the answer. Omit the start of the answer if `prompt` already contains this start.
 
-    Return None if the template fails to render the conversation.
+    The header is the text that opens an answer, such as "<|assistant|>". Example: the prompt
+    "..<|assistant|><think>" and the rendering "..<|assistant|><think>Hm.</think>Hello." give
+    "Hm.</think>Hello.". Return None if the template fails to render the conversation.
     """
-    text = turn.generated_text(conversation)
-    if text is None:
+    answer = turn.generated_text(conversation)
+    if answer is None:
         return None
-    return _drop_repetition(text, prompt_after_header(prompt, turn.header).strip(), reasoning)
+    start_of_answer = prompt_after_header(prompt, turn.header).strip()  # such as "<think>"
+    return _drop_repetition(answer, start_of_answer, reasoning)
 
 
 def _text_after_tool_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
@@ -181,17 +191,20 @@ def _text_after_tool_result(turn: ModelTurn, conversation: Conversation, prompt:
     Return None if the rendered conversation does not start with the prompt. Example: the prompt
     "..RESULT<|assistant|>" and the rendering "..RESULT<|assistant|>CONTENT<|end|>" give "CONTENT".
     """
-    whole = turn.prober.render(conversation) or ""
-    if RESULT_TEXT not in prompt or not whole.startswith(prompt):
+    rendering = turn.prober.render(conversation) or ""
+    if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
         return None
-    text = drop_common_suffix(whole.removeprefix(prompt), turn.trailing_text)
-    return turn.without_end_markers(text)
+    answer = rendering.removeprefix(prompt)
+    # A user's message ends with `turn.trailing_text`, so an answer may end with the same text.
+    without_trailing_text = drop_common_suffix(answer, turn.trailing_text)
+    return turn.without_end_markers(without_trailing_text)
 
 
 def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:
     r"""Remove the start of a rendered answer, if this start repeats the end of the prompt.
 
-    A model would not write this start again.
+    A model would not write this start again. If the prompt ends with empty reasoning, the answer
+    may repeat only the closing marker, as in the second example.
 
     >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
     '\nI see.</think>Hello.'
@@ -201,7 +214,7 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
     Args:
         text: The rendered answer without the header, which is the text that opens the answer.
         prompt_end: The end of the prompt, after the same header.
-        reasoning: The reasoning part of the format.
+        reasoning: The markers of reasoning, or None if they are not known.
     """
     rest = text
     if prompt_end and text.lstrip().startswith(prompt_end):
@@ -210,8 +223,9 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
         return rest
     closing = reasoning.close.strip()
     is_closed_in_prompt = prompt_end.endswith(closing)
-    # The answer may repeat only the closing marker of the empty reasoning.
-    return rest.lstrip().removeprefix(closing) if is_closed_in_prompt else rest
+    if not is_closed_in_prompt:
+        return rest
+    return rest.lstrip().removeprefix(closing)
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
@@ -223,7 +237,10 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
     '</think>Hello.'
     """
     is_open = prompt.rstrip().endswith(reasoning.open.strip())
-    return reasoning.close + text if is_open and reasoning.close.strip() not in text else text
+    is_closed_by_text = reasoning.close.strip() in text
+    if not is_open or is_closed_by_text:
+        return text
+    return reasoning.close + text
 
 
 def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:

@@ -99,23 +99,33 @@ class _RenderedReasoning(NamedTuple):
 def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     """Try several conversations until the template renders the reasoning of one of them.
 
-    The conversations differ in the kind of answer, in the setting of the thinking switches, and in
-    the place of the reasoning in the message, for example in a field or in a part of the content.
-    Return None if the template renders no reasoning.
+    The conversations differ in the kind of answer, in the setting of the thinking switches (such as
+    `enable_thinking`), and in the place of the reasoning in the message, for example in a field or
+    in a part of the content. Return None if the template renders no reasoning.
     """
-    prober = turn.prober
-    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]] or [NO_SWITCHES]
-    places = [ALL_REASONING_FIELDS, PARTS]
-    mentions_blocks = any("blocks" in literal for literal in prober.template.literals)
-    if mentions_blocks:
-        places.append(BLOCKS)
+    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]
+    if not settings:
+        settings = [NO_SWITCHES]
+    places = _possible_places(turn)
     for answer, switches, place in product(_ANSWERS, settings, places):
-        form = replace(prober.form, reasoning=place)
+        form = replace(turn.prober.form, reasoning=place)
         conversation = Conversation(answer, tools=bool(answer.calls), switches=switches)
         text = turn.text_after_header(conversation, form)
         if text is not None and _is_rendered(answer, text):
             return _RenderedReasoning(conversation, place)
     return None
+
+
+def _possible_places(turn: ModelTurn) -> list[str]:
+    """Return the places of a message from which the template may read reasoning.
+
+    `InputForm.reasoning` describes the places. Only a template that contains the word "blocks" can
+    read reasoning from blocks.
+    """
+    mentions_blocks = any("blocks" in literal for literal in turn.prober.template.literals)
+    if mentions_blocks:
+        return [ALL_REASONING_FIELDS, PARTS, BLOCKS]
+    return [ALL_REASONING_FIELDS, PARTS]
 
 
 def _is_rendered(answer: AssistantMessage, text: str) -> bool:
@@ -143,11 +153,13 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
     """Return the message fields from which the template renders reasoning.
 
     The conversation is rendered once for each field, with the reasoning in this field only.
-    Example: ("reasoning_content",) for a template that contains `message.reasoning_content`.
+    Example: ("reasoning_content",) for a template that contains `message.reasoning_content`. If the
+    template reads the reasoning from the content of a message, the result is ("parts",) or
+    ("blocks",), the name of the form of this content.
     """
     form = turn.prober.form
     if form.reasoning != ALL_REASONING_FIELDS:
-        return (form.reasoning,)  # The reasoning must be a part of the content.
+        return (form.reasoning,)
     rendered_fields = []
     for field_name in REASONING_FIELDS:
         form_with_field = replace(form, reasoning=field_name)
@@ -160,10 +172,13 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
 def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     """For each thinking switch, return the text that the switch adds to the generation prompt.
 
+    A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
+    text that opens the model's answer. Example: if the only effective switch is `enable_thinking`,
+    the result is {"enable_thinking=False": "<think></think>"}.
+
     `turn.prompts` contains one prompt for each setting of the switches. Settings without an effect
     are omitted. A setting of several switches is also omitted if some of these switches alone have
-    the same effect. Example: if the only effective switch is `enable_thinking`, the result is
-    {"enable_thinking=False": "<think></think>"}.
+    the same effect.
     """
     if not turn.prompts:
         return {}
@@ -174,17 +189,18 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
-        if not any(_explains(smaller, prompt) for smaller in reported):
+        has_superfluous_switches = any(_explains(smaller, prompt) for smaller in reported)
+        if not has_superfluous_switches:
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether `smaller` has the same effect as `prompt` with a subset of the switches.
+    """Return whether some of the switches of `prompt` alone have the same effect as all of them.
 
-    The result is True if `smaller` has the same effect as `prompt`, and sets only switches that
-    `prompt` also sets.
+    `smaller` is the prompt that was rendered with the smaller setting of switches.
     """
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}
-    return some_switches <= all_switches and smaller.after_header == prompt.after_header
+    has_same_effect = smaller.after_header == prompt.after_header
+    return has_same_effect and some_switches <= all_switches

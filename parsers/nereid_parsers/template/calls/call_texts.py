@@ -63,36 +63,44 @@ class CallFormat:
 
 
 def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) -> tuple[Call, ...]:
-    r"""Declare tool calls that consist of a marker, a header with the name, and the arguments.
+    """Declare tool calls in which a header with the function's name precedes the arguments.
 
-    Usually the result is one declaration. If the template renders the ids of tool calls, the result
-    contains several variants of the header (see `_variants_of_head`).
+    Such a tool call consists of an opening marker (`<call>`), a header (`<function=f>`), the
+    arguments and a closing marker (`</call>`). In the declaration, the header is a pattern with the
+    field `{name}`.
 
-    >>> markup = ListMarkup(item_open="<call>\n<function=", item_close="</call>")
-    >>> calls_with_head(markup, ">\n", JsonArguments())
-    (Call(body=JsonArguments(), open='<call>\n', head='<function={name}>\n', close='</call>',
-          id='{id}'),)
-    >>> markup = ListMarkup(item_open="<call>functions.")
-    >>> calls = calls_with_head(markup, ":\ue010<args>", JsonArguments())
-    >>> [call.head for call in calls]
-    ['functions.{name}:{number}<args>', '{name}:{number}<args>', '{name}<args>']
+    >>> markup = ListMarkup(item_open="<call><function=", item_close="</call>")
+    >>> [call] = calls_with_head(markup, ">", JsonArguments())
+    >>> call.open, call.head, call.close
+    ('<call>', '<function={name}>', '</call>')
 
     Args:
         markup: The markup of the list of tool calls. `item_open` ends where the name starts.
-        after_name: The text between the name and the body.
+        after_name: The text between the name and the arguments.
         body: The declaration of the arguments.
+
+    Returns:
+        One declaration for each way in which a model may write the header. Usually there is only
+        one way, see `_variants_of_head`.
     """
     opening, before_name = _split_opening_marker(markup.item_open)
-    marker = opening.strip()
-    if marker and isinstance(body, TaggedArguments) and body.open.startswith(marker):
-        # Each argument also starts with this marker, so the marker does not identify a tool call.
-        opening = ""
-        before_name = markup.item_open
+    if _starts_each_argument(opening.strip(), body):
+        # The marker does not identify a tool call, so the header contains the marker.
+        opening, before_name = "", markup.item_open
     head = _head_pattern(before_name, after_name)
     return tuple(
         Call(body, open=opening, head=variant.head, close=markup.item_close, id=variant.call_id)
         for variant in _variants_of_head(head)
     )
+
+
+def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
+    """Return whether the tag of each argument starts with `marker`.
+
+    >>> _starts_each_argument("<|sep|>", TaggedArguments("<|sep|>{key}=", "<|end|>"))
+    True
+    """
+    return bool(marker) and isinstance(body, TaggedArguments) and body.open.startswith(marker)
 
 
 class _HeadVariant(NamedTuple):
@@ -144,17 +152,25 @@ def _split_opening_marker(text: str) -> tuple[str, str]:
     if not stripped:
         return "", ""
     marker = MARKER.match(stripped)
-    head = stripped if marker is None else stripped[marker.end() :].lstrip()
-    return text.removesuffix(head), head
+    start_of_header = stripped if marker is None else stripped[marker.end() :].lstrip()
+    return text.removesuffix(start_of_header), start_of_header
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
     r"""Return the pattern of a tool call's header, such as `<call id={id} name={name}>`.
 
+    In rendered texts, the characters COUNTER_MARK and ID_MARK ("\ue011") replace the number and the
+    id of a tool call. In the pattern, these characters become the fields `{number}` and `{id}`.
+
     >>> _head_pattern("<call id=\ue011 name=", ">")
     '<call id={id} name={name}>'
+
+    Args:
+        before_name: The rendered text between the opening marker and the name.
+        after_name: The rendered text between the name and the arguments.
     """
-    after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")  # some headers repeat the name
+    # Some headers repeat the name after the name.
+    after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")
 
@@ -207,13 +223,14 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts
-    before_first, _, after_first = texts.two_calls.partition(FIRST_TOOL)
-    before_second, _, after_second = texts.two_calls.partition(SECOND_TOOL)
+    before_first_name, _, after_first_name = texts.two_calls.partition(FIRST_TOOL)
+    before_second_name, _, after_second_name = texts.two_calls.partition(SECOND_TOOL)
     # `_index_of_number` searches forwards. The texts before the names are reversed, so that the
     # search starts next to the names.
-    gap_before = _index_of_number(before_first[::-1], before_second[::-1])
-    gap_after = _index_of_number(after_first, after_second)
-    return CallTexts(*(_mask_numbers(text, gap_before, gap_after) for text in texts))
+    gap_before = _index_of_number(before_first_name[::-1], before_second_name[::-1])
+    gap_after = _index_of_number(after_first_name, after_second_name)
+    masked_texts = [_mask_numbers(text, gap_before, gap_after) for text in texts]
+    return CallTexts(*masked_texts)
 
 
 def _index_of_number(first: str, second: str) -> int | None:

@@ -83,12 +83,13 @@ def _read_two_objects(
         # The template writes two calls as one array, but a single call as an object.
         return _read_object_or_array(texts, keys, single, array_span=first)
     markup = _markup_of_two(texts.two_calls, first, second)
-    calls = [_call(JsonObject(keys), markup)]
+    object_call = _call(JsonObject(keys), markup)
     has_both_markers = bool(markup.item_open.strip() and markup.item_close.strip())
-    if has_both_markers:
-        # Some models write an array of several tool calls between the markers of one tool call.
-        calls.append(_call(JsonArray(keys), markup))
-    return CallFormat("JSON", tuple(calls), markup)
+    if not has_both_markers:
+        return CallFormat("JSON", (object_call,), markup)
+    # Some models write an array of several tool calls between the markers of one tool call.
+    array_call = _call(JsonArray(keys), markup)
+    return CallFormat("JSON", (object_call, array_call), markup)
 
 
 def _read_object_or_array(
@@ -133,7 +134,8 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:  # The template renders only one tool call.
         return _read_one_array(texts.one_call, keys, single)
-    if first.start == second.start:  # One array contains both tool calls.
+    is_one_array = first.start == second.start
+    if is_one_array:
         return _read_one_array(texts.one_call, keys, single)
     markup = _markup_of_two(texts.two_calls, first, second)
     return CallFormat("JSON array", (_call(JsonArray(keys), markup),), markup)
@@ -246,38 +248,45 @@ def _infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
         return NameIsKey()
     arguments_path = _find_path(call, _has_first_argument) or ("arguments",)
     id_path = _find_id_path(call, name_path)
-    # Maps keys of the outermost object to "name", "arguments" or "id". The value of such a key may
-    # be an inner object that contains the name, the arguments or the id.
-    role_by_key = {name_path[0]: "name", arguments_path[0]: "arguments"}
-    if id_path is not None:
-        role_by_key.setdefault(id_path[0], "id")
-    # If one inner object contains the name and the arguments, `role_by_key` has only one key for
-    # the name and the arguments.
-    is_one_object = name_path[0] == arguments_path[0]
-    order = ("name", "arguments") if is_one_object else _order_of_roles(call, role_by_key)
-    other_keys = [key for key in call if key not in role_by_key]
+    # The value of an outer key may be an inner object that contains the name, the arguments or the
+    # id.
+    name_key = name_path[0]
+    arguments_key = arguments_path[0]
+    id_key = None if id_path is None else id_path[0]
+    other_keys = [key for key in call if key not in (name_key, arguments_key, id_key)]
     return Keys(
         name=".".join(name_path),
         arguments=".".join(arguments_path),
         id=".".join(id_path) if id_path else None,
         # Models may add the key "type" even if the template does not write this key.
         extra=tuple(dict.fromkeys((*other_keys, "type"))),
-        order=order,
+        order=_order_of_members(call, name_key, arguments_key, id_key),
     )
 
 
-def _order_of_roles(call: dict[str, Any], role_by_key: dict[str, str]) -> tuple[str, ...]:
+def _order_of_members(
+    call: dict[str, Any], name_key: str, arguments_key: str, id_key: str | None
+) -> tuple[str, ...]:
     """Return the order of the name, the arguments and the id in the JSON object of a tool call.
 
-    Constrained output uses this order. If the id is the last key, the id is omitted, because a
+    Constrained output uses this order. If the id is the last member, the id is omitted, because a
     constraint cannot choose an id after the arguments.
 
-    >>> role_by_key = {"function": "name", "args": "arguments", "call_id": "id"}
-    >>> _order_of_roles({"function": "f", "args": {}, "call_id": "1"}, role_by_key)
+    >>> call = {"function": "f", "args": {}, "call_id": "1"}
+    >>> _order_of_members(call, "function", "args", "call_id")
     ('name', 'arguments')
+
+    Args:
+        call: The JSON object.
+        name_key: The key of the name, or of an inner object that contains the name.
+        arguments_key: The key of the arguments, or of an inner object that contains them.
+        id_key: The key of the id, or of an inner object that contains the id. None if there is no
+            id.
     """
-    roles = [role_by_key[key] for key in call if key in role_by_key]
-    order = list(dict.fromkeys(roles))  # without duplicates
+    if name_key == arguments_key:  # One inner object contains the name and the arguments.
+        return ("name", "arguments")
+    member_by_key = {id_key: "id", name_key: "name", arguments_key: "arguments"}
+    order = [member_by_key[key] for key in call if key in member_by_key]
     if order and order[-1] == "id":
         order.pop()
     return tuple(order)

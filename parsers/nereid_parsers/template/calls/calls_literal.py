@@ -46,21 +46,22 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         return None
     markup = _markup_of_calls(texts, last_character=")")
     if not texts.two_calls:
-        all_calls = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
-        return _read_python_section(all_calls, suffix)
+        markup_of_list = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
+        return _read_python_section(markup_of_list, suffix)
     is_each_marked = bool(markup.item_open.strip() or markup.item_close.strip())
     if not is_each_marked:
         return _read_python_section(markup, suffix)
-    body = PythonCalls(open="", close="", separator="", suffix=suffix)
-    call = Call(body, open=markup.item_open, close=markup.item_close)
+    one_call = PythonCalls(open="", close="", separator="", suffix=suffix)
+    call = Call(one_call, open=markup.item_open, close=markup.item_close)
     return CallFormat("Python calls, each marked", (call,), markup)
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Return the format of Python calls, if the markers are around the list of all calls.
 
-    Example: if `markup.open` is "<calls>[" and `markup.close` is "]</calls>", the markers of the
-    section are `<calls>` and `</calls>`, and the section contains a list in brackets.
+    The markers and the list together are called a section. Example: if `markup.open` is "<calls>["
+    and `markup.close` is "]</calls>", the markers of the section are `<calls>` and `</calls>`, and
+    the section contains a list in brackets.
 
     Args:
         markup: The texts before and after all calls, and the separator between two calls.

@@ -120,15 +120,16 @@ def _infer_value_tags(
     around_number = _cut_at_number(texts, arguments)
     if around_number is None:  # The template does not render numbers as text.
         return string_tags
-    number_close = _number_close(around_number.after_value, _text_after_string(texts)) or close
     number_open = _open_pattern(around_number.before_key, around_number.before_value)
-    number_tags = TaggedArguments(number_open, number_close)
+    number_close = _number_close(around_number.after_value, _text_after_string(texts))
+    number_tags = TaggedArguments(number_open, number_close if number_close else close)
     if number_tags == string_tags:  # see the first example above
         return string_tags
     has_same_tag_name = around_number.before_key == arguments.item_open
-    after_key = _pattern_with_type(before_value, around_number.before_value)
-    if has_same_tag_name and after_key is not None:  # see the second example above
-        return TaggedArguments(_open_pattern(around_number.before_key) + after_key, close)
+    pattern_after_key = _pattern_with_type(before_value, around_number.before_value)
+    if has_same_tag_name and pattern_after_key is not None:  # see the second example above
+        pattern_to_key = _open_pattern(around_number.before_key)
+        return TaggedArguments(pattern_to_key + pattern_after_key, close)
     return replace(string_tags, also=(number_tags,))  # see the third example above
 
 
@@ -147,15 +148,25 @@ class _TextAroundNumber(NamedTuple):
 def _cut_at_number(texts: CallTexts, arguments: ListMarkup) -> _TextAroundNumber | None:
     """Split `texts.number`, a tool call whose argument is a number, at the key and at the number.
 
-    The result shows the tags of the argument. Return None if the template does not render the
-    number as text. `arguments` is the markup of the list of arguments. The markup before this list
-    is not a part of the result.
+    The result shows the tags of the argument. Example: `<call f><json key="a">41</json></call>`
+    gives `<json key="`, `">` and `</json></call>`.
+
+    Args:
+        texts: The rendered tool calls.
+        arguments: The markup of the list of arguments. The text before the list, such as the `>`
+            in the example, is not a part of the result.
+
+    Returns:
+        The texts around the key and the number, or None if the template does not render the number
+        as text.
     """
     pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
-    before_key = after_name.removeprefix(arguments.open) or arguments.item_open
+    before_key = after_name.removeprefix(arguments.open)
+    if not before_key:  # The tag of a string then also opens a number.
+        before_key = arguments.item_open
     return _TextAroundNumber(before_key, before_value, after_value)
 
 
@@ -192,9 +203,10 @@ def _number_close(after_number: str, after_string: str) -> str:
 def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     r"""Replace the type in an opening tag with a field: `type="string"` becomes `type="{type}"`.
 
-    The type is the word that differs between the tag of a string and the tag of a number. Return
-    None if the two tags differ in more than one word, or if the word is not the name of a type. In
-    some tags, the word states whether the value is a string: "true" or "false".
+    The two arguments are the texts between the key and the value, for a string and for a number.
+    The type is the word that differs between the two texts. In some tags, this word states whether
+    the value is a string: "true" or "false". Return None if the texts differ in more than one word,
+    or if the word is not the name of a type.
 
     >>> _pattern_with_type('" type="string">', '" type="number">')
     '" type="{type}">'
@@ -204,7 +216,8 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
     parts = difference(before_string, before_number, split=_WORDS.findall)
     string_word = parts.left
     number_word = parts.right
-    if not string_word.isalnum() or not number_word.isalnum():
+    is_one_word = string_word.isalnum() and number_word.isalnum()
+    if not is_one_word:
         return None
     if string_word == "true" and number_word == "false":
         field = "{string}"
@@ -265,12 +278,12 @@ def read_nested(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    pieces = split_at_words(
-        texts.two_arguments, FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE
-    )
+    words = (FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE)
+    pieces = split_at_words(texts.two_arguments, *words)
     if pieces is None:
         return None
-    # `f ~<a>1~</a>~<b>2~</b>` is split into "", " ~", "", "~", "~<b>2~" and "".
+    # `f ~<a>1~</a>~<b>2~</b>` is split at `f`, `<a>`, `1`, `</a>` and `</b>`. The pieces are "",
+    # " ~", "", "~", "~<b>2~" and "".
     before_name, before_first_tag, _, after_first_value, _, after = pieces
     marker = after_first_value.strip()
     if texts.two_calls:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Keys
@@ -21,6 +22,8 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 def keys_of_transform(transform: object) -> Keys:
     """Return the keys of the name, the arguments and the id in the JSON that a model writes.
+
+    A key may be a path of nested keys that are separated by dots, such as "function.name".
 
     >>> transform = {"function": {"name": "{content.f}", "arguments": "{content.args}"}}
     >>> keys = keys_of_transform(transform)
@@ -36,13 +39,12 @@ def keys_of_transform(transform: object) -> Keys:
         FormatError: The transform does not contain the keys.
     """
     is_list_of_one = isinstance(transform, list) and len(transform) == 1
-    rule = transform[0] if is_list_of_one else transform  # type: ignore[index]
+    rule: Any = transform[0] if is_list_of_one else transform  # type: ignore[index]
     if rule is None:
         return Keys(name="function.name", arguments="function.arguments", id="id")
     # The rule has one of three forms: {"function": {..}}, {"name": .., "arguments": ..}, or a
     # placeholder.
-    call: Mapping[str, object] = rule if isinstance(rule, Mapping) else {}
-    function = call.get("function", rule)
+    function = rule.get("function", rule) if isinstance(rule, Mapping) else rule
     if isinstance(function, str):
         return _usual_keys(_path(function))
     if not isinstance(function, Mapping):
@@ -57,7 +59,8 @@ def keys_of_transform(transform: object) -> Keys:
             f"the transform {rule!r} must take the name and the arguments from keys of the "
             "content, such as '{content.name}'"
         )
-    id_path = _path(call["id"]) if call.get("id") else ""
+    id_placeholder = rule.get("id")
+    id_path = _path(id_placeholder) if id_placeholder else ""
     return Keys(name=name_path, arguments=arguments_path, id=id_path or None)
 
 

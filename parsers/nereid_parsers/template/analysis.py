@@ -67,7 +67,7 @@ from dataclasses import replace
 from typing import Any
 
 from nereid_parsers.errors import FormatError
-from nereid_parsers.format import Format, Messages, Sections, Source, Wrapper
+from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
 from nereid_parsers.template.calls.call_renderer import CallRenderer
 from nereid_parsers.template.content import compare_content, compare_content_with_call
 from nereid_parsers.template.conversation import BOS_TOKEN, EOS_TOKEN
@@ -191,7 +191,10 @@ def _use_known_format(
     """Return the analysis of a template whose format is declared in known_formats.py.
 
     The report shows comparisons of rendered conversations, although the format is not inferred from
-    these comparisons.
+    these comparisons. As for an inferred format, rendered messages are parsed with the format to
+    check it.
+
+    Mutates: `turn.prober`, which stores the comparisons and the sentences for the report.
 
     Args:
         turn: The model's turn in the renderings. `turn.prober` renders the conversations.
@@ -205,12 +208,13 @@ def _use_known_format(
     renderer = CallRenderer(turn)
     compare_call_presence(renderer)  # Only the report needs this comparison (T1).
     two_calls = compare_two_calls(renderer)
-    tools = ToolFindings(form="recognised" if has_calls else NO_CALLS, is_parallel=bool(two_calls))
+    form_of_calls = "recognised" if has_calls else NO_CALLS
+    tools = ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
     content = compare_content(turn, ReasoningFindings())
-    turn = replace(turn, end_markers=content.end_markers)
-    fmt = _with_turn_ends(known_format.make_format(), turn.end_markers)
-    proofs = parse_renderings(fmt, turn, reasoning, tools)
-    return _result(turn, fmt, reasoning, tools, proofs)
+    turn_with_ends = replace(turn, end_markers=content.end_markers)
+    fmt = _with_turn_ends(known_format.make_format(), content.end_markers)
+    proofs = parse_renderings(fmt, turn_with_ends, reasoning, tools)
+    return _result(turn_with_ends, fmt, reasoning, tools, proofs)
 
 
 def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
@@ -231,14 +235,18 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
     To check the format, the parser parses rendered messages. If a tool call is parsed wrongly, the
     result contains no format of tool calls, and the parser then returns tool calls as content.
 
+    Mutates: `turn.prober`, which stores the comparisons and the open questions for the report.
+
     Args:
         turn: The text around the model's answers in the renderings. `turn.prober` renders the
-            conversations. It also stores the comparisons and the open questions for the report.
+            conversations.
     """
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
     turn = replace(turn, end_markers=content.end_markers)
-    wrapper = content.wrapper or compare_content_with_call(turn, reasoning.part)
+    wrapper = content.wrapper  # the markers around the content
+    if wrapper is None:
+        wrapper = compare_content_with_call(turn, reasoning.part)
     tools = find_tools(turn, reasoning.part, wrapper)
     fmt = _make_format(turn, reasoning, wrapper, tools)
     proofs = parse_renderings(fmt, turn, reasoning, tools)
@@ -273,26 +281,29 @@ def _make_format(
     Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
 
     Args:
-        turn: The text around the model's answers in the renderings.
-        reasoning: The findings about reasoning, such as its markers.
+        turn: The text around the model's answers in rendered conversations. `turn.prober` stores
+            sentences for the report.
+        reasoning: The findings about reasoning. `reasoning.part` declares its markers.
         wrapper: The markers around the content, or None.
-        tools: The findings about tool calls.
+        tools: The findings about tool calls. `tools.part` declares how tool calls are written.
     """
-    plain = Format(
-        "plain",
-        Sections(),
-        ends=_ends_of_format(turn, reasoning, tools),
-        sources=(Source("inferred from the chat template"),),
-    )
-    part = reasoning.part
-    reasoning_markers = (*part.opens, *part.closes) if part is not None else ()
-    openings = turn_markers(turn, [marker.strip() for marker in reasoning_markers])
+    ends = _ends_of_format(turn, reasoning, tools)
+    start_markers = turn_markers(turn, _visible_markers(reasoning.part))
+    sources = (Source("inferred from the chat template"),)
     try:
-        layout = Sections(reasoning=part, content=wrapper, tools=tools.part)
-        return replace(plain, name="inferred", layout=layout, turn=openings)
+        layout = Sections(reasoning=reasoning.part, content=wrapper, tools=tools.part)
+        # `turn` of a format: the texts that open the model's answer at the end of a prompt.
+        return Format("inferred", layout, ends=ends, turn=start_markers, sources=sources)
     except FormatError as error:
         turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
-        return plain
+        return Format("plain", Sections(), ends=ends, sources=sources)
+
+
+def _visible_markers(part: Reasoning | None) -> list[str]:
+    """Return the markers of reasoning without the white space around them."""
+    if part is None:
+        return []
+    return [marker.strip() for marker in (*part.opens, *part.closes)]
 
 
 def _ends_of_format(

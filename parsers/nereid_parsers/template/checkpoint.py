@@ -124,17 +124,32 @@ def _select_template(templates: object) -> str | None:
     """
     if isinstance(templates, str):
         return templates  # The checkpoint has only one template.
-    source_by_name: dict[object, object] = {}
+    source_by_name = _sources_by_name(templates)
+    if not source_by_name:
+        return None
+    first_name = next(iter(source_by_name))
+    preferred_names = ("tool_use", "default", first_name)
+    available_names = [name for name in preferred_names if name in source_by_name]
+    source = source_by_name[available_names[0]]
+    return source if isinstance(source, str) else None
+
+
+def _sources_by_name(templates: object) -> dict[object, object]:
+    """Return the sources of several named templates. The keys are the names of the templates.
+
+    >>> _sources_by_name([{"name": "default", "template": "source of one"}])
+    {'default': 'source of one'}
+
+    Args:
+        templates: A dict of names and sources, or a list of objects with a name and a source. The
+            result is {} for any other value.
+    """
     if isinstance(templates, dict):
-        source_by_name = templates
-    elif isinstance(templates, list):
-        entries = [entry for entry in templates if isinstance(entry, dict)]
-        source_by_name = {entry.get("name"): entry.get("template") for entry in entries}
-    for name in ("tool_use", "default", *source_by_name):
-        if name in source_by_name:
-            source = source_by_name[name]
-            return source if isinstance(source, str) else None
-    return None
+        return templates
+    if not isinstance(templates, list):
+        return {}
+    entries = [entry for entry in templates if isinstance(entry, dict)]
+    return {entry.get("name"): entry.get("template") for entry in entries}
 
 
 def _token_text(value: object) -> str:
@@ -260,16 +275,9 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
     if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
         why_whole = "It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
-    if reasoning is not None:
-        reasoning_part = chosen.layout.reasoning
-    else:
-        # The registry may declare reasoning for the chosen tools (`ToolEntry.reasoning`). This
-        # declaration is used if the checkpoint's files show no reasoning.
-        reasoning_part = from_files.layout.reasoning or chosen.layout.reasoning
-    layout = Sections(
-        reasoning=reasoning_part,
-        content=chosen.layout.content or from_files.layout.content,
-        tools=chosen.layout.tools or from_files.layout.tools,
+    is_reasoning_chosen = reasoning is not None
+    layout = _combine_sections(
+        chosen.layout, from_files.layout, is_reasoning_chosen=is_reasoning_chosen
     )
     combined = Format(
         f"{chosen.name}+{from_files.name}",
@@ -282,22 +290,42 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
     return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
+def _combine_sections(
+    chosen: Sections, from_files: Sections, *, is_reasoning_chosen: bool
+) -> Sections:
+    """Combine the parts that the user chose with the other parts, which the files declare.
+
+    Args:
+        chosen: The parts of the format that the user chose.
+        from_files: The parts that the files of the checkpoint declare or imply.
+        is_reasoning_chosen: Whether the user chose the reasoning. Otherwise the user chose the
+            tools. The registry may also declare reasoning for these tools. This declaration is used
+            only if the files show no reasoning.
+    """
+    if is_reasoning_chosen:
+        reasoning = chosen.reasoning
+    else:
+        reasoning = from_files.reasoning or chosen.reasoning
+    return Sections(
+        reasoning=reasoning,
+        content=chosen.content or from_files.content,
+        tools=chosen.tools or from_files.tools,
+    )
+
+
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
     """Return the format that the checkpoint's files declare or imply, or else plain content.
 
     The `response_template` declares the format, so it is used first. If it is missing or invalid,
-    the format is inferred from the chat template. The `why` of the result contains the reason for
-    each source that could not be used.
+    the format is inferred from the chat template. The attribute `why` of the result contains the
+    reason for each source that could not be used.
     """
     problems: list[str] = []  # the reasons why sources cannot be used, as sentences
     if text.response_template is not None:
         try:
-            fmt = format_of_response_template(text.response_template)
+            return _declared_format(text.response_template)
         except FormatError as error:
             problems.append(_sentence(f"The response_template cannot be used: {error}"))
-        else:
-            why = "The response_template in tokenizer_config.json declares the format."
-            return ChosenFormat(fmt, "response_template", why)
     if text.template is None:
         problems.append("The checkpoint has no chat template.")
         return _plain_format(problems)
@@ -310,6 +338,17 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
         return _plain_format(problems)
     why = " ".join([*problems, "The format was inferred from the chat template."])
     return ChosenFormat(analysis.format, "template", why, analysis)
+
+
+def _declared_format(response_template: dict[str, Any]) -> ChosenFormat:
+    """Return the format that the `response_template` of a checkpoint declares.
+
+    Raises:
+        FormatError: The declaration is invalid.
+    """
+    fmt = format_of_response_template(response_template)
+    why = "The response_template in tokenizer_config.json declares the format."
+    return ChosenFormat(fmt, "response_template", why)
 
 
 def _plain_format(problems: list[str]) -> ChosenFormat:

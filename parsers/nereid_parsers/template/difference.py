@@ -190,6 +190,19 @@ def text_after_last(text: str, word: str) -> str:
     return text[text.rfind(word) + len(word) :] if word in text else text
 
 
+def text_between(text: str, first: str, last: str) -> str | None:
+    """Return the text between the first occurrence of `first` and the last occurrence of `last`.
+
+    Return None if `text` does not contain `first`, or if `last` does not occur after `first`.
+
+    >>> text_between("<think>REASONING<call>f", "REASONING", "f")
+    '<call>'
+    """
+    _, found_first, after = text.partition(first)
+    between, found_last, _ = after.rpartition(last)
+    return between if found_first and found_last else None
+
+
 def markers(text: str) -> list[str]:
     """Return the markers in `text`, in order.
 

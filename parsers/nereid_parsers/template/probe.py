@@ -107,20 +107,22 @@ class Prober:
         """Render a conversation without using the cache. Return None if the template fails.
 
         If the template fails because a variable is undefined, the method sets the variable to ""
-        and renders again.
+        and renders again. In the result, placeholders replace the numbers and ids of tool calls, so
+        that numbers and ids cause no difference between two renderings.
 
         Mutates: `_filled`, the variables that the method has set, and `refusals`, the error
         messages of the template.
         """
-        try:
-            text = self.template.render(self._variables(conversation, form))
-        except RenderRefused as refusal:
-            reason = str(refusal)
-            if self._fill_undefined_variable(reason):
-                return self._render(conversation, form)  # The variable is now defined.
-            self.refusals[conversation] = reason
-            return None
-        return _mask_call_ids(text, form)
+        while True:  # Each pass, except the last pass, defines one more variable.
+            try:
+                text = self.template.render(self._variables(conversation, form))
+            except RenderRefused as refusal:
+                reason = str(refusal)
+                if self._fill_undefined_variable(reason):
+                    continue
+                self.refusals[conversation] = reason
+                return None
+            return _mask_call_ids(text, form)
 
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
         """Return the variables with which the template renders a conversation."""
@@ -153,7 +155,8 @@ class Prober:
         if match is None:
             return False
         name = match.group(1)
-        if name not in self.template.names or name in self._filled:
+        is_read_by_template = name in self.template.names
+        if not is_read_by_template or name in self._filled:
             return False
         self._filled[name] = ""
         return True
@@ -242,16 +245,19 @@ class Prober:
         all_names = sorted(name for name in self.template.names if is_thinking_switch(name))
         # The variables in `kwargs` have a fixed value.
         names = [name for name in all_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
-        settings = [NO_SWITCHES]
+        combined_settings = []
         if len(names) > 1:
             # Some templates render reasoning only if several switches are on.
             all_on = Switches(tuple((name, True) for name in names))
             all_off = Switches(tuple((name, False) for name in names))
-            settings += [all_on, all_off]
-        for name in names:
-            settings += [Switches(((name, value),)) for value in self._switch_values(name)]
+            combined_settings = [all_on, all_off]
+        single_settings = [
+            Switches(((name, value),)) for name in names for value in self._switch_values(name)
+        ]
         template_text = "\n".join(self.template.literals)
-        settings += [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
+        words = [word for word in _SYSTEM_SWITCHES if word in template_text]
+        system_settings = [Switches(system=word) for word in words]
+        settings = [NO_SWITCHES, *combined_settings, *single_settings, *system_settings]
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:

@@ -33,6 +33,7 @@ from nereid_parsers.template.difference import (
     first_two,
     markers,
     opening_spellings,
+    text_between,
 )
 from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
 from nereid_parsers.template.probe import UNCHANGED
@@ -41,10 +42,10 @@ from nereid_parsers.template.reasoning_markers import (
     ReasoningMarkup,
     closing_marker,
     content_wrapper,
+    declare_reasoning,
     empty_pairs,
     first_opening,
     is_thinking_marker,
-    last_marker_alone,
     last_opening,
     markup_of_pairs,
     named_pair,
@@ -61,17 +62,17 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
     """
-    rendered = find_rendered_reasoning(turn)
-    conversation = rendered.conversation
+    findings = find_rendered_reasoning(turn)  # These findings contain no markers yet.
+    conversation = findings.conversation
     markup = _first_markup(turn, conversation)
     if markup is None:
-        return rendered
+        return findings
     interrupted_by: tuple[str, ...] = ()
     if conversation is not None:
         interrupted_by = compare_reasoning_before_call(turn, markup.part, conversation)
     opener = _infer_opener(turn, markup.part)
     part = replace(markup.part, opener=opener, interrupted_by=interrupted_by)
-    return replace(rendered, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
+    return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
 def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
@@ -84,7 +85,11 @@ def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasoni
         markup = compare_reasoning_presence(turn, conversation)
         if markup is not None:
             return markup
-    return compare_thinking_switch(turn) or compare_instructions(turn) or search_source(turn)
+    for search in (compare_thinking_switch, compare_instructions, search_source):
+        markup = search(turn)
+        if markup is not None:
+            return markup
+    return None
 
 
 def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
@@ -109,7 +114,8 @@ def compare_reasoning_presence(
     report compares this message with the same message without reasoning, with the label R1.
 
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
+        turn: The text around the model's answers. `turn.prober` renders the conversations. If no
+            markers are found, a sentence is appended to `turn.prober.undecided` for the report.
         conversation: A conversation whose reasoning the template renders.
 
     Returns:
@@ -117,7 +123,9 @@ def compare_reasoning_presence(
     """
     answer = conversation.answer or AssistantMessage()
     has_content = bool(answer.content)
-    around = _cut_at_reasoning(turn, conversation, CONTENT_TEXT if has_content else FIRST_TOOL)
+    # The name of the called function follows the reasoning if the message has no content.
+    next_text = CONTENT_TEXT if has_content else FIRST_TOOL
+    around = _cut_at_reasoning(turn, conversation, next_text)
     opening, closing = _markers_of_reasoning(turn, around)
     if not opening or not closing.strip():
         turn.prober.undecided.append(
@@ -132,14 +140,11 @@ def compare_reasoning_presence(
         right=conversation,
         finding=f"Reasoning is written between {opening!r} and {closing!r}.",
     )
-    header = turn.header.strip()
-    # The model itself may write a second header between the reasoning and the content.
-    has_inner_header = bool(header) and header in around.between
-    return ReasoningMarkup(
-        Reasoning(opening, closing, also_open=last_marker_alone(opening, closing + turn.header)),
-        wrapper=_wrapper_after_reasoning(around, closing, header) if has_content else None,
-        inner_headers=(header,) if has_inner_header else (),
-    )
+    markup = declare_reasoning(opening, closing, turn.header.strip(), around.between)
+    if not has_content:
+        return markup
+    wrapper = _wrapper_after_reasoning(around, closing, turn.header.strip())
+    return replace(markup, wrapper=wrapper)
 
 
 class _TextAroundReasoning(NamedTuple):
@@ -205,8 +210,11 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
     """
     if before.strip():
         return last_opening(before)
-    openings = (first_opening(prompt.after_header) for prompt in turn.prompts)
-    return next((opening for opening in openings if opening), "")
+    for prompt in turn.prompts:
+        opening = first_opening(prompt.after_header)
+        if opening:
+            return opening
+    return ""
 
 
 # ---- R2, R3: the thinking switches --------------------------------------------------------------
@@ -252,7 +260,8 @@ def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
 
         `<think></think>`   The prompt itself contains the closing marker.
         `<think>`           The name of the marker refers to thinking. The closing marker is derived
-                            from the opening marker.
+                            from the opening marker. A spelling that the template contains is
+                            preferred.
         `<notes>`           The name does not refer to thinking. The marker opens reasoning if a
                             thinking switch adds the marker, and the template has a closing marker.
 
@@ -267,10 +276,11 @@ def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     if is_closed_in_prompt:
         return second
     closing_in_template = _first_occurring(turn, possible_closings)
-    if not closing_in_template:
-        return possible_closings[0] if has_thinking_name and possible_closings else ""
-    depends_on_switch = prompt.after_header != turn.prompts[0].after_header
-    return closing_in_template if has_thinking_name or depends_on_switch else ""
+    if has_thinking_name:
+        derived_closing = possible_closings[0] if possible_closings else ""
+        return closing_in_template or derived_closing
+    is_added_by_switch = prompt.after_header != turn.prompts[0].after_header
+    return closing_in_template if is_added_by_switch else ""
 
 
 def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
@@ -351,7 +361,7 @@ def compare_reasoning_before_call(
     reasoning_and_call = replace(call_only, reasoning=REASONING_TEXT)
     with_reasoning = replace(conversation, answer=reasoning_and_call, tools=True)
     text = turn.text_after_header(with_reasoning) or ""
-    between = _text_between(text, REASONING_TEXT, FIRST_TOOL)
+    between = text_between(text, REASONING_TEXT, FIRST_TOOL)
     if between is None or part.close.strip() in between:
         return ()
     markers_between = markers(between)
@@ -370,19 +380,6 @@ def compare_reasoning_before_call(
         finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )
     return (interruption,)
-
-
-def _text_between(text: str, first: str, last: str) -> str | None:
-    """Return the text between the first occurrence of `first` and the last occurrence of `last`.
-
-    Return None if `text` does not contain `first`, or if `last` does not occur after `first`.
-
-    >>> _text_between("<think>REASONING<call>f", "REASONING", "f")
-    '<call>'
-    """
-    _, found_first, after = text.partition(first)
-    between, found_last, _ = after.rpartition(last)
-    return between if found_first and found_last else None
 
 
 def _first_occurring(turn: ModelTurn, candidates: list[str]) -> str:

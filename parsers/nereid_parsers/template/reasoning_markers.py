@@ -16,6 +16,7 @@ from nereid_parsers.template.difference import (
     MARKER,
     closing_spellings,
     compound_closing,
+    first_two,
     markers,
     opening_spellings,
     trailing_marker,
@@ -60,7 +61,8 @@ def last_opening(before: str) -> str:
 
     The white space around the marker is a part of the result. If markers and words are joined
     without white space, all of them are returned as one marker. If white space and words follow the
-    last marker, these words open the reasoning instead.
+    last marker, these words open the reasoning instead. If there is no marker, the whole text opens
+    the reasoning.
 
     >>> last_opening("Hello.\n<think>\n")
     '\n<think>\n'
@@ -73,19 +75,32 @@ def last_opening(before: str) -> str:
     if not matches:
         return before.lstrip("\n")
     last_marker = matches[-1]
-    text_to_marker = before[: last_marker.end()]
     after_marker = before[last_marker.end() :]
     are_words_after_space = bool(after_marker.strip()) and after_marker[0].isspace()
     if are_words_after_space:
-        return after_marker  # These words open the reasoning.
-    # The opening usually starts after the last white space: `<|open|>think<|sep|>` in `Hello.
-    # <|open|>think<|sep|>`. If the last marker contains white space, as in `<start think>`, the
-    # opening starts with this marker.
+        return after_marker
+    text_before_opening = before[: _start_of_opening(before, last_marker)]
+    return before.removeprefix(text_before_opening.rstrip())
+
+
+def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
+    """Return the index of the first character of the markers and words that open reasoning.
+
+    The markers and words are joined without white space, so they usually start after the last white
+    space. Exception: a marker such as `<start think>` contains white space.
+
+    >>> text = "Hi. <|open|>think<|sep|>"
+    >>> _start_of_opening(text, list(MARKER.finditer(text))[-1])
+    4
+
+    Args:
+        before: The text before the reasoning.
+        last_marker: The match of the last marker in `before`.
+    """
+    text_to_marker = before[: last_marker.end()]
     last_word = text_to_marker.split()[-1]
     word_start = len(text_to_marker) - len(last_word)
-    opening_start = min(last_marker.start(), word_start)
-    text_before_opening = before[:opening_start].rstrip()
-    return before.removeprefix(text_before_opening)
+    return min(last_marker.start(), word_start)
 
 
 def first_opening(after_header: str) -> str:
@@ -130,9 +145,9 @@ def closing_marker(between: str, opening: str) -> str:
         between: The text between the reasoning and the next part of the message.
         opening: The marker that opens reasoning.
     """
-    compound = compound_closing(between, opening.strip())
-    if compound:
-        return compound
+    several_markers = compound_closing(between, opening.strip())
+    if several_markers:
+        return several_markers
     first_marker = MARKER.search(between)
     return between if first_marker is None else _words_or_marker(between, first_marker)
 
@@ -160,32 +175,57 @@ def _words_or_marker(text: str, first_marker: re.Match[str]) -> str:
     return text.removesuffix(after_whitespace)
 
 
-def last_marker_alone(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last marker of `opening`, if this marker alone also shows that reasoning starts.
+def declare_reasoning(
+    opening: str, closing: str, header: str, after_reasoning: str
+) -> ReasoningMarkup:
+    """Declare the markers of reasoning, and the header that the model writes after the reasoning.
 
-    A model may omit the other markers. The result is a tuple with the last marker. The tuple is
-    empty if `opening` does not end with a marker, has only one marker, or ends with a marker that
-    also occurs in other markup of the format.
+    >>> text = "</think><|assistant|>"
+    >>> declare_reasoning("<think>", "</think>", "<|assistant|>", text).inner_headers
+    ('<|assistant|>',)
 
-    >>> last_marker_alone("<|message|><|thinking|>", "<|end|>")
+    Args:
+        opening: The opening marker of reasoning.
+        closing: The closing marker of reasoning.
+        header: The text that opens the model's turn. Some templates repeat the header between the
+            reasoning and the content. The model then writes this second header itself.
+        after_reasoning: The text between the reasoning and the next part of the message.
+    """
+    is_header_repeated = bool(header) and header in after_reasoning
+    return ReasoningMarkup(
+        Reasoning(opening, closing, also_open=shorter_openings(opening, closing + header)),
+        inner_headers=(header,) if is_header_repeated else (),
+    )
+
+
+def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
+    """Return shorter texts with which a model may open reasoning instead of `opening`.
+
+    If several markers open reasoning, a model may write only the last marker. So the last marker is
+    the only possible result. It is not returned if `other_markup`, the other markup around
+    reasoning, also contains this marker, because the marker then does not show that reasoning
+    starts.
+
+    >>> shorter_openings("<|message|><|thinking|>", "<|end|>")
     ('<|thinking|>',)
-    >>> last_marker_alone("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+    >>> shorter_openings("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     ()
     """
-    if len(markers(opening)) < 2:
+    has_several_markers = len(markers(opening)) > 1
+    last_marker = trailing_marker(opening)
+    if not has_several_markers or not last_marker:
         return ()
-    last = trailing_marker(opening)
-    return (last,) if last and last not in other_markup else ()
+    return () if last_marker in other_markup else (last_marker,)
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
-    """Return the markers around content that follows reasoning, or None if there are no markers.
+    r"""Return the markers around content that follows reasoning, or None if there are no markers.
 
     The closing marker of the result is "" if no marker after the content corresponds to the opening
     marker.
 
-    >>> content_wrapper("<answer>", "</answer><|im_end|>")
-    Wrapper(open='<answer>', close='</answer>')
+    >>> content_wrapper("\n<answer>\n", "</answer><|im_end|>")
+    Wrapper(open='<answer>\n', close='</answer>')
 
     Args:
         before_content: The text between the closing marker of reasoning and the content.
@@ -194,9 +234,10 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     opening = before_content.strip()
     if not opening:
         return None
-    markers_after = markers(after_content)
-    is_closed = bool(markers_after) and markers_after[0] in closing_spellings(opening)
-    closing = markers_after[0] if is_closed else ""
+    first_after, _ = first_two(markers(after_content))  # A missing marker is "".
+    closing = first_after if first_after in closing_spellings(opening) else ""
+    # The white space before the opening marker belongs to the closing marker of reasoning. The
+    # white space after the opening marker belongs to the opening marker.
     return Wrapper(before_content.lstrip(), closing)
 
 
@@ -211,8 +252,9 @@ def empty_pairs(text: str) -> list[MarkerPair]:
     """
     pairs = []
     for first, second in pairwise(MARKER.finditer(text)):
-        is_empty = not text[first.end() : second.start()].strip()
-        if is_empty and second.group() in closing_spellings(first.group()):
+        text_between = text[first.end() : second.start()]
+        is_pair = second.group() in closing_spellings(first.group())
+        if is_pair and not text_between.strip():
             pairs.append(MarkerPair(first.group(), second.group()))
     return pairs
 
@@ -232,14 +274,14 @@ def named_pair(literal: str) -> MarkerPair | None:
     all_markers = markers(literal)
     thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
     for marker in thinking_markers:
-        # If `closing` is actually an opening marker, such as `<think>`, the list
-        # `possible_openings` is empty.
+        # An opening marker, such as `<think>`, is the closing marker of no other marker, so the
+        # list of possible openings is empty.
         possible_openings = [opening for opening in opening_spellings(marker) if opening != marker]
-        for opening in possible_openings:
-            if opening in all_markers:
-                return MarkerPair(opening, closing=marker)
+        openings_in_literal = [opening for opening in possible_openings if opening in all_markers]
+        if openings_in_literal:
+            return MarkerPair(openings_in_literal[0], closing=marker)
         is_alone = literal.strip() == marker
-        if possible_openings and is_alone:
+        if is_alone and possible_openings:
             return MarkerPair(possible_openings[0], closing=marker)
     return None
 

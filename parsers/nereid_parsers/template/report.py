@@ -144,7 +144,8 @@ def _sample(fmt: Format, proof: Proof) -> Sample:
     """Parse a rendered message again, and return the message split into spans for the report.
 
     A span is a pair of a kind and a text, such as ("reasoning", "Numbat thinks about it."). The
-    report shows in this way how the parser with the format `fmt` reads the message.
+    report shows in this way how the parser with the format `fmt` reads the message. `proof`
+    contains the rendered message, its prompt, and the parts that were parsed wrongly.
     """
     spans: list[tuple[str, str]] = []
     parser = StreamParser(
@@ -313,10 +314,12 @@ def _value_text(value: object) -> str:
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value in ({}, ()):
+        return "none"
     if isinstance(value, dict):
-        return "; ".join(f"{key} -> {text!r}" for key, text in value.items()) or "none"
+        return "; ".join(f"{key} -> {text!r}" for key, text in value.items())
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
+        return ", ".join(value)
     return str(value)
 
 
@@ -324,22 +327,32 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
     """Yield the lines that describe a part of a format, which is a dataclass with inner parts.
 
     Fields with default values are omitted. Example: `Reasoning("<think>", "</think>")` gives the
-    lines "Reasoning", "  open: '<think>'" and "  close: '</think>'".
+    lines "Reasoning", "  open: '<think>'" and "  close: '</think>'". `indent` is the white space
+    before each line.
     """
     yield f"{indent}{type(part).__name__}"
     for declared in fields(part):
         value = getattr(part, declared.name)
         if value == _default_of(declared):
             continue
-        values = value if isinstance(value, tuple) else (value,)
-        contains_inner_parts = bool(values) and is_dataclass(values[0])
-        if contains_inner_parts:
+        inner_parts = _inner_parts(value)
+        if inner_parts:
             yield f"{indent}  {declared.name}:"
-            for inner_part in values:
-                yield from part_lines(inner_part, indent + "    ")
         else:
             shown_value = value.value if isinstance(value, Enum) else value
             yield f"{indent}  {declared.name}: {shown_value!r}"
+        for inner_part in inner_parts:
+            yield from part_lines(inner_part, indent + "    ")
+
+
+def _inner_parts(value: object) -> tuple[object, ...]:
+    """Return the dataclasses in the value of a field, or () if the value is of another type.
+
+    The value may be one dataclass, or a tuple of dataclasses.
+    """
+    values = value if isinstance(value, tuple) else (value,)
+    contains_dataclasses = bool(values) and is_dataclass(values[0])
+    return values if contains_dataclasses else ()
 
 
 def _default_of(declared: Field[Any]) -> object:

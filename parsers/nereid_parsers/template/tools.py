@@ -28,7 +28,12 @@ from nereid_parsers.format import Reasoning, ToolSection, Wrapper
 from nereid_parsers.template.calls import READERS
 from nereid_parsers.template.calls.call_changes import compare_changed_calls
 from nereid_parsers.template.calls.call_renderer import CallRenderer
-from nereid_parsers.template.calls.call_texts import CallFormat, CallTexts, mask_call_numbers
+from nereid_parsers.template.calls.call_texts import (
+    CallFormat,
+    CallTexts,
+    mask_call_numbers,
+    split_text_after_calls,
+)
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
     EOS_TOKEN,
@@ -47,7 +52,7 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import MARKER, ListMarkup, markers
+from nereid_parsers.template.difference import markers
 from nereid_parsers.template.known_formats import (
     add_family_variants,
     markers_of_phrases,
@@ -93,9 +98,11 @@ def find_tools(
     Example: if two rendered tool calls are `<call>{"name": "f", ..}</call>` and
     `<call>{"name": "g", ..}</call>`, a tool call is a JSON object between `<call>` and `</call>`.
 
+    Mutates: `turn.prober`. It records the comparisons with the labels T1 to T8 for the report. If
+    the format cannot be inferred, a sentence is appended to `turn.prober.undecided`.
+
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations, and
-            records the comparisons with the labels T1 to T8 for the report.
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
         reasoning: The reasoning part of the format.
         wrapper: The markers around the content, or None.
     """
@@ -114,13 +121,18 @@ def find_tools(
     )
     undecided = turn.prober.undecided
     call_format = infer_call_format(mask_call_numbers(texts), undecided)
-    return findings if call_format is None else _add_format(findings, call_format, undecided)
+    if call_format is None:
+        return findings
+    return _add_format(findings, call_format, undecided)
 
 
 def _add_format(
     findings: ToolFindings, call_format: CallFormat, undecided: list[str]
 ) -> ToolFindings:
-    """Return a copy of `findings` with the format of tool calls that a reader has inferred.
+    """Return a copy of `findings` with the inferred format of tool calls.
+
+    The new findings also contain the markers after the tool calls that end the turn. Example: in
+    "<calls>..</calls><|end|>", the marker `<|end|>` ends the turn.
 
     Args:
         findings: The findings without a format.
@@ -129,18 +141,23 @@ def _add_format(
 
     Mutates: `undecided`. A sentence is appended if the format is invalid.
     """
-    after_calls = _split_text_after_calls(call_format.markup)
+    after_calls = split_text_after_calls(call_format.markup)
     section = _tool_section(call_format, after_calls.section_close, undecided)
-    return replace(
-        findings,
-        part=None if section is None else add_family_variants(section),
-        form=call_format.form,
-        end_markers=tuple(marker for marker in after_calls.turn_ends if marker != EOS_TOKEN),
-    )
+    # Other models of the family write tool calls in other ways, which the section also declares.
+    part = None if section is None else add_family_variants(section)
+    # EOS_TOKEN is a placeholder that the template renders for an unknown token.
+    end_markers = [marker for marker in after_calls.turn_ends if marker != EOS_TOKEN]
+    return replace(findings, part=part, form=call_format.form, end_markers=tuple(end_markers))
 
 
 def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> CallTexts:
-    """Render the tool calls from which the functions in `calls/` infer the format."""
+    """Render the tool calls from which the functions in `calls/` infer the format.
+
+    Args:
+        renderer: Renders messages with tool calls.
+        one_call: The text of one tool call, which is already rendered.
+        two_calls: The text of two tool calls, or "" if a message can have only one tool call.
+    """
     number = ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),))
     special_value = ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),))
     return CallTexts(
@@ -311,9 +328,10 @@ def _possible_call_markers(prober: Prober) -> set[str]:
     their results. Example: `<|tool_call_start|>` is derived from `<|tool_list_start|>`.
     """
     literal_text = "\n".join(prober.template.literals)
+    # Some phrases show the model family, and therefore the markers.
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
-    call_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
-    return {*prober.added_tokens, *template_markers, *call_markers}
+    derived_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
+    return {*prober.added_tokens, *template_markers, *derived_markers}
 
 
 # ---- the format ---------------------------------------------------------------------------------
@@ -351,7 +369,10 @@ def infer_call_format(texts: CallTexts, undecided: list[str]) -> CallFormat | No
 
 
 def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSection | None:
-    """Declare the part of the format that contains tool calls, or return None if it is invalid.
+    """Declare the tool section of the format, or return None if the section is invalid.
+
+    A tool section consists of all tool calls and the markers around them, such as
+    `<calls>..</calls>`.
 
     Args:
         calls: The inferred format of the tool calls.
@@ -360,46 +381,14 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
 
     Mutates: `undecided`. The reason is appended if the section is invalid.
     """
-    markup = calls.markup
-    has_opening_marker = bool(markup.open.strip())
-    # A section without an opening marker cannot have a closing marker.
-    opening = markup.open if has_opening_marker else ""
-    closing = close.rstrip() if has_opening_marker else ""
+    opening = calls.markup.open
+    closing = close.rstrip()
+    if not opening.strip():
+        # A section without an opening marker cannot have a closing marker.
+        opening, closing = "", ""
+    separator = calls.markup.separator
     try:
-        return ToolSection(calls.calls, open=opening, close=closing, separator=markup.separator)
+        return ToolSection(calls.calls, open=opening, close=closing, separator=separator)
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return None
-
-
-class _TextAfterCalls(NamedTuple):
-    """The text after the tool calls of a message.
-
-    Attributes:
-        section_close: The text that closes the tool section.
-        turn_ends: The markers that end the model's turn.
-    """
-
-    section_close: str
-    turn_ends: list[str]
-
-
-def _split_text_after_calls(markup: ListMarkup) -> _TextAfterCalls:
-    """Split the text after the tool calls into the closing text and the markers that end the turn.
-
-    The text after the tool calls is `markup.close`. The closing text has the same number of markers
-    as `markup.open`, the text before the tool calls. If `markup.open` consists only of words, the
-    closing text has one marker.
-
-    >>> _split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
-    _TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
-    """
-    num_opening_markers = len(markers(markup.open))
-    consists_of_words = num_opening_markers == 0 and bool(markup.open.strip())
-    num_closing_markers = 1 if consists_of_words else num_opening_markers
-    markers_after_calls = list(MARKER.finditer(markup.close))
-    turn_ends = markers_after_calls[num_closing_markers:]
-    if not turn_ends:
-        return _TextAfterCalls(markup.close, [])
-    section_close = markup.close[: turn_ends[0].start()]
-    return _TextAfterCalls(section_close, [marker.group() for marker in turn_ends])

@@ -16,7 +16,7 @@ from nereid_parsers.format import (
     TaggedArguments,
 )
 from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
-from nereid_parsers.template.difference import MARKER, ListMarkup
+from nereid_parsers.template.difference import MARKER, ListMarkup, markers
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
 # A body of one of these types contains only the arguments. The name precedes the body.
@@ -203,6 +203,40 @@ def split_at_words(text: str, *words: str) -> list[str] | None:
         piece, _, rest = rest.partition(word)
         pieces.append(piece)
     return [*pieces, rest]
+
+
+class TextAfterCalls(NamedTuple):
+    """The text after the tool calls of a message.
+
+    Attributes:
+        section_close: The text that closes the tool section.
+        turn_ends: The markers that end the model's turn.
+    """
+
+    section_close: str
+    turn_ends: list[str]
+
+
+def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
+    """Split the text after the tool calls into the closing text and the markers that end the turn.
+
+    The text after the tool calls is `markup.close`. The closing text has the same number of markers
+    as `markup.open`, the text before the tool calls. If `markup.open` consists only of words, the
+    closing text has one marker.
+
+    >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
+    TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
+    """
+    num_opening_markers = len(markers(markup.open))
+    consists_of_words = num_opening_markers == 0 and bool(markup.open.strip())
+    num_closing_markers = 1 if consists_of_words else num_opening_markers
+    matches_after_calls = list(MARKER.finditer(markup.close))
+    turn_ends = matches_after_calls[num_closing_markers:]
+    if not turn_ends:
+        return TextAfterCalls(markup.close, [])
+    first_turn_end = turn_ends[0].start()
+    section_close = markup.close[:first_turn_end]
+    return TextAfterCalls(section_close, [match.group() for match in turn_ends])
 
 
 # ---- the digits that number the tool calls ------------------------------------------------------

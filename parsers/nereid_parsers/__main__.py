@@ -130,7 +130,9 @@ def _run_parse(options: argparse.Namespace) -> int:
     paint = command.paint_for(options.colour)
     coloured_pieces: list[str] = []
     parser = _create_stream_parser(
-        options, trace=lambda kind, piece: coloured_pieces.append(paint(kind, piece))
+        options,
+        # The parser calls this function with each classified piece of the text.
+        trace=lambda kind, piece: coloured_pieces.append(paint(kind, piece)),
     )
     text = _read(options.file)
     if chars_per_piece is not None:

@@ -84,7 +84,7 @@ def structural_tag(
         return None
     for tool in request.tools:
         report_unenforced(tool.parameters, tool.is_strict, f"tools: {tool.name}")
-    layout = fmt.layout
+    layout = fmt.layout  # The output is a sequence of messages, or one text with markers.
     if isinstance(layout, Messages):
         reasoning_nodes = reasoning_messages(fmt, layout, reasoning)
         answer_or_calls = final_messages(fmt, layout, request)
@@ -261,36 +261,50 @@ def _empty_content_nodes(wrapper: Wrapper | None) -> list[Node]:
     closing = wrapper.close.strip() if wrapper is not None else ""
     if not opening:
         return []
-    if not closing:
+    if not closing:  # The content has only an opening marker.
         return [optional(sequence(WHITESPACE, const(opening)))]
-    return [optional(sequence(WHITESPACE, optional(const(opening)), WHITESPACE, const(closing)))]
+    opening_or_nothing = optional(const(opening))
+    empty_content = sequence(WHITESPACE, opening_or_nothing, WHITESPACE, const(closing))
+    return [optional(empty_content)]
 
 
 def _text_with_calls(tools: ToolSection, request: Request) -> Node:
     """Return the grammar node for free text in which all tool calls are valid.
 
     Example of matching text: `Let me look.<tool_call>{"name": "f", "arguments": {}}</tool_call>`.
-    The marker `<tool_call>` is the "trigger": xgrammar allows any text before the trigger, and one
-    of the tags after it.
+    The marker `<tool_call>` is the "trigger": xgrammar allows any text before the trigger, and
+    requires one of the tags at the trigger. Each tag describes one tool call or a list of tool
+    calls.
     """
-    is_list = isinstance(tools.calls[0].body, ListBody)
-    has_marker = bool(tools.opens or tools.calls[0].trigger)
-    if is_list and not has_marker:
+    if _is_unmarked_list(tools):
         # A list without a marker starts with a bracket, and other text may contain brackets too.
         # Such a list is therefore allowed only at the start of the output.
         calls = section_node(tools, request.tools, is_single=request.is_single)
         text_without_calls = sequence(_NO_BRACKET, any_text())
         return one_of(calls, text_without_calls)
-    # xgrammar requires that the `begin` text of each tag starts with a trigger, so the white space
-    # before the trigger is removed.
-    tags = [tag(node) for node in _marked_calls(tools, request)]
-    tags = [{**node, "begin": node["begin"].lstrip()} for node in tags]
     return {
         "type": "triggered_tags",
         "triggers": [trigger_of(tools)],
-        "tags": tags,
+        "tags": [_tag_at_trigger(node) for node in _marked_calls(tools, request)],
         "stop_after_first": request.is_single,
     }
+
+
+def _is_unmarked_list(tools: ToolSection) -> bool:
+    """Return whether tool calls are written as a list without a marker, such as `[f(), g()]`."""
+    call = tools.calls[0]
+    has_marker = bool(tools.opens or call.trigger)
+    return isinstance(call.body, ListBody) and not has_marker
+
+
+def _tag_at_trigger(node: Node) -> Node:
+    r"""Convert a node for a tool call to a tag whose `begin` text starts with a visible character.
+
+    xgrammar requires that `begin` starts with a trigger, such as `<tool_call>`. Example: the tag of
+    `const("\n<tool_call>")` has the `begin` text `<tool_call>`.
+    """
+    node_as_tag = tag(node)
+    return {**node_as_tag, "begin": node_as_tag["begin"].lstrip()}
 
 
 def _marked_calls(tools: ToolSection, request: Request) -> list[Node]:

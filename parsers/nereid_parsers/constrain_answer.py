@@ -108,6 +108,7 @@ def _json_schema_node(response_format: Mapping[str, Any]) -> Node:
 
     Example of a value: `{"json_schema": {"schema": {"type": "integer"}, "strict": true}}`. Some
     clients omit the outer object, so the keys `schema` and `strict` are also accepted without it.
+    If `strict` is true, the client demands that the whole schema is enforced.
 
     Raises:
         ConstraintError: A value has a wrong type, or a strict schema cannot be enforced.
@@ -254,13 +255,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
     Raises:
         ConstraintError: The structural tag is not valid.
     """
-    triggers = response_format.get("triggers")
-    has_triggers = isinstance(triggers, list) and bool(triggers) and all(map(_is_text, triggers))
-    if not isinstance(triggers, list) or not has_triggers:
-        raise ConstraintError(
-            "response_format.triggers: the value must be a list of non-empty strings, but it is "
-            f"{shorten(triggers)}"
-        )
+    triggers = _required_triggers(response_format.get("triggers"))
     path = "response_format.structures"
     structures = _required_list(response_format.get("structures"), path)
     tags = [
@@ -268,6 +263,21 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
         for number, structure in enumerate(structures)
     ]
     return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags}
+
+
+def _required_triggers(value: object) -> list[str]:
+    """Return `value`, the field `triggers` of a structural tag in the older form.
+
+    Raises:
+        ConstraintError: `value` is not a list of non-empty strings, or the list is empty.
+    """
+    is_valid = isinstance(value, list) and bool(value) and all(_is_text(item) for item in value)
+    if not isinstance(value, list) or not is_valid:
+        raise ConstraintError(
+            "response_format.triggers: the value must be a list of non-empty strings, but it is "
+            f"{shorten(value)}"
+        )
+    return value
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:

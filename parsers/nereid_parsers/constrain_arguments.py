@@ -170,6 +170,7 @@ def _tagged_json(
     options: list[Node] = []
     for variant in variants:
         opening = pattern_node(variant.open, field_values)
+        # The parser ends a value at the closing tag, so the value must not contain this tag.
         json_value = json_schema(schema, excludes=variant.close.strip())
         value = one_of(json_value, *python_words)
         options.append(sequence(opening, value, const(variant.close)))
@@ -208,14 +209,14 @@ def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArgum
     If some variants do not declare the type of the value, all other variants are omitted, so that
     the grammar stays small.
     """
-
-    def is_quoted(variant: TaggedArguments) -> bool:
-        """Return whether another variant writes the same tag without the quote."""
-        return any(_is_unquoted_variant_of(other, variant) for other in variants)
-
     untyped = tuple(variant for variant in variants if "{type}" not in variant.open)
     candidates = untyped if untyped else variants
-    return tuple(variant for variant in candidates if not is_quoted(variant))
+    return tuple(variant for variant in candidates if not _is_quoted(variant, variants))
+
+
+def _is_quoted(variant: TaggedArguments, all_variants: tuple[TaggedArguments, ...]) -> bool:
+    """Return whether another variant writes the same tag without the quote of `variant`."""
+    return any(_is_unquoted_variant_of(other, variant) for other in all_variants)
 
 
 def _text_until(opening: Node, close: str) -> Node:
@@ -226,9 +227,9 @@ def _text_until(opening: Node, close: str) -> Node:
     `"\n"` must follow `</p>`.
     """
     marker = close.strip()
+    whitespace_after_marker = close.lstrip().removeprefix(marker)
     text = {"type": "tag", "begin": opening["value"], "content": any_text(), "end": marker}
-    whitespace_after = const(close.lstrip()[len(marker) :])
-    return sequence(text, whitespace_after)
+    return sequence(text, const(whitespace_after_marker))
 
 
 # ---- nested elements, Python calls, objects with unquoted keys -----------------------------------
@@ -352,10 +353,10 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
     if len(members) > _MAX_ORDERED_MEMBERS:
         return optional(separated_tags(members, separator))
     # Any member can be the first member of the list, so there is one option for each member.
-    options = [
-        sequence(first, *_optional_followers(members[number:], separator))
-        for number, first in enumerate(members, start=1)
-    ]
+    options: list[Node] = []
+    for index, first in enumerate(members):
+        later_members = members[index + 1 :]
+        options.append(sequence(first, *_optional_followers(later_members, separator)))
     return optional(one_of(*options))
 
 

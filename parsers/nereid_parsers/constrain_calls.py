@@ -62,7 +62,7 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
     `<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>`.
 
     Args:
-        section: The declaration of the tool calls.
+        section: The declaration of the tool calls. The node matches their first variant.
         tools: The tools that the model may call.
         is_single: Whether exactly one tool call is allowed. Otherwise one or more are allowed.
     """
@@ -95,12 +95,12 @@ def _list_or_object(
         is_single: Whether exactly one tool call is allowed. Otherwise one or more are allowed.
     """
     list_variant, *other_variants = section.calls
-    calls = list_node(list_variant, body, tools, is_single=is_single)
-    second_variant = other_variants[0] if other_variants else None
-    if second_variant is None or not isinstance(second_variant.body, JsonObject):
-        return calls
-    objects = [call_node(second_variant, tool) for tool in tools]
-    return one_of(calls, *objects)
+    list_of_calls = list_node(list_variant, body, tools, is_single=is_single)
+    has_object_variant = bool(other_variants) and isinstance(other_variants[0].body, JsonObject)
+    if not has_object_variant:
+        return list_of_calls
+    single_objects = [call_node(other_variants[0], tool) for tool in tools]
+    return one_of(list_of_calls, *single_objects)
 
 
 def trigger_of(section: ToolSection) -> str:
@@ -148,12 +148,18 @@ def call_node(call: Call, tool: ToolSchema) -> Node:
 def list_node(
     call: Call, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
 ) -> Node:
-    """Return the node for a list of tool calls between the markers of `call`.
+    """Return the grammar node for a list of tool calls between the markers of `call`.
 
-    `body` is the body of `call`. If `is_single` is true, the list contains exactly one tool call.
     Example of matching text: `<tool_call>[f(a=1), g()]</tool_call>`.
+
+    Args:
+        call: The declaration of the markers around the list.
+        body: The body of `call`.
+        tools: The tools that the model may call.
+        is_single: Whether the list contains exactly one tool call.
     """
-    head = _head_node(call.head, tools[0].name)
+    # The list contains the names of the functions, so the header before the list has no name.
+    head = _head_node(call.head, name="")
     members = _list_body_node(body, tools, is_single=is_single)
     return sequence(const(call.open), head, members, const(call.close))
 
@@ -238,10 +244,12 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     if isinstance(keys, NameIsKey):
         name = json.dumps(tool.name, ensure_ascii=False)
         return sequence(const("{" + name + ": "), arguments, const("}"))
+    # The JSON text around the arguments, such as `{"name": "f", "arguments": ` and `}`.
     before, after = _object_around_arguments(keys, tool.name)
     if keys.id is not None and _is_id_optional(keys, keys.id):
         return _object_with_optional_id(keys.id, before, arguments, after)
-    # If the id is required, `before` or `after` contains a placeholder for the id.
+    # If the id is required, `before` or `after` contains the placeholder `"{id}"`. `_fill_in_id`
+    # replaces the placeholder with a node that matches any id.
     return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
 
 
@@ -266,14 +274,10 @@ def _object_with_optional_id(id_key: str, before: str, arguments: Node, after: s
         after: The JSON text after the arguments, for example `}`.
     """
     id_member = sequence(const(f"{json.dumps(id_key)}: "), _QUOTED_ID)
-    return sequence(
-        const("{"),
-        optional(sequence(id_member, const(", "))),
-        const(before.removeprefix("{")),
-        arguments,
-        optional(sequence(const(", "), id_member)),
-        const(after),
-    )
+    id_first = optional(sequence(id_member, const(", ")))
+    id_last = optional(sequence(const(", "), id_member))
+    after_brace = before.removeprefix("{")
+    return sequence(const("{"), id_first, const(after_brace), arguments, id_last, const(after))
 
 
 def _fill_in_id(text: str) -> list[Node]:
@@ -296,14 +300,25 @@ def _with_whitespace(node: Node, whitespace: Node) -> Node:
         node: The node for a JSON object, or for a part of a JSON object.
         whitespace: The node that matches the white space.
     """
-    if node["type"] == "optional":
-        return optional(_with_whitespace(node["content"], whitespace))
-    if node["type"] == "sequence":
-        return sequence(*(_with_whitespace(part, whitespace) for part in node["elements"]))
-    if node["type"] != "const_string":
-        return node
+    match node["type"]:
+        case "optional":
+            return optional(_with_whitespace(node["content"], whitespace))
+        case "sequence":
+            parts = [_with_whitespace(part, whitespace) for part in node["elements"]]
+            return sequence(*parts)
+        case "const_string":
+            return _json_text_with_whitespace(node["value"], whitespace)
+    return node
+
+
+def _json_text_with_whitespace(json_text: str, whitespace: Node) -> Node:
+    """Return the node for a piece of JSON text in which white space is allowed between tokens.
+
+    `whitespace` matches the white space. It is allowed inside braces, after commas and after
+    colons. Example: `{"a":` gives the sequence `{`, whitespace, `"a"`, `:`, whitespace.
+    """
     parts: list[Node] = []
-    for token in _JSON_TOKENS.findall(node["value"]):
+    for token in _JSON_TOKENS.findall(json_text):
         if token == "}":
             parts.append(whitespace)
         parts.append(const(token))
@@ -329,9 +344,9 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
         "arguments": _ARGUMENTS_PLACEHOLDER,
         "id": _ID_PLACEHOLDER,
     }
-    tree: dict[str, Any] = {}
-    for role in keys.order:
-        _insert(tree, paths[role], values[role])
+    tree: dict[str, Any] = {}  # such as {"function": {"name": '"f"', "arguments": ..}}
+    for member in keys.order:
+        _insert(tree, paths[member], values[member])
     before, _, after = _object_text(tree).partition(_ARGUMENTS_PLACEHOLDER)
     return before, after
 

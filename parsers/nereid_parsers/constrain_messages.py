@@ -69,24 +69,27 @@ def header_text(layout: Messages, route: Route, name: str = "") -> str:
 def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState) -> list[Node]:
     """Return the grammar nodes for the reasoning message and the start of the next message.
 
-    Example of matching text: `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`. If the
-    reasoning is already open, the nodes do not match the header. If the structural tag excludes the
-    reasoning, the only node matches the start of the next message. Otherwise the whole reasoning
-    message is optional.
+    `layout` declares how messages are written. The state of the reasoning at the start of the
+    output determines which text the nodes match:
+
+        POSSIBLE, ENDED  optionally `<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant`
+        OPEN             the same text without the header `<|channel|>analysis<|message|>`
+        EXCLUDED         only the start of the next message, `<|start|>assistant`
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but no marker ends the reasoning.
     """
     next_start = const(layout.start)
+    is_open = state is ReasoningState.OPEN
     if state is ReasoningState.EXCLUDED:
         return [next_start]
-    route = first_route(layout, Stage.REASONING)
+    route = first_route(layout, Stage.REASONING)  # The route declares the header of the message.
     if route is None or not layout.ends:
-        if state is ReasoningState.OPEN:
+        if is_open:
             raise unclosed_reasoning_error(fmt)
         return []  # Without a reasoning message that can end, the output starts with the answer.
     body = _reasoning_body(fmt, layout)
-    if state is ReasoningState.OPEN:
+    if is_open:
         return [sequence(body, next_start)]
     header = const(header_text(layout, route))
     return [optional(sequence(header, body, next_start))]
@@ -159,19 +162,20 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
         )
-    calls: list[Node] = []
-    for tool in request.tools:
-        header = _call_header(layout, call_routes, tool.name)
-        calls.append(sequence(header, _message_arguments(layout.body, tool)))
+    calls = [
+        sequence(
+            _call_header(layout, call_routes, tool.name), _message_arguments(layout.body, tool)
+        )
+        for tool in request.tools
+    ]
     # If the format has a separate end marker for tool calls, this marker also ends the model's
     # turn, so no second tool call can follow.
-    allows_second_call = not request.is_single and not layout.call_end
-    if not allows_second_call:
-        return one_of(*calls)
+    has_only_one_call = request.is_single or bool(layout.call_end)
     # The first marker in `layout.ends` ends only the message. The other markers also end the
     # model's turn.
     message_end = layout.ends[0] if layout.ends else ""
-    return repeated(calls, const(message_end + layout.start), is_single=False)
+    between_messages = const(message_end + layout.start)
+    return repeated(calls, between_messages, is_single=has_only_one_call)
 
 
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:

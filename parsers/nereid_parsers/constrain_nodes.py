@@ -74,10 +74,10 @@ def _without_descriptions(schema: object) -> object:
     kept: dict[str, object] = {}
     for key, value in schema.items():
         is_description = key in _DESCRIPTIONS and isinstance(value, str)
-        if key in _DATA_KEYWORDS:  # The value of `enum`, for example, is data and not a schema.
-            kept[key] = value
-        elif not is_description:
-            kept[key] = _without_descriptions(value)
+        if is_description:
+            continue
+        is_data = key in _DATA_KEYWORDS  # The value of `enum`, for example, is not a schema.
+        kept[key] = value if is_data else _without_descriptions(value)
     return kept
 
 
@@ -124,19 +124,20 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
     matches exactly one item. Example: the items a and b with the separator `,` match `a`, `b,a` and
     `a,a,b`.
 
-    The usual node for a list, `item (separator item)*`, contains each item twice. If there are many
-    items, and the separator is a constant or `WHITESPACE`, the result is a smaller node that
-    contains each item once.
+    The usual node for a list contains each item twice. If there are many items, and the separator
+    is a constant or `WHITESPACE`, the result is a smaller node that contains each item once.
     """
     item = one_of(*items)
     if is_single:
         return item
     has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
     if has_many_items and separator == WHITESPACE:
-        # `WHITESPACE` also matches the empty text, so the last item needs no separator.
+        # The small node is `(item separator)+`. `WHITESPACE` also matches the empty text, so no
+        # white space is required after the last item.
         return {"type": "plus", "content": sequence(item, separator)}
     if has_many_items and _is_const(separator):
-        return separated_tags(items, separator["value"])
+        return separated_tags(items, separator["value"])  # A node type of xgrammar for lists.
+    # The usual node is `item (separator item)*`.
     further_items = {"type": "star", "content": sequence(separator, item)}
     return sequence(item, further_items)
 
@@ -163,10 +164,16 @@ def tag(node: Node) -> Node:
     the tag's `end`. Example: `sequence(const("<a>"), any_text(), const("</a>"))` gives `{"type":
     "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}`.
     """
-    inner = _elements(node)  # This list is a copy, so `node` is not changed.
-    begin = inner.pop(0)["value"] if _is_const(inner[0]) else ""
-    end = inner.pop()["value"] if inner and _is_const(inner[-1]) else ""
-    content = sequence(*inner) if inner else const("")
+    begin = ""
+    end = ""
+    content_elements = _elements(node)
+    if _is_const(content_elements[0]):
+        begin = content_elements[0]["value"]
+        content_elements = content_elements[1:]
+    if content_elements and _is_const(content_elements[-1]):
+        end = content_elements[-1]["value"]
+        content_elements = content_elements[:-1]
+    content = sequence(*content_elements) if content_elements else const("")
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 

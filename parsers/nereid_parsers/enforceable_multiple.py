@@ -76,15 +76,16 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
         return []
     lowest = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
     highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
-    if not math.isfinite(lowest) or not math.isfinite(highest):
+    has_both_bounds = math.isfinite(lowest) and math.isfinite(highest)
+    if not has_both_bounds:
         return []
     first_factor = math.ceil(lowest / multiple)
     last_factor = math.floor(highest / multiple)
     num_multiples = last_factor - first_factor + 1
     if num_multiples > _MAX_MULTIPLES:
         return []
-    excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
     multiples = [factor * multiple for factor in range(first_factor, last_factor + 1)]
+    excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
     return [value for value in multiples if value not in excluded]
 
 

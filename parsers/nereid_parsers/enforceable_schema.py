@@ -70,7 +70,10 @@ def enforceable(schema: object) -> Any:  # noqa: ANN401 - JSON
 
 
 def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) -> Any:  # noqa: ANN401 - JSON
-    """Rewrite a schema and all schemas inside the schema. See `enforceable` for the changes.
+    """Rewrite a schema and all schemas inside the schema, so that xgrammar enforces more keywords.
+
+    The parts of an `allOf` are merged, and `multipleOf` is rewritten. For examples see
+    `enforceable`.
 
     Args:
         schema: A JSON schema, or a list or an object that contains schemas.
@@ -85,9 +88,10 @@ def _rewrite(schema: object, root: object, inlined: frozenset[str], depth: int) 
         return [_rewrite(item, root, inlined, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    merged = _Resolved(schema, inlined)
     if isinstance(schema.get("allOf"), list):
         merged = _without_all_of(schema, root, inlined)
+    else:
+        merged = _Resolved(schema, inlined)
     rewritten: dict[str, Any] = {}
     for keyword, value in with_enforced_multiple(merged.schema).items():
         if keyword in _VALUE_KEYWORDS:  # The value contains JSON data, not schemas.
@@ -102,16 +106,22 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
 
     Example: `{"allOf": [{"minimum": 1}, {"maximum": 5}], "type": "integer"}` gives
     `{"type": "integer", "minimum": 1, "maximum": 5}`. If the parts cannot be merged, `schema` and
-    `inlined` are returned unchanged. For the arguments see `_rewrite`.
+    `inlined` are returned unchanged.
+
+    Args:
+        schema: The schema with the keyword `allOf`.
+        root: The outermost schema, to which references (`$ref`) refer.
+        inlined: The references whose definitions contain `schema`.
 
     Returns:
-        The merged schema, and the references that were replaced by their definitions.
+        The merged schema, and all references that were replaced by their definitions so far.
     """
     others = {keyword: value for keyword, value in schema.items() if keyword != "allOf"}
     parts = schema["allOf"]
-    if ANNOTATIONS.issuperset(others) and _is_one_reference(parts):
-        # The other keywords are only annotations, such as `title`. They do not restrict the values,
-        # so one schema can contain both `$ref` and the annotations.
+    has_only_annotations = ANNOTATIONS.issuperset(others)  # such as `title`
+    if has_only_annotations and _is_one_reference(parts):
+        # Annotations do not restrict the values, so one schema can contain both `$ref` and the
+        # annotations.
         return _Resolved({**parts[0], **others}, inlined)
     try:
         resolved_parts = [_resolve(part, root, inlined) for part in (others, *parts)]
@@ -133,6 +143,12 @@ def _resolve(part: object, root: object, inlined: frozenset[str]) -> _Resolved:
 
     A `$ref` is replaced by the definition that the `$ref` names. An `allOf` inside the part is
     merged. Two schemas without these keywords can be merged keyword by keyword.
+
+    Args:
+        part: The member.
+        root: The outermost schema, which contains the definitions.
+        inlined: The references whose definitions contain `part`. If `part` contains one of these
+            references again, the schema is recursive.
 
     Returns:
         The rewritten part, and all references that were replaced so far.
@@ -160,6 +176,12 @@ def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _R
     `{"type": "integer"}`, `{"$ref": "#/$defs/T", "minimum": 1}` gives
     `{"minimum": 1, "type": "integer"}`.
 
+    Args:
+        part: The schema.
+        root: The outermost schema, which contains the definitions.
+        inlined: The references whose definitions contain `part`. The references in the result also
+            contain the `$ref` of `part`.
+
     Raises:
         _CannotMergeError: The definition contains the reference again, or does not exist.
     """
@@ -168,10 +190,12 @@ def _follow_reference(part: Schema, root: object, inlined: frozenset[str]) -> _R
         return _Resolved(part, inlined)
     if not isinstance(reference, str):
         raise _CannotMergeError
-    if reference in inlined:  # The definition contains a reference to itself.
+    is_recursive = reference in inlined
+    if is_recursive:
         raise _CannotMergeError
     others = {keyword: value for keyword, value in part.items() if keyword != "$ref"}
-    definition = _resolve(_target(reference, root), root, inlined | {reference})
+    target = _target(reference, root)
+    definition = _resolve(target, root, inlined | {reference})
     return _Resolved(_merge(others, definition.schema), definition.inlined)
 
 
@@ -229,12 +253,11 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     Raises:
         _CannotMergeError: See `_merge`.
     """
-    merged = dict(first)
-    for keyword, value in second.items():
-        if keyword not in merged:
-            merged[keyword] = value
-        elif keyword not in _PROPERTY_KEYWORDS and value != merged[keyword]:
-            merged[keyword] = _merge_values(keyword, merged[keyword], value)
+    merged: dict[str, Any] = {**first, **second}
+    common_keywords = [keyword for keyword in first if keyword in second]
+    for keyword in common_keywords:
+        if keyword not in _PROPERTY_KEYWORDS:
+            merged[keyword] = _merge_values(keyword, first[keyword], second[keyword])
     # `properties` and `additionalProperties` depend on each other, so they are merged together.
     if any(keyword in merged for keyword in _PROPERTY_KEYWORDS):
         merged |= _merge_properties(first, second, merged.get("required") or [])
@@ -252,7 +275,7 @@ def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN
     Raises:
         _CannotMergeError: No single value of the keyword has the effect of both values.
     """
-    if keyword in ANNOTATIONS:
+    if keyword in ANNOTATIONS or first == second:
         return first
     if keyword == "type":
         return _common_types(first, second)
@@ -279,9 +302,7 @@ def _common_types(first: object, second: object) -> str | list[str]:
     Raises:
         _CannotMergeError: The two values have no type in common.
     """
-    first_types = _with_integer(set(first) if isinstance(first, list) else {first})
-    second_types = _with_integer(set(second) if isinstance(second, list) else {second})
-    common = first_types & second_types
+    common = _allowed_types(first) & _allowed_types(second)
     if "number" in common:
         common.discard("integer")  # "number" already allows integers.
     if not common:
@@ -290,9 +311,15 @@ def _common_types(first: object, second: object) -> str | list[str]:
     return names[0] if len(names) == 1 else names
 
 
-def _with_integer(types: set[Any]) -> set[Any]:
-    """Return `types`, with "integer" added if `types` contains "number", which allows integers."""
-    return types | {"integer"} if "number" in types else types
+def _allowed_types(value: object) -> set[Any]:
+    """Return the types that a value of the keyword `type` allows.
+
+    Example: `["number", "null"]` allows "number", "null" and "integer".
+    """
+    types = set(value) if isinstance(value, list) else {value}
+    if "number" in types:
+        types.add("integer")
+    return types
 
 
 def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dict[str, Any]:
@@ -314,12 +341,12 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
     second_rest = second.get("additionalProperties", True)
     properties = {}
     for name in dict.fromkeys([*first_properties, *second_properties]):
-        merged = _merge_or_forbid(
-            first_properties.get(name, first_rest), second_properties.get(name, second_rest)
-        )
+        first_schema = first_properties.get(name, first_rest)
+        second_schema = second_properties.get(name, second_rest)
+        merged = _merge_or_forbid(first_schema, second_schema)
         if merged is not False:
             properties[name] = merged
-        elif name in required:
+        elif name in required:  # The property is required, but forbidden.
             raise _CannotMergeError
     if first_rest is True and second_rest is True:
         return {"properties": properties}  # `additionalProperties` is true by default.

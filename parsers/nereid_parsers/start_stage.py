@@ -66,8 +66,9 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     """
     reasoning = layout.reasoning
     if not prompt:
-        is_open = reasoning is not None and not reasoning.is_opened_by_model
-        return StartPoint(Stage.REASONING if is_open else Stage.CONTENT, is_prompt_known=False)
+        is_opened_by_prompt = reasoning is not None and not reasoning.is_opened_by_model
+        first_stage = Stage.REASONING if is_opened_by_prompt else Stage.CONTENT
+        return StartPoint(first_stage, is_prompt_known=False)
     prefill = _text_after_turn(fmt, prompt)
     if prefill is None:  # The start of the model's turn is not known.
         prefill = _marker_at_end(layout, prompt)
@@ -80,8 +81,9 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
 def _marker_at_end(layout: Sections, prompt: str) -> str:
     r"""Return the marker at the end of the prompt, or "" if the prompt ends with other text.
 
-    Markers elsewhere in the prompt are ignored, because the texts of users and system prompts may
-    mention markers. Example: `"..assistant\n<think>\n"` gives `"<think>"`.
+    The markers of the reasoning, of the content and of the tool calls are compared. Markers
+    elsewhere in the prompt are ignored, because the texts of users and system prompts may mention
+    markers. Example: `"..assistant\n<think>\n"` gives `"<think>"`.
     """
     markers: list[str] = []
     if layout.reasoning is not None:
@@ -89,10 +91,12 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
     if layout.content is not None:
         markers.append(layout.content.open)
     if layout.tools is not None:
+        # A trigger is the text at which a tool call starts, such as `<tool_call>`.
         markers += [*layout.tools.opens, *(call.trigger for call in layout.tools.calls)]
     visible_markers = [marker.strip() for marker in markers]
     visible_prompt = prompt.rstrip()
     markers_at_end = [marker for marker in visible_markers if visible_prompt.endswith(marker)]
+    # If one marker ends with another marker, the longer marker is the marker of the prompt.
     return max(markers_at_end, key=len, default="")
 
 

@@ -105,16 +105,27 @@ class RequestTemplate:
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)
-        parts = list(content) if isinstance(content, list) else []
-        indices_of_texts = [index for index, part in enumerate(parts) if _has_text(part)]
-        if not indices_of_texts:
-            raise ContinuationRefused(
-                "the content of the last message contains no text to continue"
-            )
-        last_index = indices_of_texts[-1]
-        last_text: str = parts[last_index]["text"]
-        parts[last_index] = {**parts[last_index], "text": last_text + _END_OF_MESSAGE}
-        return _replace_content(messages, parts, final_text=last_text)
+        return _mark_last_part(messages, content if isinstance(content, list) else [])
+
+
+def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
+    """Append `_END_OF_MESSAGE` to the last part with text, in a copy of the messages.
+
+    Args:
+        messages: The messages of the request.
+        parts: The parts of the last message's content, such as `{"type": "text", "text": "Hi"}`.
+
+    Raises:
+        ContinuationRefused: No part contains text.
+    """
+    indices_of_texts = [index for index, part in enumerate(parts) if _has_text(part)]
+    if not indices_of_texts:
+        raise ContinuationRefused("the content of the last message contains no text to continue")
+    last_index = indices_of_texts[-1]
+    last_text: str = parts[last_index]["text"]
+    marked_part = {**parts[last_index], "text": last_text + _END_OF_MESSAGE}
+    marked_parts = [*parts[:last_index], marked_part, *parts[last_index + 1 :]]
+    return _replace_content(messages, marked_parts, final_text=last_text)
 
 
 def _replace_content(

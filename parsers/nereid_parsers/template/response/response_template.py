@@ -71,7 +71,7 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
             express.
     """
     fields = _checked_fields(spec)
-    # The declaration may use any of the names of REASONING_FIELDS, such as "reasoning_content".
+    # The field for reasoning has one of the names of REASONING_FIELDS, such as "reasoning_content".
     reasoning_fields = [fields[name] for name in REASONING_FIELDS if name in fields]
     reasoning = _reasoning(reasoning_fields[0]) if reasoning_fields else None
     content = _content_markers(fields.get("content") or {})
@@ -198,9 +198,11 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
     closes = _literals(field, "close")
     close = closes[0] if closes else ""
     describes_one_call = bool(field.get("repeats") or field.get("transform"))
-    is_array = bool(field.get("transform_each")) or not describes_one_call
-    variants = [_call(field, start, close, is_array=is_array) for start in _call_starts(field)]
-    return ToolSection(tuple(variants))
+    describes_all_calls = bool(field.get("transform_each")) or not describes_one_call
+    calls = [
+        _call(field, start, close, is_array=describes_all_calls) for start in _call_starts(field)
+    ]
+    return ToolSection(tuple(calls))
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
@@ -381,9 +383,22 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
     value_index = pieces.index(Field("value"))
     before_value = _without_leading_whitespace(pieces[:value_index])
     after_value = pieces[value_index + 1 :]
-    # The closing tag is a marker, not a pattern, so its braces are not doubled.
-    closing_texts = [
-        "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece)
-        for piece in after_value
+    return TaggedArguments(_pattern(before_value), _closing_tag(after_value))
+
+
+def _closing_tag(pieces: Pieces) -> str:
+    r"""Convert the pieces of a regular expression after an argument's value into a closing tag.
+
+    A closing tag is a marker, not a pattern, so its braces are not doubled. An expression for white
+    space becomes a line break.
+
+    >>> _closing_tag((OptionalWhitespace(), "</a>"))
+    '\n</a>'
+
+    Raises:
+        FormatError: A piece is a group of the regular expression.
+    """
+    texts = [
+        "\n" if isinstance(piece, OptionalWhitespace) else literal_text(piece) for piece in pieces
     ]
-    return TaggedArguments(_pattern(before_value), "".join(closing_texts))
+    return "".join(texts)

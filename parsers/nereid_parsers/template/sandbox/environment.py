@@ -13,23 +13,27 @@ and uses the current date.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from jinja2 import ext
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
-from jinja2.utils import Namespace
 
 from nereid_parsers.errors import TemplateError
 from nereid_parsers.template.sandbox.counting_nodes import (
     AddCounting,
     Generation,
     TimedCodeGenerator,
+)
+from nereid_parsers.template.sandbox.functions import (
+    CountedItems,
+    SafeNamespace,
+    raise_exception,
+    tojson,
 )
 from nereid_parsers.template.sandbox.limits import (
     MAX_CODE,
@@ -44,78 +48,10 @@ _PROBE_TIME = datetime(2025, 6, 1, 12, 0, 0)
 _REMOVED_FILTERS = ("urlize", "pprint", "xmlattr", "random", "wordwrap", "striptags")
 _PRINTABLE_TYPES = (str, int, float, bool, list, tuple, dict, type(None), Undefined)
 _MAX_MESSAGE = 300  # the largest number of characters of an error message
-_MAX_RAISED_MESSAGE = 500  # the same limit for messages that the template itself raises
 
 
 class RenderRefused(Exception):
     """A template failed to render a conversation. The message is the template's error message."""
-
-
-# ---- functions of the environment ---------------------------------------------------------------
-
-
-class _SafeNamespace(Namespace):
-    """A Jinja namespace that rejects attributes whose names start with an underscore."""
-
-    def __setitem__(self, name: str, value: object) -> None:
-        """Set an attribute. Raise SecurityError if its name starts with an underscore."""
-        if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(
-                f"a name in a namespace must not start with an underscore, but {name!r} does"
-            )
-        super().__setitem__(name, value)
-
-
-def tojson(
-    value: Any,  # noqa: ANN401
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return `value` as JSON text without HTML escapes. Example: `tojson(["<"])` returns `["<"]`.
-
-    This function is the filter `tojson` of a template. It has the same arguments as in
-    transformers. Unlike transformers, it also accepts the iterators that filters such as `map`
-    return, and writes the iterators as lists. Other template engines also do so, and some templates
-    depend on this behaviour.
-    """
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-        default=list,
-    )
-
-
-def _raise_exception(message: object) -> NoReturn:
-    """Raise an error with the given message, because the template called `raise_exception`."""
-    raise jinja2.exceptions.TemplateError(str(message)[:_MAX_RAISED_MESSAGE])
-
-
-# ---- the environment ----------------------------------------------------------------------------
-
-
-class _CountedItems:
-    """A sequence whose items are counted when a loop reads them.
-
-    The sequence has a length, because the loop variable `loop.last` needs the length.
-    """
-
-    def __init__(self, items: Any, count: Callable[[Iterable[Any]], Iterator[Any]]) -> None:  # noqa: ANN401
-        """Wrap `items`. The function `count` yields the items, and counts each of them."""
-        self._items = items
-        self._count = count
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the items, and count each item."""
-        return self._count(self._items)
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -150,26 +86,36 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.literal_size = 0
         self._is_immutable = is_immutable
         self._now = now
-        allowed_filters = {**self.filters, "tojson": tojson}
-        for name in _REMOVED_FILTERS:
-            allowed_filters.pop(name, None)
-        self.filters = {
-            name: self._counted_filter(name, inner) for name, inner in allowed_filters.items()
+        allowed_filters = {
+            name: function
+            for name, function in self.filters.items()
+            if name not in _REMOVED_FILTERS
         }
-        # `AddCounting` inserts these filters. A template cannot call them by accident, because no
-        # chat template uses a filter whose name starts with an underscore.
-        self.filters.update(
-            _count_items=self._count_items,
-            _count_step=self._count_step,
-            _concatenate=self._concatenate,
-            _check_size=lambda value: self.budget.check(value),
-        )
+        allowed_filters["tojson"] = tojson
+        self.filters = {
+            name: self._counted_filter(name, function) for name, function in allowed_filters.items()
+        }
+        self.filters.update(self._counting_filters())
         self.globals.pop("lipsum", None)
         self.globals.update(
-            namespace=_SafeNamespace,
-            raise_exception=_raise_exception,
+            namespace=SafeNamespace,
+            raise_exception=raise_exception,
             strftime_now=self._strftime_now,
         )
+
+    def _counting_filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the filters that count the operations of a template.
+
+        The class `AddCounting` inserts these filters into each template. A template cannot call
+        them by accident, because no chat template uses a filter whose name starts with an
+        underscore.
+        """
+        return {
+            "_count_items": self._count_items,
+            "_count_step": self._count_step,
+            "_concatenate": self._concatenate,
+            "_check_size": lambda value: self.budget.check(value),
+        }
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ANN401
         """Return whether the template may access an attribute, such as the method `append`."""
@@ -187,8 +133,6 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.budget.check_operator(operator, left, right)
         return self.budget.check(super().call_binop(context, operator, left, right))
 
-    # These parameter names are copied from the method of the base class. Names with underscores
-    # cannot collide with the names of keyword arguments that a template passes.
     def call(
         __self,
         __context: Context,
@@ -198,6 +142,10 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     ) -> Any:  # noqa: ANN401
         """Call the function, method or macro `__obj`, and count the call and its result.
 
+        jinja2 runs this method for each call in a template. The parameter names are copied from the
+        base class. Names with underscores cannot collide with the names of keyword arguments that
+        a template passes.
+
         Raises:
             LimitError: The result would be too large, or the template makes too many calls.
         """
@@ -206,6 +154,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         # One call of a macro can write any of the template's literal text. A call of another
         # function writes no literal text of the template.
         budget.step(__self.literal_size if is_macro else 0)
+        # jinja2 wraps `str.format` in a function, which has no `__self__`.
         function = getattr(__obj, "__wrapped__", __obj)
         # The object whose method is called, such as `text` in `text.replace(..)`, or None.
         owner = getattr(function, "__self__", None)
@@ -252,7 +201,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
         """Wrap the items of a loop. The budget then counts each item that the loop reads."""
         if isinstance(items, list | tuple | str | dict | range):
-            return _CountedItems(items, self._counted)
+            return CountedItems(items, self._counted)
         return self._counted(items)
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -324,7 +273,7 @@ class CompiledTemplate:
         self._now = now
         env = _LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
         counting = AddCounting(budget)
-        self._code = _compile(env, source, counting)
+        self._code = _compile(env, source, counting)  # `counting` records names and texts.
         self.literals = tuple(counting.literals)
         self.names = frozenset(counting.names)
         self.compared = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Schema = Mapping[str, Any]
 
@@ -71,22 +71,39 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     is [] if a bound is missing or is not a number, or if there are more than `_MAX_MULTIPLES`
     multiples.
     """
-    bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
-    if not all(is_number(bound) for bound in bounds):
+    bounds = _finite_bounds(schema)
+    if bounds is None:
         return []
-    lowest = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
-    highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
-    has_both_bounds = math.isfinite(lowest) and math.isfinite(highest)
-    if not has_both_bounds:
-        return []
-    first_factor = math.ceil(lowest / multiple)
-    last_factor = math.floor(highest / multiple)
+    first_factor = math.ceil(bounds.lowest / multiple)
+    last_factor = math.floor(bounds.highest / multiple)
     num_multiples = last_factor - first_factor + 1
     if num_multiples > _MAX_MULTIPLES:
         return []
     multiples = [factor * multiple for factor in range(first_factor, last_factor + 1)]
     excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
     return [value for value in multiples if value not in excluded]
+
+
+class _Bounds(NamedTuple):
+    """The lowest and the highest number between which the values of a schema are."""
+
+    lowest: float
+    highest: float
+
+
+def _finite_bounds(schema: Schema) -> _Bounds | None:
+    """Return the bounds of a schema, or None if a bound is missing or is not a number.
+
+    Exclusive bounds are returned like inclusive bounds. Example: the bounds of
+    `{"minimum": 1, "exclusiveMaximum": 15}` are 1 and 15.
+    """
+    bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
+    if not all(is_number(bound) for bound in bounds):
+        return None
+    lowest = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
+    highest = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
+    has_both_bounds = math.isfinite(lowest) and math.isfinite(highest)
+    return _Bounds(lowest, highest) if has_both_bounds else None
 
 
 def is_number(value: object) -> bool:

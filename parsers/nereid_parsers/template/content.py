@@ -230,14 +230,12 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     if contains_next_header:
         return []
     next_match = MARKER.match(after_content, match.end())
-    if next_match is None:
-        return [turn_end]
-    next_marker = next_match.group()  # `<|over|>`
+    next_marker = next_match.group() if next_match is not None else ""  # `<|over|>`
     ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    opens_next_turn = next_marker in markers(header)
-    if not ends_user_message or opens_next_turn or next_marker == EOS_TOKEN:
-        return [turn_end]
-    return [turn_end, next_marker]
+    # A marker of the header opens the next turn, and EOS_TOKEN is a placeholder for an unknown
+    # token. The empty text is no marker.
+    can_end_turn = next_marker not in ("", EOS_TOKEN, *markers(header))
+    return [turn_end, next_marker] if ends_user_message and can_end_turn else [turn_end]
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:

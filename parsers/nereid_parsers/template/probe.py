@@ -245,12 +245,8 @@ class Prober:
         all_names = sorted(name for name in self.template.names if is_thinking_switch(name))
         # The variables in `kwargs` have a fixed value.
         names = [name for name in all_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
-        combined_settings = []
-        if len(names) > 1:
-            # Some templates render reasoning only if several switches are on.
-            all_on = Switches(tuple((name, True) for name in names))
-            all_off = Switches(tuple((name, False) for name in names))
-            combined_settings = [all_on, all_off]
+        # Some templates render reasoning only if several switches are on.
+        combined_settings = _all_on_and_all_off(names) if len(names) > 1 else []
         single_settings = [
             Switches(((name, value),)) for name in names for value in self._switch_values(name)
         ]
@@ -282,6 +278,13 @@ def is_thinking_switch(name: str) -> bool:
     (True, False)
     """
     return bool(_SWITCH_NAME.search(name)) and not _NO_SWITCH_NAME.search(name)
+
+
+def _all_on_and_all_off(names: list[str]) -> list[Switches]:
+    """Return two settings of template variables: all variables are True, or all are False."""
+    all_on = Switches(tuple((name, True) for name in names))
+    all_off = Switches(tuple((name, False) for name in names))
+    return [all_on, all_off]
 
 
 def _mask_call_ids(text: str, form: InputForm) -> str:

@@ -304,9 +304,8 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     if not offers_tools:
         return None
     is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    section = None
-    if not is_partly_rendered:
-        section = recognise_tool_section(_possible_call_markers(prober))
+    call_markers = _possible_call_markers(prober)
+    section = None if is_partly_rendered else recognise_tool_section(call_markers)
     if section is None:
         prober.undecided.append(
             "The template offers tools but renders no complete call. Calls are returned as content."

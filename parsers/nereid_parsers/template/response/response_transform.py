@@ -52,6 +52,24 @@ def keys_of_transform(transform: object) -> Keys:
             f"the transform {rule!r} does not return a tool call, because `function` is not "
             "an object"
         )
+    return _keys_of_rule(rule, function)
+
+
+def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
+    """Return the keys to which the placeholders of a transform refer.
+
+    >>> function = {"name": "{content.f}", "arguments": "{content.a}"}
+    >>> keys = _keys_of_rule({"id": "{content.number}", "function": function}, function)
+    >>> keys.name, keys.arguments, keys.id
+    ('f', 'a', 'number')
+
+    Args:
+        rule: The transform. It may contain a placeholder for the id.
+        function: The object that contains the placeholders for the name and the arguments.
+
+    Raises:
+        FormatError: A placeholder is missing or malformed.
+    """
     name_path = _path(function.get("name"))
     arguments_path = _path(function.get("arguments"))
     if not name_path or not arguments_path:

@@ -140,23 +140,25 @@ def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
 def _reasoning_nodes(fmt: FormatData, layout: Sections, state: ReasoningState) -> list[Node]:
     """Return the grammar nodes that match the reasoning and its markers.
 
-    Example of matching text: `<think>Let me see.</think>`. The list is empty if the reasoning has
-    ended or is excluded from the structural tag.
+    Example of matching text: `<think>Let me see.</think>`. If the reasoning is already open, the
+    nodes do not match `<think>`. The list is empty if the reasoning has ended or is excluded from
+    the structural tag, or if the format has no reasoning.
 
     Raises:
         ConstraintError: The output starts inside the reasoning, but the format has no reasoning.
     """
+    is_open = state is ReasoningState.OPEN
     if state in (ReasoningState.ENDED, ReasoningState.EXCLUDED):
         return []
     declaration = layout.reasoning
-    if declaration is not None:
-        text = _reasoning_text(fmt, layout, declaration)
-        if state is ReasoningState.OPEN:
-            return _opened_reasoning(declaration, text)
-        return [_optional_reasoning(declaration, text)]
-    if state is ReasoningState.OPEN:
-        raise unclosed_reasoning_error(fmt)
-    return []
+    if declaration is None:
+        if is_open:
+            raise unclosed_reasoning_error(fmt)
+        return []
+    text = _reasoning_text(fmt, layout, declaration)
+    if is_open:
+        return _opened_reasoning(declaration, text)
+    return [_optional_reasoning(declaration, text)]
 
 
 def _reasoning_text(fmt: FormatData, layout: Sections, declaration: Reasoning) -> Node:
@@ -178,10 +180,14 @@ def _opened_reasoning(declaration: Reasoning, text: Node) -> list[Node]:
 
 
 def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
-    """Return the node for reasoning that the model may open, for example `<think>Hm.</think>`.
+    """Return the grammar node for reasoning that the model may omit: `<think>Hm.</think>`.
 
-    Some models skip the reasoning and write only the closing marker, so the node also matches
-    `</think>` alone.
+    Some models skip the reasoning and write only the closing marker. So if the model itself opens
+    the reasoning, the node also matches `</think>` alone.
+
+    Args:
+        declaration: The declaration of the reasoning and its markers.
+        text: The node for the text between the markers.
     """
     close = declaration.close.strip()
     reasoning: Node = {

@@ -144,6 +144,8 @@ def _required_text(response_format: Mapping[str, Any], key: str) -> str:
 def _choice_node(choices: object) -> Node:
     """Return the grammar node that matches exactly one of the strings in `choices`.
 
+    Example: the node for `["yes", "no"]` matches `yes` and `no`.
+
     Raises:
         ConstraintError: `choices` is not a list of non-empty strings, or the list is empty.
     """

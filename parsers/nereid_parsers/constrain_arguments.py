@@ -314,7 +314,9 @@ def _unquoted_key_value(declaration: BareKeyArguments, schema: Mapping[str, Any]
         items = repeated([item], const(","), is_single=False)
         return sequence(const("["), optional(items), const("]"))
     if types == frozenset({"object"}):
-        return unquoted_key_arguments(declaration, ToolSchema("", schema))
+        # The members of an object are written in the same way as the arguments of a tool.
+        object_as_tool = ToolSchema(name="", parameters=schema)
+        return unquoted_key_arguments(declaration, object_as_tool)
     return json_schema(schema)
 
 

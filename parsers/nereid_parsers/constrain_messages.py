@@ -181,10 +181,17 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
     """Return the grammar node for the header of a message that calls the function `name`.
 
-    The node matches the header of the first route. The node also matches the header of any other
-    route that declares `Route.written`. Example: ` to=functions.f<|message|>`.
+    A route declares a header. The node matches the header of the first route, and the headers of
+    the other routes that declare which text a model must write (`Route.written`). Example of a
+    matching text: ` to=functions.f<|message|>`.
+
+    Args:
+        layout: The layout of the format.
+        routes: The routes of messages that are tool calls.
+        name: The name of the function.
     """
-    allowed_routes = [routes[0], *(route for route in routes[1:] if route.written)]
+    first_route_of_calls, *other_routes = routes
+    allowed_routes = [first_route_of_calls, *(route for route in other_routes if route.written)]
     return one_of(*(const(header_text(layout, route, name)) for route in allowed_routes))
 
 

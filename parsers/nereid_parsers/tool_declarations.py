@@ -55,9 +55,8 @@ class Keys:
                     f"Keys: the path {path!r} has an empty part. A path is a list of key names "
                     "that are separated by dots, such as 'function.name'."
                 )
-        required_members = {"name", "arguments"}
-        members = set(self.order)
-        if not required_members <= members <= required_members | {"id"}:
+        members_without_id = set(self.order) - {"id"}
+        if members_without_id != {"name", "arguments"}:
             raise FormatError(
                 "Keys.order must contain 'name' and 'arguments', and may contain 'id', but is "
                 f"{self.order!r}"

@@ -63,7 +63,8 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
     "$.items")`.
     """
     for keyword in _SCHEMA_KEYWORDS:
-        yield schema.get(keyword), f"{path}.{keyword}"
+        if keyword in schema:
+            yield schema[keyword], f"{path}.{keyword}"
     for keyword in _SCHEMA_LIST_KEYWORDS:
         options = schema.get(keyword)
         if isinstance(options, list):
@@ -79,8 +80,9 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     """Yield a description of each keyword that xgrammar enforces in some schemas, but not in this.
 
-    Example: xgrammar enforces an `allOf` of one schema. An `allOf` of two schemas at the path `$`
-    yields "allOf of 2 parts at $".
+    xgrammar enforces `multipleOf` only for integers without bounds. It enforces an `allOf` of one
+    schema, and treats `oneOf` as `anyOf`. Example: an `allOf` of two schemas at the path `$` yields
+    "allOf of 2 parts at $".
     """
     if "multipleOf" in schema and not is_enforced_multiple(schema):
         yield f"multipleOf at {path}"
@@ -88,7 +90,8 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     if isinstance(all_of, list) and len(all_of) > 1:
         yield f"allOf of {len(all_of)} parts at {path}"
     one_of = schema.get("oneOf")
-    if isinstance(one_of, list) and len(one_of) > 1 and not _are_disjoint(one_of):
+    # `oneOf` and `anyOf` are equal if no value matches two of their schemas.
+    if isinstance(one_of, list) and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
 
 
@@ -97,8 +100,10 @@ def _are_disjoint(options: list[Any]) -> bool:
 
     If so, `oneOf` and `anyOf` accept the same values. Only the declared types and constants are
     compared. Examples: a string and an integer are disjoint. The constants "a" and "b" are
-    disjoint. A string and the constant "a" are not disjoint.
+    disjoint. A string and the constant "a" are not disjoint. A single schema is disjoint.
     """
+    if len(options) < 2:
+        return True
     options_of_type: dict[str, list[Mapping[str, Any]]] = {}
     for option in options:
         json_type = _single_type(option)

@@ -140,7 +140,8 @@ def analyze_checkpoint_template(
             "<tool_call>".
     """
     template = CompiledTemplate(jinja_source, Budget())
-    prober = Prober(  # It renders test conversations with the template.
+    # The prober renders test conversations with the template, and stores findings for the report.
+    prober = Prober(
         template,
         bos=bos_token or BOS_TOKEN,
         eos=eos_token or EOS_TOKEN,
@@ -152,7 +153,8 @@ def analyze_checkpoint_template(
             "The template changes lists, which the sandbox of transformers forbids."
         )
     has_calls = _choose_message_form(prober)
-    turn = compare_generation_prompt(prober)
+    turn = compare_generation_prompt(prober)  # the text around the model's answers
+    # The formats of a few templates cannot be inferred, so they are declared in known_formats.py.
     known_format = find_quarantined(jinja_source)
     if known_format is None:
         return _infer(turn)

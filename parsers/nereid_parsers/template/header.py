@@ -243,7 +243,7 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     The header is the text that opens the model's turn. It was found by comparing answers. If every
     answer contains the marker, `header` also contains the marker, although the marker belongs to
     the answer. The marker is removed if its closing marker directly follows the header in an
-    answer, because the two markers then enclose empty reasoning.
+    answer with content, because the two markers then enclose empty reasoning.
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
@@ -257,10 +257,11 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     if not opening:
         return header
     possible_closings = tuple(closing_spellings(opening))
-    for answer in answers:
+    answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
+    for answer in answers_with_content:
         _, _, after_header = answer.partition(header.strip())
         is_closed_at_once = after_header.lstrip().startswith(possible_closings)
-        if CONTENT_TEXT in answer and is_closed_at_once:
+        if is_closed_at_once:
             return header[: header.rfind(opening)]
     return header
 
@@ -277,6 +278,7 @@ def _user_header(without_prompt: str) -> str:
         without_prompt: The user's question, rendered without the generation prompt.
     """
     all_before_question, _, _ = without_prompt.rpartition(USER_TEXT)
+    # A long text before the question is not only a header. Its start may be a system message.
     before_question = all_before_question[-_MAX_USER_HEADER:]
     roles = list(_USER_WORD.finditer(before_question))
     if not roles:

@@ -125,7 +125,15 @@ class Prober:
             return _mask_call_ids(text, form)
 
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
-        """Return the variables with which the template renders a conversation."""
+        """Return the variables with which the template renders a conversation.
+
+        If a variable is set several times, the last value counts: the value of a thinking switch of
+        the conversation, or else the value in `kwargs`.
+
+        Args:
+            conversation: The conversation.
+            form: The form in which the template expects the messages.
+        """
         has_tools = conversation.tools or form.always_tools
         return {
             "messages": form.messages(conversation),

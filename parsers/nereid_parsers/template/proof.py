@@ -113,6 +113,9 @@ def _parse_answer(
 ) -> Proof:
     """Parse a rendered answer with the inferred format, and compare the result with the answer.
 
+    The attribute `differs` of the result names the parts that the parser returned wrongly, such as
+    "content".
+
     Args:
         fmt: The inferred format.
         name: The kind of message for the report, such as "one call".

@@ -299,8 +299,9 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
         if prompt.switches.system:
             continue  # The added text is the system message of the probe, not an instruction.
         added_text = difference(default.text, prompt.text).right
-        pairs = empty_pairs(added_text)
-        if not pairs or not is_thinking_marker(pairs[0].opening):
+        pairs = empty_pairs(added_text)  # such as `<think></think>` and `<answer></answer>`
+        mentions_reasoning = bool(pairs) and is_thinking_marker(pairs[0].opening)
+        if not mentions_reasoning:
             continue
         names = ", ".join(pair.opening + pair.closing for pair in pairs)
         turn.prober.record(

@@ -144,14 +144,20 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
 def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> CallFormat:
     """Return the format of tool calls that are the members of one JSON array.
 
-    Example: `<calls>[{..}, {..}]</calls>` is a section between `<calls>` and `</calls>`, and
-    `[TOOL_CALLS][{..}, {..}]` is a tool call that `[TOOL_CALLS]` opens.
+    A section is the list of all tool calls with its markers. Example: `<calls>[{..}, {..}]</calls>`
+    is a section between `<calls>` and `</calls>`, but `[TOOL_CALLS][{..}, {..}]` is declared as a
+    tool call that `[TOOL_CALLS]` opens.
+
+    Args:
+        text: A rendering of tool calls.
+        keys: The keys of the name and the arguments in an object of the array.
+        array: The array in `text`.
     """
     opening = text[: array.start]
     closing = text[array.end :]
-    if opening.strip() and not closing.strip():
-        # A section needs a closing marker, but no marker follows the array. So `opening` is
-        # declared as the marker of a tool call.
+    has_only_opening = bool(opening.strip()) and not closing.strip()
+    if has_only_opening:
+        # A section needs a closing marker, so `opening` is declared as the marker of a tool call.
         call = Call(JsonArray(keys), open=opening)
         return CallFormat("JSON array", (call,), ListMarkup())
     markup = ListMarkup(open=opening, separator=", ", close=closing)

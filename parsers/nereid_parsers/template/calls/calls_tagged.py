@@ -75,9 +75,10 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     # the last argument: `</k></c>`. This tag belongs to the markup of the arguments.
     markup_of_arguments = list_markup(before_key, between_arguments, markup.item_close)
     markup_of_calls = replace(markup, item_close=markup_of_arguments.close)
-    unquoted_values = _infer_value_tags(texts, markup_of_arguments, before_value)
-    values = _add_quoted_variant(texts, unquoted_values, before_value)
-    calls = calls_with_head(markup_of_calls, markup_of_arguments.open, values)
+    unquoted_tags = _infer_value_tags(texts, markup_of_arguments, before_value)
+    all_tags = _add_quoted_variant(texts, unquoted_tags, before_value)
+    # The text between the name and the arguments, `>`, precedes the list of arguments.
+    calls = calls_with_head(markup_of_calls, markup_of_arguments.open, all_tags)
     return CallFormat("tagged arguments", calls, markup_of_calls)
 
 
@@ -318,7 +319,8 @@ def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
     Example: in the calls `~<f>..~</f>~<g>..~</g>~`, the marker `~` precedes each tag. But
     `list_markup` treats the `~` before `<g>` as the end of the first call, `~</f>~`:
 
-    >>> _move_marker_to_next_tag(ListMarkup("~", "<f>", "~</f>~", "", ""), "~")
+    >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~")
+    >>> _move_marker_to_next_tag(markup, "~")
     ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')
 
     If `item_close` does not end with the marker, the markup is already correct.

@@ -183,7 +183,8 @@ class Budget:
             self.check_size(num_bits * _POWER_WEIGHT)
         elif operator == "%":
             check_format(left)
-            check_numbers(right if isinstance(right, tuple) else ())
+            if isinstance(right, tuple):  # A number of the tuple may be a width, as in `%*d`.
+                check_numbers(right)
 
     def check_method(self, owner: Any, name: str, args: tuple[Any, ...]) -> None:  # noqa: ANN401
         """Raise LimitError if the result of the method call `owner.name(*args)` would be too large.

@@ -251,7 +251,8 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
     `{"type": "integer", "minimum": 3}`.
 
     Raises:
-        _CannotMergeError: See `_merge`.
+        _CannotMergeError: No value matches both schemas, or the result has a combination of
+            keywords that xgrammar does not enforce.
     """
     merged: dict[str, Any] = {**first, **second}
     common_keywords = [keyword for keyword in first if keyword in second]

@@ -313,13 +313,20 @@ def _ends_of_format(
 ) -> tuple[str, ...]:
     """Return the texts that the parser removes from the output because they end a turn.
 
-    The result also contains headers that the model itself writes inside its output, because the
-    parser must also remove these headers.
+    A header is the text that opens a turn, such as `<|assistant|>`. Some models write a header
+    themselves inside their output. The result also contains these headers, because the parser must
+    also remove them. Example: ("<|end|>", "<|assistant|>").
+
+    Args:
+        turn: The text around the model's answers. It contains the markers that end a turn.
+        reasoning: The findings about reasoning. They contain the headers after the reasoning.
+        tools: The findings about tool calls. They contain the headers before a tool call, and the
+            markers after the tool calls that end the turn.
     """
-    inner_headers = tools.inner_headers or reasoning.inner_headers
-    headers = (*inner_headers, header_after_result(turn))
-    ends = [end for end in (*turn.end_markers, *tools.end_markers, *headers) if end]
-    return tuple(dict.fromkeys(ends))  # without duplicates
+    inner_headers = tools.inner_headers if tools.inner_headers else reasoning.inner_headers
+    headers = (*inner_headers, header_after_result(turn))  # A missing header is "".
+    texts = [text for text in (*turn.end_markers, *tools.end_markers, *headers) if text]
+    return tuple(dict.fromkeys(texts))  # without duplicates
 
 
 def _result(
@@ -330,6 +337,9 @@ def _result(
     proofs: list[Proof],
 ) -> TemplateAnalysis:
     """Return the result of the whole analysis, which the report shows to the user.
+
+    The result contains the format, and everything that supports it: the comparisons, the parts of a
+    conversation that the template renders, the open questions, and the checked messages.
 
     Args:
         turn: The text around the model's answers. `turn.prober` has recorded the comparisons.

@@ -275,9 +275,8 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
     if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
         why_whole = "It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
-    is_reasoning_chosen = reasoning is not None
     layout = _combine_sections(
-        chosen.layout, from_files.layout, is_reasoning_chosen=is_reasoning_chosen
+        chosen.layout, from_files.layout, is_reasoning_chosen=reasoning is not None
     )
     combined = Format(
         f"{chosen.name}+{from_files.name}",

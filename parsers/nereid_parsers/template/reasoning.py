@@ -114,9 +114,11 @@ def compare_reasoning_presence(
     report compares this message with the same message without reasoning, with the label R1.
 
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations. If no
-            markers are found, a sentence is appended to `turn.prober.undecided` for the report.
+        turn: The text around the model's answers. `turn.prober` renders the conversations.
         conversation: A conversation whose reasoning the template renders.
+
+    Mutates: `turn.prober`, which records the comparison. If a marker is missing, a sentence is
+        appended to `turn.prober.undecided` for the report.
 
     Returns:
         The markers, or None if one of the markers is missing.
@@ -352,11 +354,15 @@ def compare_reasoning_before_call(
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
-        part: The reasoning part of the format.
+        part: The reasoning part of the format, which declares the markers of reasoning.
         conversation: A conversation whose reasoning the template renders.
 
+    Mutates: `turn.prober`, which records the comparison. If nothing marks the end of the reasoning,
+        a sentence is appended to `turn.prober.undecided` for the report.
+
     Returns:
-        A tuple with this marker, or () if there is no such marker.
+        A tuple with this marker, or () if there is no such marker. The tuple is the value of
+        `Reasoning.interrupted_by`.
     """
     call_only = AssistantMessage(calls=ONE_CALL)
     reasoning_and_call = replace(call_only, reasoning=REASONING_TEXT)

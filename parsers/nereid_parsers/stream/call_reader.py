@@ -123,20 +123,19 @@ class CallReader:
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Leave the tool section if `marker` closes the section.
-
-        Returns:
-            Whether the caller must remove `marker` from the content. The result is True if `marker`
-            closes the tool section, or if `marker` directly follows the markup of a tool call.
-        """
-        if self._is_in_section and marker in self._section_markers.closes:
+        """Leave the tool section if `marker` closes the section. Return whether it does."""
+        closes_section = self._is_in_section and marker in self._section_markers.closes
+        if closes_section:
             self._is_in_section = False
-            return True
+        return closes_section
+
+    def is_after_call(self) -> bool:
+        """Return whether only markup, such as `</tool_call>`, follows the last tool call."""
         return self.has_calls() and self._text_writer.is_after_marker
 
     def has_calls(self) -> bool:
         """Return whether a tool call has started in this message."""
-        return bool(self._call_writer.num_started)
+        return self._call_writer.num_started > 0
 
     def add_deviation(self, deviation: str) -> None:
         """Store the description of a deviation from the format. See `CallWriter.add_deviation`."""
@@ -144,46 +143,39 @@ class CallReader:
 
     # ---- text that is not a tool call ------------------------------------------------------------
 
-    def treat_as_content(self, num_chars: int, fault: str) -> State:
-        """Write the pending text, and the next `num_chars` characters, as content.
+    def treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
+        """Write text that looked like a tool call, but is none, as content.
 
-        This text looked like a tool call, but is none. Pending text has been read, but has not been
-        written, because it might have been a marker. The open tool call, and the descriptions of
-        its deviations from the format, are discarded.
+        This text is the pending text, and the next `num_unread_chars` characters of the buffer.
+        Pending text has been read, but has not been written, because it might have been a marker.
+        The open tool call, and the descriptions of its deviations from the format, are discarded.
 
         Args:
-            num_chars: The number of unread characters that are content.
             fault: The reason that the event gives for returning this text as content.
+            num_unread_chars: The number of unread characters that are content.
 
         Returns:
             The state in which the text after this content is read.
         """
         self._open_call = None
         self._call_writer.clear_deviations()
-        if not self._call_writer.num_started:
+        if not self.has_calls():
             self._is_in_section = False  # The opening marker of the section is content, too.
-        self._text_writer.write_pending(self._buffer.take(num_chars), fault)
+        self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
         if self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
         return State.CONTENT
 
-    def _drop_or_treat_as_content(self, num_chars: int, fault: str) -> State:
+    def _drop_or_treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
         """Remove an incomplete tool call at the end of the message, or treat its text as content.
 
         If the text of the tool call contains a tag, no client can use the text, so it is removed.
         Otherwise it is content. Example: at the end of the message, `<tool_call>{"na` is removed,
-        and `{"na` is content.
-
-        Args:
-            num_chars: The number of unread characters that are content if the text has no tag.
-            fault: The reason that the event gives for returning this text as content.
-
-        Returns:
-            The next state.
+        and `{"na` is content. For the arguments and the result see `treat_as_content`.
         """
         incomplete_call = self._text_writer.pending_text + self._buffer.unread()
         if not looks_like_markup(incomplete_call):
-            return self.treat_as_content(num_chars, fault)
+            return self.treat_as_content(fault, num_unread_chars=num_unread_chars)
         self._is_in_section = False
         self._open_call = None
         self._text_writer.drop_pending()
@@ -203,32 +195,35 @@ class CallReader:
         Returns:
             The next state, or None if more text is required to decide whether a tool call starts.
         """
-        expected = self._expected
-        match = expected.match(self._buffer, self._call_writer.tools)
+        match = self._expected.match(self._buffer, self._call_writer.tools)
         if isinstance(match, MatchedCall):
             return self._read_head(match)
         if match == NEED_MORE:
             return None
-        num_content_chars = len(expected.opening)
-        # Inside a tool section, a tool call may lack its opening marker. Text such as `{` is then
-        # an incomplete tool call.
-        is_cut_off = self._buffer.is_final and expected.is_incomplete(
+        # No tool call starts here, so the text that was taken for the opening marker is content.
+        num_marker_chars = len(self._expected.opening)
+        if self._is_start_cut_off():
+            return self._drop_or_treat_as_content(
+                _NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars
+            )
+        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
+
+    def _is_start_cut_off(self) -> bool:
+        """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
+
+        Inside a tool section, a tool call may lack its opening marker, so the result is True for
+        the text `{`, too.
+        """
+        return self._buffer.is_final and self._expected.is_incomplete(
             self._buffer, includes_unmarked=self._is_in_section
         )
-        if is_cut_off:
-            return self._drop_or_treat_as_content(num_content_chars, _NO_CALL_AFTER_MARKER)
-        return self.treat_as_content(num_content_chars, _NO_CALL_AFTER_MARKER)
-
-    def _begin_body(self, match: MatchedCall) -> None:
-        """Create and start the reader of the body that follows a matched header."""
-        body = match.variant.create_reader(
-            self._call_writer, match.head, is_confirmed=match.is_confirmed
-        )
-        self._open_call = OpenCall(match, body, self._buffer, self._text_writer)
-        body.begin()
 
     def _read_head(self, match: MatchedCall) -> State:
-        """Read the matched header of a tool call. Return the state in which the body is read."""
+        """Read the matched marker and header of a tool call. Return the next state.
+
+        The text is stored as pending text, which is removed from the output when the tool call
+        starts. Usually, the next state is CALL_BODY, in which the arguments are read.
+        """
         if match.variant.omits_marker:
             self._call_writer.add_deviation(_MISSING_MARKER)
         self._text_writer.store_pending(self._buffer.take_until(match.head.end))
@@ -238,6 +233,14 @@ class CallReader:
         # Some readers start the tool call before the body has any text. The state machine would
         # call `read_body` only when more text arrives, so `read_body` is called here.
         return self.read_body() or State.CALL_BODY
+
+    def _begin_body(self, match: MatchedCall) -> None:
+        """Create and start the reader of the body that follows a matched header."""
+        body = match.variant.create_reader(
+            self._call_writer, match.head, is_confirmed=match.is_confirmed
+        )
+        self._open_call = OpenCall(match, body, self._buffer, self._text_writer)
+        body.begin()
 
     def read_body(self) -> State | None:
         """Read a part of the body of a tool call, which is the text between its markers.
@@ -258,7 +261,7 @@ class CallReader:
             return self._end_call(call.variant)
         if outcome is Outcome.BROKEN:
             return State.BROKEN_CALL
-        return self.treat_as_content(0, _NO_CALL)
+        return self.treat_as_content(_NO_CALL)
 
     def read_broken(self) -> State | None:
         """Read arguments that are not valid JSON. See `OpenCall.read_broken`."""
@@ -269,7 +272,8 @@ class CallReader:
     def _end_call(self, variant: CompiledCall) -> State:
         """Prepare to read the closing markers of a tool call whose body has ended.
 
-        `variant` declares these markers. The state of this reader and of the TextWriter changes.
+        Args:
+            variant: The declaration of the tool call, which contains these markers.
 
         Returns:
             The next state. If the tool call is a whole message, this is CONTENT, because the marker
@@ -326,17 +330,19 @@ class CallReader:
         """
         variant = self._last_variant
         object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
-        if variant is None or not self._buffer.text.startswith("{", object_start):
-            return None
-        # If a closing marker of the last tool call is still expected, the object is between the
-        # markers of this call.
-        has_opening_marker = bool(variant.call.open.strip())
-        is_inside_markers = has_opening_marker and bool(self._closing_markers)
-        if not is_inside_markers or not isinstance(variant.call.body, JsonObject):
+        starts_object = self._buffer.text.startswith("{", object_start)
+        if variant is None or not starts_object or not self._may_repeat_object(variant):
             return None
         self._text_writer.store_whitespace(self._buffer.take_until(object_start))
         # No marker precedes this object, so its name must be the name of an offered tool.
         return self._read_head(MatchedCall(variant, Head(object_start), is_confirmed=False))
+
+    def _may_repeat_object(self, variant: CompiledCall) -> bool:
+        """Return whether the position is between the markers of a tool call that is JSON."""
+        is_json_object = isinstance(variant.call.body, JsonObject)
+        has_opening_marker = bool(variant.call.open.strip())
+        expects_closing_marker = bool(self._closing_markers)
+        return is_json_object and has_opening_marker and expects_closing_marker
 
     def read_between(self) -> State | None:
         """Read the text after a tool call, or after the opening marker of a tool section.
@@ -354,13 +360,11 @@ class CallReader:
         if not buffer.has_unread():
             return None
         close_end = self._match_section_close()
-        if close_end == NEED_MORE:
+        separator_end = self._match_separator() if close_end == NO_MATCH else NO_MATCH
+        if NEED_MORE in (close_end, separator_end):
             return self._wait_or_drop(buffer.pos)
         if close_end != NO_MATCH:
             return self._end_section(buffer.text[buffer.pos : close_end])
-        separator_end = self._match_separator()
-        if separator_end == NEED_MORE:
-            return self._wait_or_drop(buffer.pos)
         if separator_end != NO_MATCH:
             self._text_writer.write_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
@@ -372,8 +376,11 @@ class CallReader:
         """Return the end of the section's closing marker, NEED_MORE or NO_MATCH."""
         if not self._is_in_section:
             return NO_MATCH
-        is_empty = bool(self._text_writer.pending)  # The opening marker is still pending.
-        return self._section_markers.match_close(self._buffer, is_empty=is_empty)
+        return self._section_markers.match_close(self._buffer, is_empty=self._is_section_empty())
+
+    def _is_section_empty(self) -> bool:
+        """Return whether the section has no tool call yet. Its opening marker is then pending."""
+        return bool(self._text_writer.pending)
 
     def _match_separator(self) -> int:
         """Return the end of a separator after a tool call, NEED_MORE or NO_MATCH."""
@@ -390,11 +397,9 @@ class CallReader:
         removed.
         """
         self._is_in_section = False
-        is_empty = bool(self._text_writer.pending)  # The opening marker is still pending.
-        may_be_content = self._calls_first or not is_special_token(close)
-        if is_empty and may_be_content:
-            return self.treat_as_content(len(close), _EMPTY_SECTION)
-        if is_empty:
+        if self._is_section_empty():
+            if self._calls_first or not is_special_token(close):
+                return self.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
             self._text_writer.drop_pending()
         self._text_writer.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
@@ -416,8 +421,8 @@ class CallReader:
             self._open_call = None
             return State.CONTENT
         if call.is_start_cut_off(self._section_markers.closes):
-            return self._drop_or_treat_as_content(0, _NO_CALL)
-        return self.treat_as_content(0, _NO_CALL)
+            return self._drop_or_treat_as_content(_NO_CALL)
+        return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:
         """At the end of the message, end a tool call whose arguments are not valid JSON."""
@@ -430,4 +435,4 @@ class CallReader:
         If the text of the section contains a tag, this text is removed. Otherwise it is content.
         """
         if self._text_writer.pending:
-            self._drop_or_treat_as_content(0, _EMPTY_SECTION)
+            self._drop_or_treat_as_content(_EMPTY_SECTION)

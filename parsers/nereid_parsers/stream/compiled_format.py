@@ -251,24 +251,30 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     """
     if tools is None:
         return CompiledCalls()
-    variants = tuple(CompiledCall(call, tools) for call in _with_json_variants(tools.calls))
+    variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
     content_variants = variants
-    unmarked: tuple[CompiledCall, ...] = ()
+    unmarked: list[CompiledCall] = []
     has_section_marker = bool(tools.opens)
     if has_section_marker:
         # A model may omit the opening marker of the tool section. A tool call can then start in the
         # content if the tool call itself has an opening marker.
-        content_variants = tuple(variant for variant in variants if variant.call.open.strip())
+        content_variants = [variant for variant in variants if variant.call.open.strip()]
     elif allows_unmarked:
-        unmarked = tuple(variant for variant in variants if variant.is_unmarked)
+        unmarked = [variant for variant in variants if variant.is_unmarked]
     by_trigger = _group_by_trigger(content_variants)
-    by_head = _group_by_trigger(_variants_without_marker(tools))
-    for trigger in by_trigger:
-        by_head.pop(trigger, None)  # The variant with the marker has precedence.
+    by_head = {
+        head_start: group
+        for head_start, group in _group_by_trigger(_variants_without_marker(tools)).items()
+        if head_start not in by_trigger  # A variant with a marker has precedence.
+    }
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, variants, by_trigger, unmarked)
     return CompiledCalls(
-        all=variants, by_trigger=by_trigger, by_head=by_head, unmarked=unmarked, kinds=kinds
+        all=tuple(variants),
+        by_trigger=by_trigger,
+        by_head=by_head,
+        unmarked=tuple(unmarked),
+        kinds=kinds,
     )
 
 
@@ -327,9 +333,9 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
 
 def _call_kinds(
     tools: ToolSection,
-    variants: tuple[CompiledCall, ...],
-    by_trigger: dict[str, tuple[CompiledCall, ...]],
-    unmarked: tuple[CompiledCall, ...],
+    variants: Iterable[CompiledCall],
+    opening_markers: Iterable[str],
+    unmarked: Iterable[CompiledCall],
 ) -> dict[str, MarkerKind]:
     """Return the meanings of the markers that belong to tool calls.
 
@@ -339,18 +345,18 @@ def _call_kinds(
     Args:
         tools: The declaration of the tool calls.
         variants: All variants of a tool call.
-        by_trigger: The variants that start with a marker in the content. The keys are the markers.
+        opening_markers: The markers with which a tool call may start in the content.
         unmarked: The variants that start without a marker in the content.
     """
     closing_markers = [marker for variant in variants for marker in variant.closing_markers]
     # Content often contains short texts such as `}`, so a short closing marker is ignored.
-    closing_markers = [
+    long_closing_markers = [
         marker for marker in closing_markers if len(marker) >= _MIN_CLOSING_MARKER_CHARS
     ]
-    kinds = dict.fromkeys(closing_markers, MarkerKind.CLOSE_CALLS)
+    kinds = dict.fromkeys(long_closing_markers, MarkerKind.CLOSE_CALLS)
     for variant in unmarked:
         kinds |= dict.fromkeys(variant.body_openings(), MarkerKind.UNMARKED_CALL)
     kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
-    kinds |= dict.fromkeys(by_trigger, MarkerKind.OPEN_CALL)
+    kinds |= dict.fromkeys(opening_markers, MarkerKind.OPEN_CALL)
     kinds |= _kinds(tools.opens, MarkerKind.OPEN_SECTION)
     return kinds

@@ -87,7 +87,10 @@ class ContentReader:
         Example: the second `</call>` in `<call>{..}</call></call>` is removed. Return the next
         state. If the marker is at any other place, the marker is content, so return None.
         """
-        return self._remove(marker) if self._call_reader.close_section(marker) else None
+        closes_section = self._call_reader.close_section(marker)
+        if closes_section or self._call_reader.is_after_call():
+            return self._remove(marker)
+        return None
 
     def _remove(self, marker: str) -> State:
         """Remove a marker from the content."""

@@ -71,7 +71,7 @@ class HeaderReader:
             self._text_writer.drop_pending()
             self._text_writer.write_markup(self._buffer.take_unread())
             return State.CONTENT
-        return self._call_reader.treat_as_content(0, _NO_HEADER)
+        return self._call_reader.treat_as_content(_NO_HEADER)
 
     def _enter_message(self, route: CompiledHeader, head: Head) -> State:
         """Read a header that matches `route`, and return the state in which the body is read.

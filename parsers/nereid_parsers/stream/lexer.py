@@ -136,17 +136,16 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
+        # Only at the end of the text can more text turn the match into a longer marker.
         is_at_text_end = match.end() == len(text)
-        if not buffer.is_final and self._may_continue(marker_or_prefix, is_at_text_end):
+        if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
             return match.start(), ""
         return match.start(), marker_or_prefix
 
-    def _may_continue(self, matched: str, is_at_text_end: bool) -> bool:
-        """Return whether `matched` may become a longer marker when more text arrives.
+    def _is_proper_prefix(self, text: str) -> bool:
+        """Return whether `text` is the beginning of a marker that is longer than `text`.
 
-        Example: with the markers `<a>` and `<a><b>`, the result is True for `<a` and for `<a>` at
-        the end of the text. In the text `<a>x`, the result for `<a>` is False.
+        Example: with the markers `<a>` and `<a><b>`, the result is True for `<a` and `<a>`, and
+        False for `<a><b>`.
         """
-        if not is_at_text_end:
-            return False
-        return any(marker != matched and marker.startswith(matched) for marker in self._markers)
+        return any(marker != text and marker.startswith(text) for marker in self._markers)

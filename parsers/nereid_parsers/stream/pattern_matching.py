@@ -39,6 +39,8 @@ _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
+# The field for the rest of a line. All other fields need at least one character.
+_OPTIONAL_FIELD = "rest"
 # For each field, the characters that the field cannot contain, in the syntax of a regex character
 # class.
 _EXCLUDED_CHARS = {
@@ -75,13 +77,13 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        is_empty = end == pos
+        value = text[pos:end]
         if self.name == "name":
-            is_call_number = text[pos:end].isdigit()  # Some models number the tool calls.
-            is_name = not is_empty and not is_at_text_end and not is_call_number
-            return end if is_name else NO_MATCH
-        may_be_empty = self.name == "rest"
-        return NO_MATCH if is_empty and not may_be_empty else end
+            is_call_number = value.isdigit()  # Some models number the tool calls.
+            is_valid = bool(value) and not is_at_text_end and not is_call_number
+        else:
+            is_valid = bool(value) or self.name == _OPTIONAL_FIELD
+        return end if is_valid else NO_MATCH
 
 
 class WhitespaceStep:
@@ -116,23 +118,31 @@ class Pattern:
         fields: dict[str, str] = {}
         for step in self.steps:
             if isinstance(step, WhitespaceStep):
-                pos = _skip_pattern_whitespace(text, pos)
-            elif isinstance(step, FieldStep):
+                end = _skip_pattern_whitespace(text, pos)
+            elif isinstance(step, str):
+                end = _match_literal(step, text, pos, is_final)
+            else:
                 end = step.match(text, pos, is_final)
-                if end < 0:
-                    return end  # The result is NEED_MORE or NO_MATCH.
+            if end < 0:
+                return end  # The result is NEED_MORE or NO_MATCH.
+            if isinstance(step, FieldStep):
                 value = text[pos:end]
-                first_value = fields.get(step.name, value)
-                if step.name == "name" and value != first_value:
+                if step.name == "name" and fields.get("name", value) != value:
                     return NO_MATCH  # The pattern has the name twice, but the texts differ.
                 fields[step.name] = value
-                pos = end
-            elif text.startswith(step, pos):
-                pos += len(step)
-            else:
-                is_prefix = not is_final and step.startswith(text[pos:])
-                return NEED_MORE if is_prefix else NO_MATCH
+            pos = end
         return PatternMatch(pos, fields)
+
+
+def _match_literal(literal: str, text: str, pos: int, is_final: bool) -> int:
+    """Match a literal at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
+
+    Example: for the literal `<f=`, the text `<f` gives NEED_MORE, because `=` may follow.
+    """
+    if text.startswith(literal, pos):
+        return pos + len(literal)
+    may_become_literal = not is_final and literal.startswith(text[pos:])
+    return NEED_MORE if may_become_literal else NO_MATCH
 
 
 def skip_whitespace(text: str, pos: int) -> int:
@@ -256,7 +266,7 @@ def _field_regex(name: str, next_literal: str) -> re.Pattern[str]:
         name: The name of the field.
         next_literal: The literal after the field, or "" if there is none.
     """
-    if name == "rest":
+    if name == _OPTIONAL_FIELD:
         return _rest_regex(next_literal)
     next_char = next_literal[:1]
     stop_char = "" if next_char.isspace() else re.escape(next_char)

@@ -7,6 +7,11 @@ from functools import lru_cache
 
 from nereid_parsers.tool_declarations import Keys
 
+# Keys that models sometimes write instead of the declared key of the arguments.
+_ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
+# Models sometimes enclose the name and the arguments in an object with one of these keys.
+_WRAPPER_KEYS = frozenset({"function", "tool_call"})
+
 
 class KeyRole(Enum):
     """The role of a member in the JSON object of a tool call.
@@ -47,6 +52,25 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     roles |= dict.fromkeys((keys.arguments, *keys.also), KeyRole.ARGUMENTS)
     roles[keys.name] = KeyRole.NAME
     return roles
+
+
+def is_undeclared_arguments_key(path: str, keys: Keys) -> bool:
+    """Return whether models sometimes write the arguments under the undeclared key `path`.
+
+    The key must be in the same object as the declared key. Example: if `keys` declares
+    `function.arguments`, the result is True for `function.input`, and False for `input`.
+    """
+    parent, _, key = path.rpartition(".")
+    declared_parent, _, _ = keys.arguments.rpartition(".")
+    return key in _ARGUMENTS_KEYS and parent == declared_parent
+
+
+def is_undeclared_wrapper_key(path: str) -> bool:
+    """Return whether models sometimes write the whole tool call under the undeclared key `path`.
+
+    Example: the result is True for the path `function` of `{"function": {"name": "f", ..}}`.
+    """
+    return path in _WRAPPER_KEYS
 
 
 def _parent_paths(path: str) -> list[str]:

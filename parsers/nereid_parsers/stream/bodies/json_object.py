@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nereid_parsers.stream.bodies.body_reader import StepReader
-from nereid_parsers.stream.bodies.json_keys import KeyRole, declared_roles
+from nereid_parsers.stream.bodies.json_keys import (
+    KeyRole,
+    declared_roles,
+    is_undeclared_arguments_key,
+    is_undeclared_wrapper_key,
+)
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
@@ -15,10 +20,6 @@ from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 # JSON allows only double quotes, but models sometimes write single quotes.
 _QUOTES = "\"'"
-# Keys that models sometimes write instead of the declared key of the arguments.
-_ARGUMENTS_KEYS = frozenset({"arguments", "parameters", "input", "args"})
-# Models sometimes enclose the name and the arguments in an object with one of these keys.
-_WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
 class ObjectReader(StepReader):
@@ -117,19 +118,27 @@ class ObjectReader(StepReader):
             The position after the brace. `pos`, with the status BROKEN, if the object is not a tool
             call.
         """
-        if self._outer_keys:
+        is_inner_object = bool(self._outer_keys)
+        if is_inner_object:
             self._outer_keys.pop()
             return pos + 1
-        if not self.writer.is_open:
-            # Only an object that is confirmed to be a tool call may omit the arguments.
-            has_started = self._start_call() if self._is_confirmed else False
-            if not has_started:
-                return self._reject(pos)
+        if not self.writer.is_open and not self._start_call_without_arguments():
+            return self._reject(pos)
         if not self._has_arguments:
             self.writer.write("{}")
         self.writer.end()
         self.status = DONE
         return pos + 1
+
+    def _start_call_without_arguments(self) -> bool:
+        """Start a tool call whose object has ended before any arguments were read.
+
+        Only an object that is confirmed to be a tool call may omit the arguments.
+
+        Returns:
+            False if the tool call cannot start. The text of the object is then content.
+        """
+        return self._is_confirmed and self._start_call()
 
     def _set_key(self, key: str) -> bool:
         """Store the key of a member and expect a colon. Return True, because any key is accepted.
@@ -153,7 +162,8 @@ class ObjectReader(StepReader):
         """Select the step that reads the value of the current key, based on the key's role.
 
         Example: in `{"name": "f", "type": 1}`, the value of `name` is read as the function's name,
-        and the value of `type` is skipped.
+        and the value of `type` is skipped. A value that its role does not allow, such as a number
+        as the name, sets the status BROKEN.
 
         Returns:
             The position after the white space or the opening brace that was read. If another value
@@ -215,36 +225,44 @@ class ObjectReader(StepReader):
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
 
     def _role_of_undeclared_key(self, path: str, keys: Keys, first_char: str) -> KeyRole:
-        """Return the role of a key that the format does not declare. Report accepted deviations.
+        """Return the role of a key that the format does not declare.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Such a deviation is accepted, and its description is added to the writer. Examples:
-        in `{"name": "f", "input": {}}`, the role of `input` is ARGUMENTS. In
-        `{"function": {"name": "f", "arguments": {}}}`, the role of `function` is WRAPPER. Any other
-        key is ignored if the object is known to be a tool call. Otherwise the key is INVALID.
+        object. Such a deviation from the format is accepted, and its description is added to the
+        writer. Examples:
+
+            object                                           key        role
+            `{"name": "f", "input": {}}`                     input      ARGUMENTS
+            `{"function": {"name": "f", "arguments": {}}}`   function   WRAPPER
+            `{"name": "f", "arguments": {}, "note": 1}`      note       IGNORED, or INVALID if the
+                                                                        object may be content
 
         Args:
             path: The keys from the outermost object to the current key, joined by dots.
             keys: The declaration of the object's keys.
             first_char: The first character of the value.
         """
-        parent, _, key = path.rpartition(".")
-        declared_parent, _, _ = keys.arguments.rpartition(".")
-        # If the tools are known, the name of the function will show whether this object is a tool
-        # call.
-        can_be_checked = self._is_confirmed or self.writer.tools.is_known
-        may_deviate = first_char == "{" and can_be_checked and not self._has_arguments
-        is_arguments_key = key in _ARGUMENTS_KEYS and parent == declared_parent
-        if may_deviate and is_arguments_key:
-            self.writer.add_deviation(f"the arguments are under the key {key!r}")
-            return KeyRole.ARGUMENTS
-        is_wrapper_key = path in _WRAPPER_KEYS and self._name is None
-        if may_deviate and is_wrapper_key:
-            self.writer.add_deviation(f"the tool call is under the key {key!r}")
-            return KeyRole.WRAPPER
+        _, _, key = path.rpartition(".")
+        if first_char == "{" and self._may_deviate():
+            if is_undeclared_arguments_key(path, keys):
+                self.writer.add_deviation(f"the arguments are under the key {key!r}")
+                return KeyRole.ARGUMENTS
+            if is_undeclared_wrapper_key(path) and self._name is None:
+                self.writer.add_deviation(f"the tool call is under the key {key!r}")
+                return KeyRole.WRAPPER
         is_known_call = self._is_confirmed or self.writer.is_open
         may_be_ignored = is_known_call or key in keys.extra
         return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
+
+    def _may_deviate(self) -> bool:
+        """Return whether an undeclared key may contain the arguments or the whole tool call.
+
+        An ordinary JSON object must not become a tool call. Therefore a marker must show that the
+        object is a tool call, or the tools must be known, because the name of the function then
+        shows whether the object is a tool call.
+        """
+        can_recognize_call = self._is_confirmed or self.writer.tools.is_known
+        return can_recognize_call and not self._has_arguments
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 
@@ -350,10 +368,10 @@ class ObjectReader(StepReader):
                 return NEED_MORE
             if object_start == NO_MATCH:
                 return self._reject(pos)
-        if isinstance(self._keys, NameIsKey):
+        if isinstance(self._keys, NameIsKey):  # The object is `{"f": {..arguments..}}`.
             self._name = self._key
-        can_start = self._name is not None and not self.writer.is_open
-        if can_start and not self._start_call():
+        is_name_known = self._name is not None
+        if is_name_known and not self.writer.is_open and not self._start_call():
             return self._reject(pos)
         self._has_arguments = True
         self._select_arguments_step(text[pos])

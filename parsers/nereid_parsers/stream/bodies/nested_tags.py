@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from json.encoder import encode_basestring as quote_json
 from typing import NamedTuple
 
 from nereid_parsers.stream.bodies.body_reader import Head, StepReader
+from nereid_parsers.stream.bodies.nested_elements import (
+    Element,
+    ElementKind,
+    child_schema,
+    container_kind,
+)
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.lexer import marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import NEED_MORE, match_marker, skip_whitespace
@@ -29,53 +33,8 @@ _CLOSING_TAG_START = "</"
 _MAX_TAG_CHARS = 512
 _STRING_ONLY = frozenset({"string"})
 _CONTAINER_TYPES = frozenset({"array", "object"})
-# An element without a declared type is an array if the name of its first child is `item`.
-_ARRAY_ITEM = "item"
-
-
-class _Kind(Enum):
-    """The kind of the value that an element contains.
-
-    UNKNOWN    The text that has been read does not show the kind.
-    OBJECT     The child elements are the members of an object.
-    ARRAY      The child elements are the items of an array.
-    STRING     The text is a string. The text is written as it arrives.
-    VALUE      The text has another type, or its type is not known. The text is stored until the
-               element closes, because only the complete text shows its type.
-    """
-
-    UNKNOWN = "unknown"
-    OBJECT = "object"
-    ARRAY = "array"
-    STRING = "string"
-    VALUE = "value"
-
-
-_CONTAINERS = (_Kind.OBJECT, _Kind.ARRAY)
-_CLOSING_TEXTS = {_Kind.STRING: '"', _Kind.ARRAY: "]", _Kind.OBJECT: "}"}
-
-
-@dataclass(slots=True)
-class _Element:
-    """An open element.
-
-    Attributes:
-        name: The name in the element's tags. "" for the object that contains all arguments.
-        schema: The JSON schema of the element's value.
-        kind: The kind of the element's value.
-        num_children: The number of child elements that have been opened.
-        last_child: The name of the child element that was opened last.
-        delayed_values: The JSON texts of the closed children with the name `last_child`. The texts
-            are written when a child with another name opens, because several children with the same
-            name become one array.
-    """
-
-    name: str
-    schema: Mapping[str, object]
-    kind: _Kind = _Kind.UNKNOWN
-    num_children: int = 0
-    last_child: str = ""
-    delayed_values: list[str] = field(default_factory=list)
+_CONTAINERS = (ElementKind.OBJECT, ElementKind.ARRAY)
+_CLOSING_TEXTS = {ElementKind.STRING: '"', ElementKind.ARRAY: "]", ElementKind.OBJECT: "}"}
 
 
 class _NextPrefix(NamedTuple):
@@ -117,7 +76,7 @@ class NestedReader(StepReader):
         self._root_schema: Mapping[str, object] = writer.tools.parameters.get(head.name, {})
         # The open elements, from the outermost to the innermost. The outermost element contains all
         # arguments, and has no tags of its own.
-        self._elements = [_Element("", self._root_schema, _Kind.OBJECT)]
+        self._elements = [Element("", self._root_schema, kind=ElementKind.OBJECT)]
         self._value_pieces: list[str] = []  # The stored text of an element of kind VALUE.
         # Finds the tag prefix, or the beginning of the tag prefix at the end of the text.
         self._find_prefix = re.compile(
@@ -141,7 +100,7 @@ class NestedReader(StepReader):
             The position after the piece, or NEED_MORE.
         """
         innermost = self._elements[-1]
-        if innermost.kind is _Kind.UNKNOWN:
+        if innermost.kind is ElementKind.UNKNOWN:
             return self._decide_kind(innermost, text, pos)
         if innermost.kind in _CONTAINERS:
             return self._read_between_children(text, pos)
@@ -198,31 +157,32 @@ class NestedReader(StepReader):
 
         The new element is a child of the element that was innermost before. Example: for the second
         child `days` of an object, `, "days": ` is written. If the previous child has the same name,
-        and its value has not been written yet ("delayed"), both values become items of one array,
-        so no second key is written.
+        and its value has not been written yet ("delayed"), both values may become items of one
+        array, so no second key is written.
         """
         parent = self._elements[-1]
         has_delayed_values = bool(parent.delayed_values)
-        becomes_array_item = has_delayed_values and name == parent.last_child
-        if not becomes_array_item:
+        may_become_array_item = has_delayed_values and name == parent.last_child
+        if not may_become_array_item:
             self._write_delayed_values(parent)
             self._write_key(parent, name)
         parent.last_child = name
-        self._elements.append(_Element(name, _child_schema(parent, name)))
+        schema = child_schema(parent, name)
+        self._elements.append(Element(name, schema, is_key_written=not may_become_array_item))
         self._value_pieces = []  # No text of the new element has been read.
 
-    def _write_key(self, parent: _Element, name: str) -> None:
+    def _write_key(self, parent: Element, name: str) -> None:
         """Write the comma and the key that precede the value of the child `name`.
 
         The comma is omitted before the first child, and the key is omitted inside an array.
         Example: for the second child `days` of an object, `, "days": ` is written.
         """
         comma = ", " if parent.num_children else ""
-        key = f"{quote_json(name)}: " if parent.kind is _Kind.OBJECT else ""
+        key = f"{quote_json(name)}: " if parent.kind is ElementKind.OBJECT else ""
         self.writer.write(comma + key)
         parent.num_children += 1
 
-    def _write_delayed_values(self, parent: _Element) -> None:
+    def _write_delayed_values(self, parent: Element) -> None:
         """Write the stored values of the children of `parent`. Write several values as one array.
 
         Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written.
@@ -232,7 +192,7 @@ class NestedReader(StepReader):
             self.writer.write(values[0] if len(values) == 1 else f"[{', '.join(values)}]")
             parent.delayed_values = []
 
-    def _decide_kind(self, element: _Element, text: str, pos: int) -> int:
+    def _decide_kind(self, element: Element, text: str, pos: int) -> int:
         """Decide whether an element contains text or child elements, and set `element.kind`.
 
         The text after the element's opening tag shows the kind. The method writes the opening quote
@@ -251,49 +211,47 @@ class NestedReader(StepReader):
         if not is_prefix_complete:
             return self._start_text(element, pos) if self.is_final else NEED_MORE
         tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
-        if text.startswith(_CLOSING_TAG_START, tag_start):
-            return self._start_text(element, pos)  # The element is empty.
+        is_element_empty = text.startswith(_CLOSING_TAG_START, tag_start)
+        if is_element_empty:
+            return self._start_text(element, pos)
         child_tag = _TAG(text, tag_start)
+        if child_tag is not None:
+            self._open_container(element, child_tag.group(2))
+            return prefix_start
         may_become_tag = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
-        if child_tag is None and may_become_tag:
+        if may_become_tag:
             return NEED_MORE
-        child_name = child_tag.group(2) if child_tag else ""
-        self._open_container(element, child_name)
+        self._open_container(element, first_child="")  # `_read_tag` rejects the malformed tag.
         return prefix_start
 
-    def _start_text(self, element: _Element, pos: int) -> int:
+    def _start_text(self, element: Element, pos: int) -> int:
         """Set the kind of an element that contains only text. Return `pos` unchanged.
 
         If the schema allows only a string, write the opening quote.
         """
         if json_types_of(element.schema, self._root_schema) == _STRING_ONLY:
-            element.kind = _Kind.STRING
+            element.kind = ElementKind.STRING
             self.writer.write('"')
         else:
-            element.kind = _Kind.VALUE
+            element.kind = ElementKind.VALUE
         return pos
 
-    def _open_container(self, element: _Element, child_name: str) -> None:
-        """Decide whether an element with children is an array or an object. Write its bracket.
+    def _open_container(self, element: Element, first_child: str) -> None:
+        """Set `element.kind` of an element with children, and write its opening bracket.
 
-        If the schema declares the type, the schema decides. Otherwise the element is an array if
-        its first child, `child_name`, is called `item`. `element.kind` is set.
+        Example: for `~<days>~<item>`, the kind is ARRAY, and `[` is written. `first_child` is the
+        name of the element's first child.
         """
-        types = json_types_of(element.schema, self._root_schema)
-        if types is None:
-            is_array = child_name == _ARRAY_ITEM
-        else:
-            is_array = "array" in types and "object" not in types
-        element.kind = _Kind.ARRAY if is_array else _Kind.OBJECT
-        parent = self._elements[-2]
-        if parent.delayed_values:
-            # The previous elements have the same name as this element, so `_open_element` assumed
-            # that all of them form one array, and wrote no key. Such an array can contain only
-            # elements without children, and this element has children. The array therefore ends,
-            # and the key of this element is written.
+        if not element.is_key_written:
+            # `_open_element` expected that this element and its siblings of the same name form one
+            # array. Such an array can contain only elements without children, so it ends here.
+            parent = self._elements[-2]
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)
-        self.writer.write("[" if is_array else "{")
+            element.is_key_written = True
+        types = json_types_of(element.schema, self._root_schema)
+        element.kind = container_kind(types, first_child)
+        self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
 
     def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
         """Find the prefix of the next tag. At the end of the text, the prefix may be incomplete.
@@ -306,7 +264,7 @@ class NestedReader(StepReader):
             return _NextPrefix(len(text), is_complete=False)
         return _NextPrefix(match.start(), is_complete=match.group() == self._tag_prefix)
 
-    def _read_text_or_tag(self, element: _Element, text: str, pos: int) -> int:
+    def _read_text_or_tag(self, element: Element, text: str, pos: int) -> int:
         """Read the text up to the next tag. If a tag starts at `pos`, read this tag instead.
 
         A prefix precedes each tag. Example with the prefix `~`: from `Paris~</city>`, the first
@@ -327,9 +285,9 @@ class NestedReader(StepReader):
         self._add_text(element, text[pos:])  # An incomplete prefix at the message's end is text.
         return len(text)
 
-    def _add_text(self, element: _Element, text: str) -> None:
+    def _add_text(self, element: Element, text: str) -> None:
         """Write the text of a string, or store the text of any other value."""
-        if element.kind is _Kind.STRING:
+        if element.kind is ElementKind.STRING:
             self.writer.write(escape_json(text))
         else:
             self._value_pieces.append(text)
@@ -343,7 +301,7 @@ class NestedReader(StepReader):
         else:
             self._close_value(element)
 
-    def _close_value(self, element: _Element) -> None:
+    def _close_value(self, element: Element) -> None:
         """Write the value of a closed element, or delay the value if it may become an array item.
 
         Several siblings with the same name become an array if the schema allows an array. The
@@ -353,12 +311,12 @@ class NestedReader(StepReader):
         value = self._take_value_as_json(element)
         types = json_types_of(element.schema, self._root_schema)
         allows_array = types is None or "array" in types
-        if parent.kind is _Kind.OBJECT and allows_array:
+        if parent.kind is ElementKind.OBJECT and allows_array:
             parent.delayed_values.append(value)
         else:
             self.writer.write(value)
 
-    def _take_value_as_json(self, element: _Element) -> str:
+    def _take_value_as_json(self, element: Element) -> str:
         """Return the stored text of an element as JSON, and forget the stored text.
 
         Example: for `~<days>3~</days>`, the result is `3`. An empty element is an empty array or
@@ -388,8 +346,8 @@ class NestedReader(StepReader):
         outermost = self._elements[0]
         while self._elements[-1] is not outermost:
             innermost = self._elements[-1]
-            if innermost.kind is _Kind.UNKNOWN:
-                innermost.kind = _Kind.VALUE  # Its text is empty, so the value is empty, too.
+            if innermost.kind is ElementKind.UNKNOWN:
+                innermost.kind = ElementKind.VALUE  # Its text is empty, so the value is empty, too.
             self._close_element()
         self._write_delayed_values(outermost)
         self.writer.write("}")
@@ -402,13 +360,3 @@ class NestedReader(StepReader):
             for element in self._elements:
                 self._write_delayed_values(element)
         super().finish()
-
-
-def _child_schema(parent: _Element, name: str) -> Mapping[str, object]:
-    """Return the schema of the child element `name`, or {} if the parent's schema declares none."""
-    if parent.kind is _Kind.ARRAY:
-        schema = parent.schema.get("items")
-    else:
-        properties = parent.schema.get("properties")
-        schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return schema if isinstance(schema, Mapping) else {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from json.encoder import encode_basestring as quote_json
 
 from nereid_parsers.stream.pattern_matching import skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 from nereid_parsers.stream.values.argument_types import to_json, without_leading_zeros
+from nereid_parsers.stream.values.literal_parts import Container, Expected, KeyOrItem
 from nereid_parsers.stream.values.python_strings import Dialect, StringReader
 
 _WORD = re.compile(r"""[^\s,:=\[\](){}'"<>|]*""").match
@@ -27,61 +26,12 @@ _AFTER_ARGUMENT = re.compile(
 # The closing bracket for each opening bracket.
 _BRACKET_PAIRS = {"[": "]", "(": ")", "{": "}"}
 _MAX_DEPTH = 200
+# An unfinished word is read again with each new piece of text. The limit keeps the parsing time
+# linear.
 _MAX_WORD_CHARS = 4096
 
 
-class _Expected(Enum):
-    """The kind of token that may come next.
-
-    VALUE       A value: the whole literal, or the value after a key and a colon.
-    FIRST_ITEM  The first item of a list or tuple, or the closing bracket.
-    ITEM        An item after a comma, or the closing bracket after a trailing comma.
-    FIRST_KEY   The first key of an object, or the closing brace.
-    KEY         A key after a comma, or the closing brace after a trailing comma.
-    COLON       The colon after a key.
-    COMMA       A comma or a closing bracket. Outside all brackets, the literal is complete.
-    """
-
-    VALUE = "value"
-    FIRST_ITEM = "first_item"
-    ITEM = "item"
-    FIRST_KEY = "first_key"
-    KEY = "key"
-    COLON = "colon"
-    COMMA = "comma"
-
-
-_KEYS = (_Expected.FIRST_KEY, _Expected.KEY)
-
-
-@dataclass(slots=True)
-class _Container:
-    """An open list, tuple, set or object.
-
-    Attributes:
-        close: The bracket that closes the container in the model's text.
-        json_close: The bracket that closes the container in the JSON text.
-        num_items: The number of items or members that have been read.
-    """
-
-    close: str
-    json_close: str
-    num_items: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """A value that may be the key of an object or the first item of a set.
-
-    The value is a key if a colon follows.
-
-    Attributes:
-        json_text: The JSON text of the key, for example `"1"`.
-        item_json: The JSON text of the same value as an item of a set, for example `1`.
-    """
-
-    json_text: str
-    item_json: str
+_KEYS = (Expected.FIRST_KEY, Expected.KEY)
 
 
 class LiteralReader:
@@ -114,9 +64,9 @@ class LiteralReader:
         self._dialect = dialect
         self._types_of = types_of
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
-        self._expected = _Expected.VALUE  # The kind of token that may come next.
-        self._containers: list[_Container] = []  # The open brackets. The last is the innermost.
-        self._key: _Key | None = None  # The last key, if its colon has not been read.
+        self._expected = Expected.VALUE  # The kind of token that may come next.
+        self._containers: list[Container] = []  # The open brackets. The last is the innermost.
+        self._key: KeyOrItem | None = None  # The last key, if its colon has not been read.
         self._string: StringReader | None = None  # The open string.
         # The text of an unfinished string. A key or a converted value is written only when it is
         # complete.
@@ -167,18 +117,18 @@ class LiteralReader:
         `{"a": 1, "b`, the result is `}`. A missing value becomes null, so after `{"a": `, the
         result is `null}`.
         """
-        brackets = "".join(container.json_close for container in reversed(self._containers))
-        if self._expected is _Expected.VALUE:
-            return "null" + brackets
-        if self._expected in (_Expected.FIRST_KEY, _Expected.COLON):
+        closing_brackets = "".join(container.json_close for container in reversed(self._containers))
+        if self._expected is Expected.VALUE:
+            return "null" + closing_brackets
+        if self._expected in (Expected.FIRST_KEY, Expected.COLON):
             # `{` may start an object or a set. So no bracket is written until the first key or item
             # is complete.
             is_brace_missing = not self._containers[-1].num_items
-            return "{" + brackets if is_brace_missing else brackets
+            return "{" + closing_brackets if is_brace_missing else closing_brackets
         if self._converted_types is not None:
-            return self._converted_value(self._converted_types) + brackets
+            return self._converted_value(self._converted_types) + closing_brackets
         closing_quote = "" if self._string is None else '"'
-        return closing_quote + brackets
+        return closing_quote + closing_brackets
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -188,9 +138,9 @@ class LiteralReader:
         """
         if text[pos].isspace():
             return skip_whitespace(text, pos)
-        if self._expected is _Expected.COLON:
+        if self._expected is Expected.COLON:
             return self._read_colon(text, pos)
-        if self._expected is _Expected.COMMA:
+        if self._expected is Expected.COMMA:
             return self._read_comma_or_bracket(text, pos)
         return self._read_value(text, pos, is_final)
 
@@ -218,21 +168,25 @@ class LiteralReader:
         is_set = is_first_key and text[pos] in ",}"
         if not is_set:
             return self._reject(pos)
-        self._turn_into_set(key)
+        self._turn_into_set(first_item=key)
         return self._read_comma_or_bracket(text, pos)
 
-    def _begin_member(self, key: _Key) -> None:
-        """Write the key of an object's member. Example: in `{'a': 1}`, `{"a": ` is written."""
+    def _begin_member(self, key: KeyOrItem) -> None:
+        """Write the key of an object's member. Example: in `{'a': 1}`, `{"a": ` is written.
+
+        If the member is an argument, also store the JSON types that the schema allows for its
+        value.
+        """
         container = self._containers[-1]
         before_key = ", " if container.num_items else "{"
-        self._json_parts.append(f"{before_key}{key.json_text}: ")
+        self._json_parts.append(f"{before_key}{key.key_json}: ")
         container.num_items += 1
         is_argument = len(self._containers) == 1  # Keys of inner objects are not arguments.
         if is_argument and self._types_of is not None:
-            self._types = self._types_of(json.loads(key.json_text))
-        self._expected = _Expected.VALUE
+            self._types = self._types_of(json.loads(key.key_json))
+        self._expected = Expected.VALUE
 
-    def _turn_into_set(self, first_item: _Key) -> None:
+    def _turn_into_set(self, first_item: KeyOrItem) -> None:
         """Write the first item of a set. Example: in `{'a', 'b'}`, `["a"` is written."""
         self._containers[-1].json_close = "]"
         self._json_parts.append("[" + first_item.item_json)
@@ -252,7 +206,7 @@ class LiteralReader:
             self._close_container()
         elif text[pos] == ",":
             is_object = container.json_close == "}"
-            self._expected = _Expected.KEY if is_object else _Expected.ITEM
+            self._expected = Expected.KEY if is_object else Expected.ITEM
         else:
             return self._reject(pos)
         return pos + 1
@@ -262,10 +216,10 @@ class LiteralReader:
 
         If no container is open any more, the status becomes DONE.
         """
-        if self._expected is _Expected.FIRST_KEY:
+        if self._expected is Expected.FIRST_KEY:
             self._json_parts.append("{")
         self._json_parts.append(self._containers.pop().json_close)
-        self._expected = _Expected.COMMA
+        self._expected = Expected.COMMA
         if not self._containers:
             self.status = DONE
 
@@ -281,7 +235,7 @@ class LiteralReader:
             The position after the text that was read, or `pos` if more text is required.
         """
         char = text[pos]
-        may_close = self._expected is not _Expected.VALUE
+        may_close = self._expected is not Expected.VALUE
         if may_close and char == self._containers[-1].close:
             self._close_container()
             return pos + 1
@@ -318,12 +272,12 @@ class LiteralReader:
         self._begin_value()
         closing_bracket = _BRACKET_PAIRS[bracket]
         if bracket == "{":
-            self._containers.append(_Container(closing_bracket, json_close="}"))
-            self._expected = _Expected.FIRST_KEY
+            self._containers.append(Container(closing_bracket, json_close="}"))
+            self._expected = Expected.FIRST_KEY
         else:
-            self._containers.append(_Container(closing_bracket, json_close="]"))
+            self._containers.append(Container(closing_bracket, json_close="]"))
             self._json_parts.append("[")
-            self._expected = _Expected.FIRST_ITEM
+            self._expected = Expected.FIRST_ITEM
         return pos + 1
 
     def _begin_value(self) -> None:
@@ -332,42 +286,49 @@ class LiteralReader:
         A colon follows a key. A comma or a closing bracket follows any other value.
         """
         if self._expected in _KEYS:
-            self._expected = _Expected.COLON
+            self._expected = Expected.COLON
             return
-        if self._expected is _Expected.ITEM:
+        if self._expected is Expected.ITEM:
             self._json_parts.append(", ")
-        self._expected = _Expected.COMMA
+        self._expected = Expected.COMMA
 
     def _read_word(self, text: str, pos: int, is_final: bool) -> int:
         """Read a number, a constant, a key without quotes or a string without quotes.
 
-        Examples: `3` is written as `3`, `07` as `7`, `True` as `true`, and the key `days` as
-        `"days"`. A word at the end of the text is not read, because the word may continue.
+        Examples: the constant `True`, the key `days` in `{days:3}`, and the string `New York` in
+        `{city:New York}`. A word at the end of the text is not read, because it may continue.
 
         Returns:
             The position after the word. `pos` if more text is required, or if there is no valid
             word. In the latter case, the status becomes BROKEN.
         """
         is_key = self._expected in _KEYS
-        may_be_unquoted_string = self._dialect.allows_unquoted_strings and not is_key
-        match_word = _UNQUOTED_STRING if may_be_unquoted_string else _WORD
+        may_contain_spaces = self._dialect.allows_unquoted_strings and not is_key
+        match_word = _UNQUOTED_STRING if may_contain_spaces else _WORD
         match = match_word(text, pos)
-        end = match.end() if match else pos
-        num_chars = end - pos
+        assert match is not None  # Both regexes also match the empty text.
+        end = match.end()
         may_continue = end == len(text) and not is_final
-        # An unfinished word is read again with each new piece of text. The limit keeps the parsing
-        # time linear.
-        if may_continue and num_chars <= _MAX_WORD_CHARS:
+        is_too_long = end - pos > _MAX_WORD_CHARS
+        if may_continue and not is_too_long:
             return pos
-        if may_continue or num_chars == 0:
+        is_empty = end == pos
+        if may_continue or is_empty:
             return self._reject(pos)
         self._begin_value()
-        word = text[pos:end].rstrip()
-        if is_key:
-            self._key = _Key(quote_json(word), to_json(word, None))
-        else:
-            self._json_parts.append(to_json(without_leading_zeros(word), None))
+        self._write_word(text[pos:end].rstrip(), is_key)
         return end
+
+    def _write_word(self, word: str, is_key: bool) -> None:
+        """Write a word as JSON. A key is only stored, because a colon must follow the key.
+
+        Examples: `07` is written as `7`, `True` as `true`, and `New York` as `"New York"`. The key
+        `1` is stored as `"1"`, or as the item `1` in case that it is the first item of a set.
+        """
+        if is_key:
+            self._key = KeyOrItem(quote_json(word), item_json=to_json(word, types=None))
+        else:
+            self._json_parts.append(to_json(without_leading_zeros(word), types=None))
 
     # ---- strings ---------------------------------------------------------------------------------
 
@@ -376,14 +337,18 @@ class LiteralReader:
 
         A key is stored, because a colon must follow the key. The value of an argument is stored if
         the schema does not allow a string, because the value is then converted to another type.
+
+        Args:
+            quote: The quote that has opened the string.
         """
         is_key = self._expected in _KEYS
-        is_member_value = self._expected is _Expected.VALUE
-        forbids_strings = self._types is not None and "string" not in self._types
-        if is_member_value and forbids_strings:
+        is_member_value = self._expected is Expected.VALUE
+        schema_forbids_string = self._types is not None and "string" not in self._types
+        if is_member_value and schema_forbids_string:
             self._converted_types = self._types
         self._begin_value()
-        if is_key or self._converted_types is not None:
+        must_store_string = is_key or self._converted_types is not None
+        if must_store_string:
             self._stored_string = []
             output = self._stored_string
         else:
@@ -394,7 +359,7 @@ class LiteralReader:
 
     def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:
         """Return a function that matches any text that can follow the current string."""
-        if self._expected is _Expected.COLON:  # The string is a key.
+        if self._expected is Expected.COLON:  # The string is a key.
             return _AFTER_KEY
         return _AFTER_ITEM if self._containers else _AFTER_ARGUMENT
 
@@ -404,10 +369,10 @@ class LiteralReader:
         A key is only stored, because it is written together with the colon that must follow.
         """
         self._string = None
-        is_key = self._expected is _Expected.COLON
+        is_key = self._expected is Expected.COLON
         if is_key:
             key_json = f'"{"".join(self._stored_string)}"'
-            self._key = _Key(key_json, item_json=key_json)
+            self._key = KeyOrItem(key_json, item_json=key_json)
         elif self._converted_types is not None:
             # The schema does not allow a string. Example: the string `3` becomes the number `3`.
             self._json_parts.append(self._converted_value(self._converted_types))

@@ -52,16 +52,17 @@ def _parse_json(text: str) -> object:
         return None
 
 
-class _State(Enum):
+class _WaitsFor(Enum):
     """The part of the arguments that a `WrapperFilter` waits for.
 
-    BRACE  The opening brace has not arrived.
-    KEY    The brace has been passed on. The first key is not complete.
-    END    The first key may belong to a superfluous object. All later text is stored.
+    OPENING_BRACE  The opening brace has not arrived.
+    FIRST_KEY      The brace has been passed on. The first key is not complete.
+    END            The first key may belong to a superfluous object. All later text is stored until
+                   the arguments end.
     """
 
-    BRACE = "brace"
-    KEY = "key"
+    OPENING_BRACE = "opening_brace"
+    FIRST_KEY = "first_key"
     END = "end"
 
 
@@ -87,7 +88,7 @@ class WrapperFilter:
         is_passing: Whether `add` returns all text unchanged from now on.
     """
 
-    __slots__ = ("_delayed", "_state", "is_passing")
+    __slots__ = ("_delayed", "_waits_for", "is_passing")
 
     def __init__(self, is_passing: bool) -> None:
         """Create a filter for the arguments of one tool call.
@@ -96,7 +97,7 @@ class WrapperFilter:
             is_passing: Whether `add` returns all text unchanged.
         """
         self.is_passing = is_passing
-        self._state = _State.BRACE
+        self._waits_for = _WaitsFor.OPENING_BRACE
         self._delayed: list[str] = []
 
     def add(self, text: str) -> str:
@@ -109,10 +110,10 @@ class WrapperFilter:
         if self.is_passing:
             return text
         self._delayed.append(text)
-        if self._state is _State.END:
+        if self._waits_for is _WaitsFor.END:
             return ""
         delayed = "".join(self._delayed)
-        if self._state is _State.BRACE:
+        if self._waits_for is _WaitsFor.OPENING_BRACE:
             return self._read_brace(delayed)
         return self._read_key(delayed)
 
@@ -128,10 +129,9 @@ class WrapperFilter:
             return ""
         if not visible.startswith("{"):
             return self._stop_filtering(text)
-        self._state = _State.KEY
-        after_brace = visible[1:]
-        whitespace_and_brace = text.removesuffix(after_brace)
-        return whitespace_and_brace + self._read_key(after_brace)
+        self._waits_for = _WaitsFor.FIRST_KEY
+        whitespace, _, after_brace = text.partition("{")
+        return whitespace + "{" + self._read_key(after_brace)
 
     def _read_key(self, text: str) -> str:
         """Look for the first key in `text`. Return the text that can now be passed on.
@@ -149,7 +149,7 @@ class WrapperFilter:
             return self._stop_filtering(text)
         self._delayed = [text]
         if key_start.startswith(_QUOTED_KEYS):
-            self._state = _State.END
+            self._waits_for = _WaitsFor.END
             return ""
         is_incomplete = any(quoted_key.startswith(key_start) for quoted_key in _QUOTED_KEYS)
         return "" if is_incomplete else self._stop_filtering(text)
@@ -165,15 +165,17 @@ class WrapperFilter:
 
         `add` has already returned the opening brace of the arguments. Examples:
 
-            arguments                    result of `finish`   text that the client receives
-            `{"arguments": {"a": 1}}`    `"a": 1}`            `{"a": 1}`
-            `{"arguments": 1, "b": 2}`   unchanged            `{"arguments": 1, "b": 2}`
+            stored text                 result            text that the client receives
+            `"arguments": {"a": 1}}`    `"a": 1}`         `{"a": 1}`
+            `"arguments": 1, "b": 2}`   the stored text   `{"arguments": 1, "b": 2}`
         """
-        delayed = "".join(self._delayed)
-        may_have_extra_object = self._state is _State.END
-        inner_object = unwrap("{" + delayed) if may_have_extra_object else None
+        stored_text = "".join(self._delayed)
+        starts_like_wrapper = self._waits_for is _WaitsFor.END
+        if not starts_like_wrapper:
+            return DelayedText(stored_text, is_unwrapped=False)
+        whole_arguments = "{" + stored_text
+        inner_object = unwrap(whole_arguments)
         if inner_object is None:
-            return DelayedText(delayed, is_unwrapped=False)
-        # The client has already received the brace that `add` returned. This brace becomes the
-        # opening brace of the inner object.
+            return DelayedText(stored_text, is_unwrapped=False)
+        # The brace that the client has already received is now the brace of the inner object.
         return DelayedText(inner_object.removeprefix("{"), is_unwrapped=True)

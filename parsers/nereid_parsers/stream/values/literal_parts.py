@@ -1,0 +1,55 @@
+"""The tokens, brackets and keys of a Python literal. python_literals.py reads the literal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Expected(Enum):
+    """The kind of token that may come next in a literal.
+
+    VALUE       A value: the whole literal, or the value after a key and a colon.
+    FIRST_ITEM  The first item of a list or tuple, or the closing bracket.
+    ITEM        An item after a comma, or the closing bracket after a trailing comma.
+    FIRST_KEY   The first key of an object, or the closing brace.
+    KEY         A key after a comma, or the closing brace after a trailing comma.
+    COLON       The colon after a key.
+    COMMA       A comma or a closing bracket. Outside all brackets, the literal is complete.
+    """
+
+    VALUE = "value"
+    FIRST_ITEM = "first_item"
+    ITEM = "item"
+    FIRST_KEY = "first_key"
+    KEY = "key"
+    COLON = "colon"
+    COMMA = "comma"
+
+
+@dataclass(slots=True)
+class Container:
+    """An open list, tuple, set or object.
+
+    Attributes:
+        close: The bracket that closes the container in the model's text.
+        json_close: The bracket that closes the container in the JSON text.
+        num_items: The number of items or members that have been read.
+    """
+
+    close: str
+    json_close: str
+    num_items: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeyOrItem:
+    """A value that is the key of an object if a colon follows, or else the first item of a set.
+
+    Attributes:
+        key_json: The JSON text of the value as a key, for example `"1"`.
+        item_json: The JSON text of the value as an item of a set, for example `1`.
+    """
+
+    key_json: str
+    item_json: str

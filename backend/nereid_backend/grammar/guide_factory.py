@@ -130,16 +130,15 @@ class Guides:
             of all these requests are cancelled, the compilation is stopped.
         """
         guide_future: Future[TokenGuide] = Future()
-        try:
-            spec = params.grammar
-            if spec is not None:
-                self._check_size(spec)
-            stop_ids = stop_token_ids or frozenset(self._eos_token_ids)
-            make_guide = partial(self._create_guide, params, stop_ids)
-            create_guide = partial(self._create_guide_when_compiled, guide_future, spec, make_guide)
-            _when_done(self.warm_up(), guide_future, create_guide)
-        except NereidError as error:
-            _fail(guide_future, error)
+        spec = params.grammar
+        size_error = self._size_error(spec) if spec is not None else None
+        if size_error is not None:
+            _fail(guide_future, size_error)
+            return guide_future
+        stop_ids = stop_token_ids or frozenset(self._eos_token_ids)
+        make_guide = partial(self._create_guide, params, stop_ids)
+        on_loaded = partial(self._create_guide_when_compiled, guide_future, spec, make_guide)
+        _when_done(self.warm_up(), guide_future, on_loaded)
         return guide_future
 
     def close(self) -> None:
@@ -173,14 +172,15 @@ class Guides:
 
     # ---- compiling -------------------------------------------------------------------------------
 
-    def _check_size(self, spec: GrammarSpec) -> None:
-        """Raise RequestError if a grammar's text is too large."""
-        size = len(spec.source.encode("utf-8", "surrogatepass"))
-        if size > self._max_source_bytes:
-            raise RequestError(
-                f"{spec.kind}: the grammar is {size} bytes long, but the limit is "
-                f"{self._max_source_bytes} bytes (max_grammar_bytes)."
-            )
+    def _size_error(self, spec: GrammarSpec) -> RequestError | None:
+        """Return an error if a grammar's text is too large, otherwise None."""
+        num_bytes = len(spec.source.encode("utf-8", "surrogatepass"))
+        if num_bytes <= self._max_source_bytes:
+            return None
+        return RequestError(
+            f"{spec.kind}: the grammar is {num_bytes} bytes long, but the limit is "
+            f"{self._max_source_bytes} bytes (max_grammar_bytes)."
+        )
 
     def _create_guide_when_compiled(
         self,
@@ -330,7 +330,7 @@ def _when_done(
 
     def on_done(done_future: "Future[S]") -> None:
         if done_future.cancelled():
-            # Every request that waited for the result of `done` has also been cancelled.
+            # Every request that waited for the result of `future` has also been cancelled.
             return
         try:
             use_result(done_future.result())

@@ -8,7 +8,7 @@ rejects schemas with keywords that it cannot enforce.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
@@ -16,6 +16,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.backend_interface import Matcher
 from nereid_backend.grammar.compile_cost import depth_of, subschemas
+from nereid_backend.grammar.llguidance_schemas import (
+    convert_lengths_to_integers,
+    replace_exclusive_bounds,
+)
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, Vocabulary
 
 # The white space that is allowed in JSON: one space, or a newline and up to 16 spaces. If white
@@ -28,9 +32,6 @@ _LIMITS = {"max_lexer_states": 20_000, "max_grammar_size": 200_000, "verbose_err
 # _BASE_BYTES + _BYTES_PER_CHARACTER * the number of characters of the source.
 _BASE_BYTES = 64 * 1024
 _BYTES_PER_CHARACTER = 30
-# The distance between an exclusive bound and the inclusive bound that replaces it. Example:
-# "greater than 3" becomes "at least 3.000000001".
-_BOUND_DISTANCE = 1e-9
 # The largest number of characters that an error quotes from a message of llguidance.
 _MAX_MESSAGE = 300
 # The largest number of schemas that are compiled to locate an error. If a schema is invalid, the
@@ -39,12 +40,8 @@ _MAX_LOCATED = 200
 # The library's message quotes the source text and indents each quoted line by this number of
 # characters.
 _EXCERPT_INDENT = 3
-_LENGTHS = frozenset(
-    f"{bound}{word}"
-    for bound in ("min", "max")
-    for word in ("Length", "Items", "Properties", "Contains")
-)
-"""The keywords of JSON Schema whose values are lengths or counts."""
+# The start of the library's message for an invalid regular expression. It quotes the expression.
+_INVALID_REGEX = re.compile(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ')
 
 
 class _Tokens:
@@ -100,8 +97,8 @@ class LLGuidanceBackend:
             RequestError: if the schema is not valid, or has keywords that cannot be enforced.
         """
         schema = json.loads(source)
-        _convert_lengths_to_integers(schema)
-        _replace_exclusive_bounds(schema)
+        convert_lengths_to_integers(schema)
+        replace_exclusive_bounds(schema)
         matcher = self._matcher(_schema_grammar(schema))
         if matcher.is_error():
             raise self._schema_error(schema, _problem(matcher))
@@ -172,12 +169,8 @@ class LLGuidanceBackend:
             if num_compiled == _MAX_LOCATED:
                 break
             num_compiled += 1
-            # A part of the schema may refer to the definitions of the whole schema, so these
-            # definitions are added to the part. They are not added to a part that is itself in the
-            # definitions.
-            is_definition = any(path.startswith(f"$.{keyword}") for keyword in definitions)
-            complete = dict(part) if is_definition else {**definitions, **part}
-            if _problem(self._matcher(_schema_grammar(complete))) == problem:
+            complete_part = _with_definitions(part, path, definitions)
+            if _problem(self._matcher(_schema_grammar(complete_part))) == problem:
                 problem_path = path
         return problem_path
 
@@ -260,15 +253,17 @@ def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
            1 | start: /(ab/
                       ^
     """
-    text = str(matcher.get_error())
-    messages = re.findall(r"^error: (.*)$", text, re.MULTILINE)
-    if messages:
-        column = _column_in_pattern(text) if has_pattern else None
-        place = "" if column is None else f" (column {column})"
-        return f"{messages[-1]}{place}"
-    # Other messages have one line, such as 'at 1(8): unknown name: "x"'.
-    if has_pattern:
-        text = re.sub(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ', "", text)
+    error_text = str(matcher.get_error())
+    messages = re.findall(r"^error: (.*)$", error_text, re.MULTILINE)
+    if not messages:  # The error has one line, such as 'at 1(8): unknown name: "x"'.
+        return _short_line(_INVALID_REGEX.sub("", error_text) if has_pattern else error_text)
+    column = _column_in_pattern(error_text) if has_pattern else None
+    place = "" if column is None else f" (column {column})"
+    return f"{messages[-1]}{place}"
+
+
+def _short_line(text: str) -> str:
+    """Return the first line of a text, with single spaces and at most _MAX_MESSAGE characters."""
     first_line, _, _ = text.partition("\n")
     return " ".join(first_line.split())[:_MAX_MESSAGE]
 
@@ -292,78 +287,27 @@ def _definitions_in(schema: object) -> dict[str, object]:
     return {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}
 
 
+def _with_definitions(
+    part: Mapping[str, object], path: str, definitions: Mapping[str, object]
+) -> dict[str, object]:
+    """Return a part of a schema, together with the definitions of the whole schema.
+
+    The part may refer to these definitions. They are not added to a part that is itself in the
+    definitions. Example: the part `{"$ref": "#/$defs/a"}` gives
+    `{"$defs": {"a": {}}, "$ref": "#/$defs/a"}`.
+
+    Args:
+        part: the part.
+        path: the position of the part in the whole schema.
+        definitions: the definitions of the whole schema, see `_definitions_in`.
+    """
+    is_definition = any(path.startswith(f"$.{keyword}") for keyword in definitions)
+    return dict(part) if is_definition else {**definitions, **part}
+
+
 def _is_inside(path: str, outer_path: str) -> bool:
     """Return whether a path is inside another path. Example: `$.items` is inside `$`."""
     return path.startswith(outer_path) and depth_of(path) > depth_of(outer_path)
-
-
-def _convert_lengths_to_integers(schema: object) -> None:
-    """Convert the lengths and counts in a schema to integers.
-
-    JSON Schema accepts 30.0 as an integer, but llguidance does not. Example: {"maxLength": 30.0}
-    becomes {"maxLength": 30}.
-
-    Mutates: schema.
-    """
-    for part, _ in subschemas(schema):
-        if not isinstance(part, dict):
-            continue
-        for keyword in _LENGTHS & part.keys():
-            if _is_integer(part[keyword]):
-                part[keyword] = int(part[keyword])
-
-
-def _replace_exclusive_bounds(schema: object) -> None:
-    """Replace the bounds that llguidance 1.9 handles incorrectly.
-
-    If an exclusive bound is an integer and the opposite bound is less than 1 away, llguidance
-    allows the excluded number. Example: with "exclusiveMinimum": 3 and "maximum": 3.6, llguidance
-    allows 3. This function replaces the exclusive bound by an inclusive bound of 3.000000001.
-
-    Mutates: schema.
-    """
-    for part, _ in subschemas(schema):
-        if not isinstance(part, dict):
-            continue
-        low = part.get("exclusiveMinimum")
-        high = part.get("exclusiveMaximum")
-        # The opposite bound can be inclusive ("maximum") or exclusive ("exclusiveMaximum").
-        largest = part.get("maximum", high)
-        smallest = part.get("minimum", low)
-        if _allows_excluded_minimum(low, largest):
-            part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
-        elif _allows_excluded_maximum(high, smallest):
-            part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
-
-
-def _allows_excluded_minimum(low: object, largest: object) -> bool:
-    """Return whether llguidance would allow the number `low`, although `low` is excluded.
-
-    llguidance handles negative lower bounds correctly.
-    """
-    if not _is_integer(low) or not _is_number(largest):
-        return False
-    return low >= 0 and largest < low + 1
-
-
-def _allows_excluded_maximum(high: object, smallest: object) -> bool:
-    """Return whether llguidance would allow the number `high`, although `high` is excluded.
-
-    llguidance handles positive upper bounds correctly.
-    """
-    if not _is_integer(high) or not _is_number(smallest):
-        return False
-    return high <= 0 and smallest > high - 1
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    """Return whether a JSON value is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_integer(value: object) -> TypeGuard[float]:
-    """Return whether a JSON value is a number without a fraction, such as 3 or 3.0."""
-    return _is_number(value) and value == int(value)
 
 
 def _schema_grammar(schema: object) -> str:

@@ -83,18 +83,27 @@ class Thinking:
             EngineError: if the budget forces a different token.
         """
         if self.forced:
-            if token_id != self.forced[0]:
-                raise EngineError(
-                    f"The thinking budget is used up, so the next token must be {self.forced[0]}, "
-                    f"but the answer has token {token_id}."
-                )
-            self.forced = self.forced[1:]
-            if not self.forced:
-                self._state = _State.CLOSED
+            self._feed_forced(token_id)
         elif self._state is _State.BEFORE:
             self._look_for_start(data)
         elif self._state is _State.OPEN:
             self._look_for_end(data)
+
+    def _feed_forced(self, token_id: int) -> None:
+        """Remove the next token from `forced`. After the last forced token, close the reasoning.
+
+        Raises:
+            EngineError: if `token_id` is a different token.
+        """
+        expected_id = self.forced[0]
+        if token_id != expected_id:
+            raise EngineError(
+                f"The thinking budget is used up, so the next token must be {expected_id}, but the "
+                f"answer has token {token_id}."
+            )
+        self.forced = self.forced[1:]
+        if not self.forced:
+            self._state = _State.CLOSED
 
     def fork(self) -> Self:
         """Return an independent copy for another sequence."""
@@ -117,7 +126,7 @@ class Thinking:
             self._state = _State.OPEN
             self._tail = b""
             reasoning = beginning[len(self._start) :]
-            if reasoning.strip():
+            if reasoning.strip():  # A token that contains only the marker is not counted.
                 self._look_for_end(reasoning)
             self._force_end_if_used_up()
         elif self._start.startswith(beginning):

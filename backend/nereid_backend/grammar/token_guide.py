@@ -146,7 +146,7 @@ class TokenGuide:
             return self._advance_before_marker(matcher, data)
         if self._phase is Phase.WHITE_SPACE:
             is_white_space = bool(data) and not data.strip(WHITE_SPACE)
-            if is_white_space and self._num_white_space < _MAX_WHITE_SPACE:
+            if is_white_space and self._may_continue_white_space():
                 self._num_white_space += len(data)
                 return True
             # This token is the first token of the text that must match the grammar.
@@ -154,6 +154,11 @@ class TokenGuide:
         if self._phase is Phase.ENDED or not _has(self._rules.grammar_bits, token_id):
             return False
         return matcher.accept(token_id)
+
+    def _may_continue_white_space(self) -> bool:
+        """Return whether another white space token may follow the marker."""
+        is_after_marker = self._phase is Phase.WHITE_SPACE
+        return is_after_marker and self._num_white_space < _MAX_WHITE_SPACE
 
     def _may_end(self, matcher: Matcher) -> bool:
         """Return whether the answer may end here.
@@ -229,7 +234,8 @@ class TokenGuide:
         Mutates: rows.
         """
         is_limited = []
-        # The guides whose grammars decide the next tokens, grouped by the class of the matcher.
+        # The guides whose grammars decide the next tokens, grouped by the class of the matcher,
+        # because one call of a grammar library fills the rows of all its matchers.
         groups: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
@@ -239,12 +245,29 @@ class TokenGuide:
                 is_limited.append(True)
                 groups.setdefault(type(matcher), []).append((guide, matcher, place))
         for matcher_class, group in groups.items():
-            group_matchers = [matcher for _, matcher, _ in group]
-            group_places = [place for _, _, place in group]
-            matcher_class.fill_all(group_matchers, rows, group_places)
-            for guide, matcher, place in group:
-                guide._finish_row(matcher, rows[place])
+            TokenGuide._fill_group(matcher_class, group, rows)
         return is_limited
+
+    @staticmethod
+    def _fill_group(
+        matcher_class: type[Matcher],
+        group: list[tuple["TokenGuide", Matcher, int]],
+        rows: TokenMasks,
+    ) -> None:
+        """Write the masks of several guides whose matchers belong to the same grammar library.
+
+        Args:
+            matcher_class: the class of the matchers.
+            group: the guides. Each guide has its matcher, and the index of its row in `rows`.
+            rows: the masks of the batch.
+
+        Mutates: rows.
+        """
+        matchers = [matcher for _, matcher, _ in group]
+        places = [place for _, _, place in group]
+        matcher_class.fill_all(matchers, rows, places)
+        for guide, matcher, place in group:
+            guide._finish_row(matcher, rows[place])
 
     def _deciding_matcher(self) -> Matcher | None:
         """If only the grammar decides which tokens may come next, return the matcher.
@@ -323,7 +346,7 @@ class TokenGuide:
                 "here."
             )
             row |= rules.stop_mask
-        if self._phase is Phase.WHITE_SPACE and self._num_white_space < _MAX_WHITE_SPACE:
+        if self._may_continue_white_space():
             row |= rules.white_space_mask
 
     def _is_stuck(self, matcher: Matcher) -> bool:

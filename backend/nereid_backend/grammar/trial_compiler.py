@@ -104,8 +104,10 @@ class TrialCompiler:
 
         If the process cannot be reached, store an error in the future of the job.
         """
+        connection = self._connection
         try:
-            connection = self._connection or self._start()
+            if connection is None:
+                connection = self._start()
             connection.send((command, job_id, *grammar))
         except OSError as error:
             future = self._pop_future(job_id)

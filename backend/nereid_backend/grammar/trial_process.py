@@ -106,24 +106,31 @@ class TrialServer:
         The events are a message from the engine, the result of a child, and the deadline of a job.
         Afterwards, start as many waiting jobs as the number of children allows.
         """
-        now = time.monotonic()
-        jobs = [*self._running, *self._waiting]
-        timeout_s = min((job.deadline - now for job in jobs), default=None)
-        results = [job.result for job in self._running if job.result is not None]
-        ready_connections = wait([self._connection, *results], timeout_s)
+        ready_connections = self._wait_for_event()
         while self._connection.poll():
             self._handle(*self._connection.recv())
         finished_jobs = [job for job in self._running if job.result in ready_connections]
         for job in finished_jobs:
             self._finish(job)
-        late_jobs = [job for job in jobs if job.deadline <= time.monotonic()]
-        for job in late_jobs:
-            # `_remove` returns False if the job has ended or was cancelled in this call of `_step`.
-            # The engine then needs no further message about the job.
-            if self._remove(job):
-                self._connection.send((job.job_id, Outcome.LATE.value, ""))
+        self._remove_late_jobs()
         while self._waiting and len(self._running) < _MAX_CHILDREN:
             self._start(self._waiting.popleft())
+
+    def _wait_for_event(self) -> list[Any]:
+        """Wait for a message, a result or the next deadline. Return the readable connections."""
+        now = time.monotonic()
+        deadlines = [job.deadline for job in [*self._running, *self._waiting]]
+        timeout_s = min(deadlines) - now if deadlines else None
+        results = [job.result for job in self._running if job.result is not None]
+        return wait([self._connection, *results], timeout_s)
+
+    def _remove_late_jobs(self) -> None:
+        """Remove each job whose deadline has passed, and report it to the engine."""
+        now = time.monotonic()
+        for job in [*self._running, *self._waiting]:
+            if job.deadline <= now:
+                self._remove(job)
+                self._connection.send((job.job_id, Outcome.LATE.value, ""))
 
     def _handle(self, command: str, job_id: int, *grammar: str) -> None:
         """Handle a message from the engine.
@@ -155,22 +162,17 @@ class TrialServer:
         """Send the result of a finished job to the engine, and remove the job."""
         assert job.result is not None
         try:
-            outcome, text = job.result.recv()
-        except EOFError:
-            outcome, text = Outcome.CRASHED.value, ""
-        if self._remove(job):
-            self._connection.send((job.job_id, outcome, text))
+            outcome, error_text = job.result.recv()
+        except EOFError:  # The child has ended without a message.
+            outcome, error_text = Outcome.CRASHED.value, ""
+        self._remove(job)
+        self._connection.send((job.job_id, outcome, error_text))
 
-    def _remove(self, job: _Job) -> bool:
-        """Remove a job, and kill its child process if the job has started.
-
-        Return False if the job was already removed.
-        """
+    def _remove(self, job: _Job) -> None:
+        """Remove a waiting or running job, and kill its child process if the job is running."""
         if job in self._waiting:
             self._waiting.remove(job)
-            return True
-        if job not in self._running:
-            return False
+            return
         self._running.remove(job)
         # `waitpid` was not called for this child yet, so its process id cannot belong to another
         # process.
@@ -178,7 +180,6 @@ class TrialServer:
         os.waitpid(job.pid, 0)
         assert job.result is not None
         job.result.close()
-        return True
 
 
 def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_s: float) -> None:
@@ -252,7 +253,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])
-    # These imports load xgrammar, which would otherwise import torch and transformers.
+    # The imports below load xgrammar, which would otherwise import torch and transformers.
     _skip_unused_modules()
     from nereid_backend.core.grammar import GrammarSpec
     from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries

@@ -39,8 +39,9 @@ def _between_tokens(head: str, close: str) -> ToolSection:
 def _dsml(token: str, section: str, gap: str = "") -> ToolSection:
     """Return the declaration of tool calls in DSML, DeepSeek's markup with a token in each tag.
 
-    The tag of a value shows whether the value is a string. Example with the token `T` and a space
-    as `gap`: `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
+    The parser reads the tool calls according to this declaration. The tag of a value shows whether
+    the value is a string. Example of a tool call with the token `T` and a space as `gap`:
+    `<T invoke name="f"><T parameter name="a" string="true">x</T parameter></T invoke>`.
     The model may write JSON instead of the parameter tags.
 
     Args:

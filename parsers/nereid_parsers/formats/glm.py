@@ -64,9 +64,10 @@ REASONING = {
 
 
 def _section(gap: str, tag: str = "tool_call") -> ToolSection:
-    """Return the declaration of GLM's tool calls, which have no marker around the whole section.
+    """Return the declaration of the tool calls of GLM models. No marker encloses all tool calls.
 
-    Example: `<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
+    The parser reads the tool calls according to this declaration. Example of a tool call:
+    `<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
 
     Args:
         gap: The white space after the function's name and after each closing tag.
@@ -86,10 +87,15 @@ _SUFFIX = ":opensource"
 
 
 def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
-    """Return the declaration of one tool call of Hunyuan. The name of each tag ends with `suffix`.
+    """Return the declaration of a tool call of Hunyuan models.
 
-    Example with the tag `tool_sep` after the name: `<tool_call>f<tool_sep>`, followed by
+    The parser reads the tool call according to this declaration. Example of a tool call with the
+    tag `tool_sep` after the name: `<tool_call>f<tool_sep>`, followed by
     `<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
+
+    Args:
+        tag_after_name: The name of the tag after the function's name, or "" if no tag follows.
+        suffix: The text at the end of each tag name, for example `:opensource`, or "".
     """
     after_name = f"<{tag_after_name}{suffix}>\n" if tag_after_name else "\n"
     arguments = TaggedArguments(
@@ -105,9 +111,9 @@ def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
 
 
 def _grouped(tag_after_name: str) -> ToolSection:
-    """Return the declaration of Hunyuan's tool calls, with `<tool_calls>` around all tool calls.
+    """Return the declaration of the tool calls of Hunyuan models, with a tag around all tool calls.
 
-    Each tag may end with `_SUFFIX`: `<tool_calls>` or `<tool_calls:opensource>`.
+    The name of each tag may end with `_SUFFIX`: `<tool_calls>` or `<tool_calls:opensource>`.
 
     Args:
         tag_after_name: The name of the tag after the function's name, or "" if no tag follows.

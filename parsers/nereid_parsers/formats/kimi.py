@@ -29,7 +29,8 @@ REASONING = {
 def _call(head: str) -> Call:
     """Return the declaration of a tool call that starts with an id such as `functions.f:0`.
 
-    The id contains the name of the function. JSON arguments follow the id.
+    The parser reads the tool call according to this declaration. The id contains the name of the
+    function. JSON arguments follow the id.
 
     Args:
         head: The pattern of the id, for example `functions.{name}:{number}`.

@@ -250,6 +250,9 @@ def _combine(
 ) -> Format:
     """Return the format that consists of a reasoning entry, a tool entry, or both.
 
+    An entry of the registry declares how a model family writes its reasoning or its tool calls. The
+    parser reads a model's output according to the format.
+
     Args:
         label: The name of the format, for example "qwen3+hermes".
         reasoning: The declaration of the reasoning, or None.
@@ -260,13 +263,10 @@ def _combine(
         FormatError: One entry describes whole messages, so it cannot be combined with the other.
     """
     layout = _layout(label, reasoning, tools)
-    # Dicts contain each source and each end-of-turn token once, in order.
-    sources: dict[Source, None] = {}
-    ends: dict[str, None] = {}
-    for entry in (reasoning, tools):
-        if entry is not None:
-            sources[entry.source] = None
-            ends |= dict.fromkeys(entry.ends)
+    entries = [entry for entry in (reasoning, tools) if entry is not None]
+    # `dict.fromkeys` removes duplicates, but keeps the order.
+    sources = dict.fromkeys(entry.source for entry in entries)
+    ends = dict.fromkeys(token for entry in entries for token in entry.ends)
     return Format(label, layout, policy=policy, ends=tuple(ends), sources=tuple(sources))
 
 
@@ -291,8 +291,8 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        is_combined = tool_part is not None and tool_part != reasoning_part
-        if is_combined:
+        # The reasoning entry and the tool entry of such a format contain the same messages.
+        if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part
     if isinstance(tool_part, Messages):

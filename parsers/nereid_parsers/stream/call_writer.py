@@ -295,8 +295,9 @@ class CallWriter:
         """
         index_in_prompt = self.last_index
         self.num_started = 1 if self.is_open else 0
-        is_writing_events = not self.stores_arguments and not self._is_discarded
-        if not self.is_open or not is_writing_events:
+        appends_events = not self.stores_arguments and not self._is_discarded
+        has_open_call_events = self.is_open and appends_events
+        if not has_open_call_events:
             self.last_index = -1
             return []
         self.last_index = 0

@@ -125,10 +125,11 @@ def compile_format(fmt: FormatData) -> CompiledFormat:
 
 
 def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
-    """Compile a format with the layout `Messages`, so that the parser can search for its markers.
+    """Compile a format in which the model's output is a sequence of messages with headers.
 
-    Reasoning is a message of its own, so the only markers inside the reasoning are the markers that
-    start or end a message. In the dicts, the keys are markers and the values are their meanings.
+    The compiled format contains the markers for which the parser searches. Reasoning is a message
+    of its own, so the only markers inside the reasoning are the markers that start or end a
+    message. In the dicts, the keys are markers and the values are their meanings.
     """
     ends = _kinds((*layout.ends, *fmt.ends), MarkerKind.END)
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
@@ -162,27 +163,23 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 
 
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
-    """Compile a format with the layout `Sections`, so that the parser can search for its markers.
+    """Compile a format in which markers enclose the reasoning, the content and the tool calls.
 
-    In the dicts, the keys are markers and the values are their meanings. If a format declares one
-    text as several markers, the last dict in each union below decides the meaning of the text. For
-    example, an end-of-turn token in the content always ends the turn. If one text is both the
-    opening and the closing marker of the reasoning, this text opens the reasoning when the parser
-    reads content, and closes the reasoning when the parser reads reasoning.
+    The compiled format contains the markers for which the parser searches. In the dicts, the keys
+    are markers and the values are their meanings. If a format declares one text as several markers,
+    the last dict in each union below decides the meaning of the text. For example, an end-of-turn
+    token in the content always ends the turn. If one text is both the opening and the closing
+    marker of the reasoning, this text opens the reasoning when the parser reads content, and closes
+    the reasoning when the parser reads reasoning.
     """
+    reasoning = layout.reasoning
+    wrapper = layout.content
     calls = _compile_calls(layout.tools, allows_unmarked=True)
-    opens: dict[str, MarkerKind] = {}
-    closes: dict[str, MarkerKind] = {}
-    interrupts: dict[str, MarkerKind] = {}
-    if layout.reasoning is not None:
-        opens = _kinds(layout.reasoning.opens, MarkerKind.OPEN_REASONING)
-        closes = _kinds(layout.reasoning.closes, MarkerKind.CLOSE_REASONING)
-        interrupts = _kinds(_interrupting_markers(layout.reasoning, calls), MarkerKind.INTERRUPT)
-    wrapper_opens: dict[str, MarkerKind] = {}
-    wrapper_closes: dict[str, MarkerKind] = {}
-    if layout.content is not None:
-        wrapper_opens = _kinds((layout.content.open,), MarkerKind.WRAP_CONTENT)
-        wrapper_closes = _kinds((layout.content.close,), MarkerKind.WRAP_CONTENT)
+    opens = _kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
+    closes = _kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
+    interrupts = _kinds(_interrupting_markers(reasoning, calls), MarkerKind.INTERRUPT)
+    wrapper_opens = _kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
+    wrapper_closes = _kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = _kinds(fmt.ends, MarkerKind.END)
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
@@ -210,16 +207,18 @@ def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
     return kinds
 
 
-def _interrupting_markers(reasoning: Reasoning, calls: CompiledCalls) -> list[str]:
+def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> list[str]:
     """Return the markers that may start a tool call inside the reasoning.
 
     These are the declared markers, and usually also all opening markers of tool calls and tool
-    sections. Example: `["<tool_call>"]`.
+    sections. Example: `["<tool_call>"]`. The result is [] if the format has no reasoning.
 
     In some formats, one marker closes both the reasoning and a tool call, for example
     `<|end_message|>`. After an undeclared opening marker, this marker would not show whether the
     tool call or the whole reasoning ends. For such formats, only the declared markers are returned.
     """
+    if reasoning is None:
+        return []
     declared_markers = list(reasoning.interrupted_by)
     reasoning_closes = set(_visible(reasoning.closes))
     call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
@@ -242,7 +241,9 @@ def _visible(markers: Iterable[str]) -> Iterator[str]:
 def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
     """Compile all variants of a tool call, and group the variants by the text that starts them.
 
-    A variant is one of several ways in which the model may write a tool call.
+    A variant is one of several ways in which the model may write a tool call. The parser searches
+    for the first text of each variant, such as `<tool_call>`, and then tries the variants that
+    start with this text.
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
@@ -252,16 +253,9 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
     if tools is None:
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
-    content_variants = variants
-    unmarked: list[CompiledCall] = []
-    has_section_marker = bool(tools.opens)
-    if has_section_marker:
-        # A model may omit the opening marker of the tool section. A tool call can then start in the
-        # content if the tool call itself has an opening marker.
-        content_variants = [variant for variant in variants if variant.call.open.strip()]
-    elif allows_unmarked:
-        unmarked = [variant for variant in variants if variant.is_unmarked]
-    by_trigger = _group_by_trigger(content_variants)
+    may_be_unmarked = allows_unmarked and not tools.opens
+    unmarked = [variant for variant in variants if variant.is_unmarked] if may_be_unmarked else []
+    by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
     by_head = {
         head_start: group
         for head_start, group in _group_by_trigger(_variants_without_marker(tools)).items()
@@ -276,6 +270,19 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
         unmarked=tuple(unmarked),
         kinds=kinds,
     )
+
+
+def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
+    """Return the variants that may start in the content, outside a tool section.
+
+    If the format declares no tool section, these are all variants. Otherwise a model may omit the
+    opening marker of the section, and a tool call may start in the content if the tool call itself
+    has an opening marker.
+    """
+    has_section_marker = bool(tools.opens)
+    if not has_section_marker:
+        return variants
+    return [variant for variant in variants if variant.call.open.strip()]
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
@@ -340,7 +347,8 @@ def _call_kinds(
     """Return the meanings of the markers that belong to tool calls.
 
     Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`. If one text has several
-    meanings, the last meaning that is assigned below applies.
+    meanings, the last meaning that is assigned below applies. A variant is one of several ways in
+    which the model may write a tool call.
 
     Args:
         tools: The declaration of the tool calls.

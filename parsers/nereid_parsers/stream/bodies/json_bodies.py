@@ -115,10 +115,7 @@ class ArrayReader(BodyReader):
         if char.isspace():
             return pos + 1
         if not self._is_bracket_open:
-            if char != "[":
-                return self._reject(pos)
-            self._is_bracket_open = True
-            return pos + 1
+            return self._read_opening_bracket(char, pos)
         if char == ",":
             return pos + 1
         if char == "]":
@@ -129,6 +126,13 @@ class ArrayReader(BodyReader):
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)
             return pos
         return self._reject(pos)
+
+    def _read_opening_bracket(self, char: str, pos: int) -> int:
+        """Read the character `char` at `pos`, which must be the opening bracket of the array."""
+        if char != "[":
+            return self._reject(pos)
+        self._is_bracket_open = True
+        return pos + 1
 
     def finish(self) -> None:
         """End the open tool call and set `status`, because the message has ended.

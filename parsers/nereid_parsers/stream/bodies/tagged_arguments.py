@@ -6,6 +6,7 @@ closing marker has been read, because the text `12` may continue as `12 Main Str
 
 from __future__ import annotations
 
+import re
 from json.encoder import encode_basestring as quote_json
 from typing import NamedTuple
 
@@ -192,27 +193,45 @@ class TaggedReader(StepReader):
         at which the body continues, or None if the value may continue. Examples, for the closing
         marker `</p>`: the text `a</p>` gives `_ValueEnd(1, 5)`, `a</` gives `_ValueEnd(1, None)`,
         and `ab` gives `_ValueEnd(2, None)`. If the closing marker is missing, the value ends before
-        the next marker, so `a</call>` gives `_ValueEnd(1, 1)`. This deviation from the format is
-        reported to the writer.
+        the next marker, so `a</call>` gives `_ValueEnd(1, 1)`. The description of this deviation
+        from the format is added to the writer.
         """
         variant = self._variant
         find = variant.find_end if self.is_final else variant.find_possible_end
         match = find(text, pos)
         while match is not None:
-            if match.start("close") >= 0:
-                return _ValueEnd(match.start(), match.end())
-            marker_start = match.start("early")
-            if marker_start < 0:  # Only the beginning of a marker has arrived.
-                return _ValueEnd(match.start(), None)
-            # Another marker, such as `</call>`, is inside the value or follows the value.
-            role = self._role_of_marker(text, marker_start)
-            if role is MarkerRole.UNDECIDED:
-                return _ValueEnd(match.start(), None)
-            if role is MarkerRole.AFTER_VALUE:
-                self.writer.add_deviation(_MISSING_CLOSE)
-                return _ValueEnd(match.start(), marker_start)
-            match = find(text, marker_start + 1)  # The marker is a part of the value.
+            value_end = self._value_end_at(match, text)
+            if value_end is not None:
+                return value_end
+            after_marker = match.start("early") + 1
+            match = find(text, after_marker)
         return _ValueEnd(len(text), None)
+
+    def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:
+        """Return the end of a value at a marker, or None if the marker is a part of the value.
+
+        Args:
+            match: The marker that was found in `text`. The group "close" is the closing marker of
+                the value. The group "early" is another marker, such as `</call>`, which is a part
+                of the value or follows a value without a closing marker. If both groups are empty,
+                only the beginning of a marker has arrived.
+            text: The text.
+        """
+        marker_start = match.start()
+        has_closing_marker = match.group("close") is not None
+        if has_closing_marker:
+            return _ValueEnd(marker_start, match.end())
+        is_cut_off = match.group("early") is None
+        if is_cut_off:
+            return _ValueEnd(marker_start, None)
+        next_pos = match.start("early")
+        role = self._role_of_marker(text, next_pos)
+        if role is MarkerRole.PART_OF_VALUE:
+            return None
+        if role is MarkerRole.UNDECIDED:
+            return _ValueEnd(marker_start, None)
+        self.writer.add_deviation(_MISSING_CLOSE)
+        return _ValueEnd(marker_start, next_pos)
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of a value or follows the value.

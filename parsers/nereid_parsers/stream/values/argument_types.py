@@ -126,8 +126,9 @@ def _declared_types(
     if "const" in schema:
         return frozenset({json_type_of(schema["const"])})
     for keyword in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(keyword), list):
-            types_of_parts = [json_types_of(part, root, depth + 1) for part in schema[keyword]]
+        parts = schema.get(keyword)
+        if isinstance(parts, list):
+            types_of_parts = [json_types_of(part, root, depth + 1) for part in parts]
             return _first_known(types_of_parts) if keyword == "allOf" else _union(types_of_parts)
     for keyword, json_type in _TYPE_OF_KEYWORD:
         if keyword in schema:
@@ -148,11 +149,13 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     """Return the first item of `parts` that is not None: the types that an `allOf` declares.
 
-    Return None if no part declares types.
-
-    Usually only one part declares types, for example a reference to another schema.
+    Return None if no part declares types. Usually only one part declares types, for example a
+    reference to another schema.
     """
-    return next((types for types in parts if types is not None), None)
+    for types in parts:
+        if types is not None:
+            return types
+    return None
 
 
 def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:

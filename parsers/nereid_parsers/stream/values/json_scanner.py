@@ -106,7 +106,16 @@ class JsonScanner:
         if not self._closing_brackets:
             self.status = DONE  # The value is a number or a word that ends before `char`.
             return pos
-        if char != self._closing_brackets[-1]:
+        return self._close_bracket(char, pos)
+
+    def _close_bracket(self, char: str, pos: int) -> int:
+        """Read `char` at `pos`, which must close the innermost bracket. Set `status`.
+
+        Return the position after the bracket. If `char` does not close the innermost bracket, the
+        status becomes BROKEN, and the result is `pos`.
+        """
+        expected_bracket = self._closing_brackets[-1]
+        if char != expected_bracket:
             self.status = BROKEN
             return pos
         self._closing_brackets = self._closing_brackets[:-1]

@@ -84,7 +84,7 @@ def depth_of(path: str) -> int:
     return path.count(".") + path.count("[")
 
 
-def load(field_name: str, source: str) -> object:
+def parse_json(field_name: str, source: str) -> object:
     """Parse a JSON text from a request, and return the JSON value.
 
     Args:

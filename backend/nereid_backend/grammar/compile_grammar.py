@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nereid_backend.core.grammar import GrammarSpec
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.backend_interface import Compiled, GrammarBackend
-from nereid_backend.grammar.compile_cost import check_cost, load
+from nereid_backend.grammar.compile_cost import check_cost, parse_json
 from nereid_backend.grammar.vocabulary import Vocabulary
 
 # An object in a structural tag can have these fields in addition to the field "json_schema". The
@@ -72,7 +72,7 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
         return _compile_ebnf(libraries, spec.source, limit_s)
     if spec.kind in ("json_schema", "choice"):
         # This call raises a RequestError if the text is not JSON.
-        load(spec.kind, spec.source)
+        parse_json(spec.kind, spec.source)
     return libraries.llguidance.compile(spec.kind, spec.source)
 
 
@@ -85,7 +85,7 @@ def _compile_tag(libraries: Libraries, source: str, limit_s: float) -> Compiled:
 
     See `compile_grammar` for the arguments and the errors.
     """
-    simple = _simple_grammar(load("structural_tag", source))
+    simple = _simple_grammar(parse_json("structural_tag", source))
     if simple is not None:
         simple_kind, simple_source = simple
         # If llguidance rejects the grammar, xgrammar gets the tag below. xgrammar can accept the

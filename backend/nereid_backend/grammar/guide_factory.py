@@ -204,6 +204,7 @@ class Guides:
         if spec is None:
             _succeed(guide_future, make_guide(libraries, None))
             return
+        # The field `spec.after` is left out, because the compiled grammar does not depend on it.
         key = GrammarSpec(spec.kind, spec.source)
         compiled_spec = self._cache.get(key)
         if compiled_spec is not None:

@@ -216,14 +216,18 @@ class LLGuidanceMatcher:
 
     @staticmethod
     def fill_all(matchers: Sequence[Matcher], rows: TokenMasks, places: Sequence[int]) -> None:
-        """Fill several rows of the mask; see Matcher.fill_all."""
-        address = rows.ctypes.data
+        """Fill several rows of the mask; see Matcher.fill_all.
+
+        The library writes each mask directly into the memory of its row.
+        """
+        first_row_address = rows.ctypes.data
         row_bytes = rows.nbytes // len(rows)
         for matcher, place in zip(cast(Sequence[LLGuidanceMatcher], matchers), places, strict=True):
             if matcher._matcher.is_stopped():
                 rows[place] = 0
             else:
-                matcher._matcher.unsafe_compute_mask_ptr(address + place * row_bytes, row_bytes)
+                row_address = first_row_address + place * row_bytes
+                matcher._matcher.unsafe_compute_mask_ptr(row_address, row_bytes)
 
     def is_complete(self) -> bool:
         """Return whether the text matches completely; see Matcher.is_complete."""

@@ -44,12 +44,18 @@ def validate_strict(text: str, schema: object) -> str | None:
         # The schema comes from the client and may be invalid, so jsonschema can raise any
         # exception. Every exception is reported as a problem of this answer.
         return f"the answer cannot be checked: {problem}"
-    if first_error is None:
-        return None
-    message = str(first_error.message)
+    return None if first_error is None else _description(first_error)
+
+
+def _description(error: Any) -> str:  # noqa: ANN401 - jsonschema ships no types
+    """Return the path and the shortened message of an error of jsonschema.
+
+    Example: `at $.a: 'x' is not of type 'number'`.
+    """
+    message = str(error.message)
     if len(message) > _MAX_TEXT:
         message = message[:_MAX_TEXT] + ".."
-    return f"at {first_error.json_path}: {message}"
+    return f"at {error.json_path}: {message}"
 
 
 @lru_cache(maxsize=256)

@@ -133,9 +133,9 @@ class Vocabulary:
     def encode_forced(self, recent: list[int], data: bytes) -> list[int]:
         """Return the tokens that the tokenizer would choose for the forced bytes `data`.
 
-        The last token is left out, because it may merge with the text that follows. If the last
-        token is a marker, it is not left out. Return no tokens if the bytes would merge with the
-        recent tokens.
+        Forced bytes are the only bytes that the grammar allows next. The last token is left out,
+        because it may merge with the text that follows. If the last token is a marker, it is not
+        left out. Return no tokens if the bytes would merge with the recent tokens.
 
         Example: the recent tokens spell `{`, and the bytes are `"name": `. If the tokenizer splits
         `{"name": ` into `{`, `"`, `name`, `":` and ` `, the result is the tokens `"`, `name` and
@@ -147,10 +147,12 @@ class Vocabulary:
         """
         forced_text = _decoded(data)
         recent_text = _decoded(self._bytes_of(recent))
-        if not forced_text or (recent and not recent_text):
+        is_recent_undecodable = bool(recent) and not recent_text
+        if not forced_text or is_recent_undecodable:
             return []
         all_ids = self.encode(recent_text + forced_text)
-        if all_ids[: len(recent)] != recent:
+        recent_ids = all_ids[: len(recent)]
+        if recent_ids != recent:  # The tokenizer would merge the two texts.
             return []
         forced_ids = all_ids[len(recent) :]
         if forced_ids and forced_ids[-1] not in self.marker_ids:
@@ -219,18 +221,13 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     Raises:
         RequestError: if the tokenizer is not built on the tokenizers library.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise RequestError(
-            "grammar: grammars and thinking budgets cannot be used with this checkpoint, because "
-            f"its tokenizer ({type(tokenizer).__name__}) does not define the bytes of its tokens. "
-            "Add a tokenizer.json in the format of the tokenizers library to the checkpoint."
-        )
+    backend = _backend_of(tokenizer)
     added_tokens = {
         token_id: token
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token_id < vocab_size
     }
+    special_ids = [token_id for token_id, token in added_tokens.items() if token.special]
     tokens = _token_bytes(backend, tokenizer.get_vocab(), vocab_size)
     for token_id, token in added_tokens.items():
         tokens[token_id] = token.content.encode()  # The content of an added token is plain text.
@@ -238,14 +235,23 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
     def encode(text: str) -> list[int]:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
-    return Vocabulary(
-        tokens=tuple(tokens),
-        special_ids=frozenset(
-            token_id for token_id, token in added_tokens.items() if token.special
-        ),
-        marker_ids=frozenset(added_tokens),
-        encode=encode,
-    )
+    return Vocabulary(tuple(tokens), frozenset(special_ids), frozenset(added_tokens), encode)
+
+
+def _backend_of(tokenizer: Any) -> Any:  # noqa: ANN401 - the libraries have no types
+    """Return the tokenizer of the tokenizers library that a transformers tokenizer uses.
+
+    Raises:
+        RequestError: if the transformers tokenizer uses no such tokenizer.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise RequestError(
+            "grammar: grammars and thinking budgets cannot be used with this checkpoint, because "
+            f"its tokenizer ({type(tokenizer).__name__}) does not define the bytes of its tokens. "
+            "Add a tokenizer.json in the format of the tokenizers library to the checkpoint."
+        )
+    return backend
 
 
 def _token_bytes(

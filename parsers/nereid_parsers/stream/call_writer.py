@@ -221,16 +221,16 @@ class CallWriter:
         discard the tool call, or to pass on the model's own text.
         """
         model_text = "".join(self._arguments).strip() or _EMPTY_ARGUMENTS
-        valid_arguments = self._repair_and_unwrap(model_text)
-        is_broken = valid_arguments is None
-        if is_broken and self._broken_arguments is BrokenArguments.REPAIR_OR_DROP:
+        valid_text = self._repair_and_unwrap(model_text)
+        drops_broken_arguments = self._broken_arguments is BrokenArguments.REPAIR_OR_DROP
+        if valid_text is None and drops_broken_arguments:
             log.warning(
                 "discarded a call of %r with broken arguments: %.200r", self._name, model_text
             )
             self._deviations = []
             return
         self._append_start()
-        self._append_arguments(model_text if valid_arguments is None else valid_arguments)
+        self._append_arguments(model_text if valid_text is None else valid_text)
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
@@ -263,8 +263,9 @@ class CallWriter:
     def cut_arguments_at(self, marker: str) -> str | None:
         """Remove the first `marker`, and all text after the marker, from the stored arguments.
 
-        Return the removed text. Example: after `write('{"a": 1</call> Hi')`,
-        `cut_arguments_at("</call>")` returns `"</call> Hi"`, and `{"a": 1` stays stored.
+        Return the removed text, which the parser reads again. Example: after
+        `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns `"</call> Hi"`, and
+        `{"a": 1` stays stored.
 
         Return None if no arguments are stored, or if the stored arguments do not contain `marker`.
         Also return None if text has already been removed `_MAX_CUTS` times in this message.

@@ -174,14 +174,18 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
     """Compile tagged arguments, such as `<parameter=city>Paris</parameter>`, of a tool call.
 
-    Return None if the declared arguments have no tags. `head` is the pattern of the opening marker
-    and the header.
+    Return None if the declared arguments have no tags.
+
+    Args:
+        call: The declaration of the tool call.
+        section: The declaration of the tool section, which contains all tool calls of a message.
+        head: The pattern of the tool call's opening marker and header.
     """
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
-    # The first part of the closing marker directly follows the last argument, so this part is tried
-    # first.
+    # A stop marker ends the arguments. The first part of the closing marker directly follows the
+    # last argument, so this part is tried first.
     stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = (*close_parts, *section.closes, *section_opens)
@@ -273,10 +277,13 @@ class CompiledHeader:
         self.has_calls = route.has_calls
         self._message_call = message_call
         self._first_literal = first_literal(route.header)
-        is_whitespace = not layout.header_end.strip()
-        self._whitespace_header_end = layout.header_end if is_whitespace else ""
-        marker_header_end = "" if is_whitespace else layout.header_end
-        self._header_pattern = compile_pattern(route.header + marker_header_end)
+        ends_with_marker = bool(layout.header_end.strip())
+        if ends_with_marker:
+            self._header_pattern = compile_pattern(route.header + layout.header_end)
+            self._whitespace_header_end = ""
+        else:
+            self._header_pattern = compile_pattern(route.header)
+            self._whitespace_header_end = layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the first literal of the header is at `pos`.

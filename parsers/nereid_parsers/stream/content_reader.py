@@ -78,8 +78,9 @@ class ContentReader:
                 return State.CONTENT_ONLY
         if not marker:
             return None
-        handler = self._marker_handlers[self._format.content_kinds[marker]]
-        return handler(marker) or self._write_as_content(marker)
+        handle_marker = self._marker_handlers[self._format.content_kinds[marker]]
+        next_state = handle_marker(marker)
+        return self._write_as_content(marker) if next_state is None else next_state
 
     def _close_calls(self, marker: str) -> State | None:
         """Remove a closing marker that directly follows a tool call, or that closes a tool section.
@@ -156,5 +157,6 @@ class ContentReader:
         is_reasoning = state is State.REASONING
         markers = self._format.reasoning_kinds if is_reasoning else self._format.content_kinds
         possible_markers = [marker for marker in markers if marker.startswith(last_text)]
-        if any(is_compound_start(marker, last_text) for marker in possible_markers):
+        has_complete_tag = any(is_compound_start(marker, last_text) for marker in possible_markers)
+        if has_complete_tag:
             self._text_writer.write_markup(self._buffer.take_unread())

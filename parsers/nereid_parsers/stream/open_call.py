@@ -45,7 +45,14 @@ class OpenCall:
         variant: The variant of the tool call.
     """
 
-    __slots__ = ("_body", "_buffer", "_call_writer", "_is_confirmed", "_text_writer", "variant")
+    __slots__ = (
+        "_body_reader",
+        "_buffer",
+        "_call_writer",
+        "_is_confirmed",
+        "_text_writer",
+        "variant",
+    )
 
     def __init__(
         self,
@@ -64,7 +71,7 @@ class OpenCall:
         """
         self.variant = match.variant
         self._is_confirmed = match.is_confirmed
-        self._body = body
+        self._body_reader = body
         self._buffer = buffer
         self._text_writer = text
         self._call_writer = body.writer
@@ -78,13 +85,13 @@ class OpenCall:
         Returns:
             The outcome, or None if the body has not ended.
         """
-        body = self._body
+        body_reader = self._body_reader
         buffer = self._buffer
         was_open = self._call_writer.is_open
         if buffer.is_final:
-            body.is_final = True
+            body_reader.is_final = True
         start = buffer.pos
-        buffer.pos = body.read(buffer.text, start)
+        buffer.pos = body_reader.read(buffer.text, start)
         if self._call_writer.is_open:  # The whole text belongs to the open tool call.
             text = buffer.text[start : buffer.pos]
             # `end_at_stored_marker` may remove text from the end of the stored arguments. The
@@ -92,7 +99,7 @@ class OpenCall:
             self._text_writer.write_call(text, may_be_reread=self._call_writer.stores_arguments)
         else:
             self._classify_outside_call(start, was_open)
-        return None if body.status is MORE else self._leave_body()
+        return None if body_reader.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
         """Classify the text that the body reader has just read, if no tool call is open after it.
@@ -113,16 +120,16 @@ class OpenCall:
                 this text.
         """
         buffer_text = self._buffer.text
-        end = self._buffer.pos
-        list_item_end = self._body.last_call_end
-        has_call_ended = was_open or self._body.status is DONE
+        text_end = self._buffer.pos
+        list_item_end = self._body_reader.last_call_end
+        has_call_ended = was_open or self._body_reader.status is DONE
         if list_item_end is not None:
             self._write_ended_call(buffer_text[start:list_item_end])
-            self._text_writer.store_pending(buffer_text[list_item_end:end])
+            self._text_writer.store_pending(buffer_text[list_item_end:text_end])
         elif has_call_ended:
-            self._write_ended_call(buffer_text[start:end])
+            self._write_ended_call(buffer_text[start:text_end])
         else:
-            self._text_writer.store_pending(buffer_text[start:end])
+            self._text_writer.store_pending(buffer_text[start:text_end])
 
     def _write_ended_call(self, text: str) -> None:
         """Classify the text of a tool call that has ended."""
@@ -135,7 +142,7 @@ class OpenCall:
         If the arguments are not valid, the tool call ends if a valid end can be found. Otherwise
         the outcome is BROKEN, and `read_broken` reads the rest of the arguments.
         """
-        if self._body.status is DONE:
+        if self._body_reader.status is DONE:
             if self._text_writer.pending:
                 self._text_writer.drop_pending()
             return Outcome.ENDED
@@ -143,7 +150,7 @@ class OpenCall:
             return Outcome.NO_CALL
         # The arguments are not valid. `abandon` may complete the arguments to valid JSON. If not,
         # the arguments may contain the closing marker, because a quote is missing.
-        if self._body.abandon() or self.end_at_stored_marker():
+        if self._body_reader.abandon() or self.end_at_stored_marker():
             return Outcome.ENDED
         return Outcome.BROKEN
 
@@ -165,7 +172,7 @@ class OpenCall:
             model's own text, or do not contain the marker.
         """
         closing_markers = self.variant.closing_markers
-        if not closing_markers or not self._body.is_verbatim:
+        if not closing_markers or not self._body_reader.is_verbatim:
             return False
         text_from_marker = self._call_writer.cut_arguments_at(closing_markers[0])
         if text_from_marker is None:
@@ -206,9 +213,9 @@ class OpenCall:
         was_open = self._call_writer.is_open
         # `BodyReader.finish` ends the open tool call. If no tool call is open, `finish` sets the
         # status BROKEN, unless the text that has been read already contains a valid tool call.
-        self._body.finish()
+        self._body_reader.finish()
         has_started_call = self._call_writer.num_started > 0
-        is_valid_list = has_started_call and self._body.status is not BROKEN
+        is_valid_list = has_started_call and self._body_reader.status is not BROKEN
         if not was_open and not is_valid_list:
             return False
         self._text_writer.end_call()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import zip_longest
 from typing import NamedTuple
 
-from nereid_parsers.pattern_syntax import split_pattern
+from nereid_parsers.pattern_syntax import PatternField, split_pattern
 
 # Matching functions return these constants instead of a position if the text does not match.
 NEED_MORE = -1  # More text could complete the match.
@@ -193,9 +192,9 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
         spellings += [marker.replace(" ", ""), marker.replace(" ", _RAW_SPACE)]
     for gap in _TAG_GAP.finditer(marker):
         spellings += _with_replacements(marker, gap, ("", " ", "\n"))
-    for declared in _WHITESPACE_IN_MARKER.finditer(marker):
-        spellings += _with_replacements(marker, declared, (" \n", "\n ", declared.group() + " "))
-    return tuple(dict.fromkeys(spellings))
+    for space in _WHITESPACE_IN_MARKER.finditer(marker):
+        spellings += _with_replacements(marker, space, (" \n", "\n ", space.group() + " "))
+    return tuple(dict.fromkeys(spellings))  # Duplicates are removed, and the order is kept.
 
 
 def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
@@ -231,15 +230,22 @@ def compile_pattern(source: str) -> Pattern:
     """
     parts = split_pattern(source)
     steps: list[str | WhitespaceStep | FieldStep] = []
-    for part, next_part in zip_longest(parts, parts[1:], fillvalue=""):
+    for index, part in enumerate(parts):
         if steps:
             steps.append(WhitespaceStep())
         if isinstance(part, str):
             steps += _literal_steps(part)
         else:
-            next_literal = next_part if isinstance(next_part, str) else ""
+            # The text of a field ends where the literal after the field starts.
+            next_literal = _literal_at(parts, index + 1)
             steps.append(FieldStep(part.field, _field_regex(part.field, next_literal)))
     return Pattern(tuple(steps))
+
+
+def _literal_at(parts: tuple[str | PatternField, ...], index: int) -> str:
+    """Return the literal at `index`, or "" if a field or the end of the pattern is there."""
+    part = parts[index] if index < len(parts) else ""
+    return part if isinstance(part, str) else ""
 
 
 def _literal_steps(literal: str) -> list[str | WhitespaceStep]:

@@ -83,8 +83,11 @@ class ReasoningReader:
         """
         if self._declaration is None or self._is_inline:
             return False
-        is_ambiguous = self._declaration.opener is Opener.EITHER
-        return is_ambiguous or self._stray_close is StrayClose.REASONING
+        # Some templates of the model family end the prompt with the opening marker, others do not.
+        prompt_may_open_reasoning = self._declaration.opener is Opener.EITHER
+        # The policy accepts a closing marker, such as `</think>`, without an opening marker.
+        opening_may_be_missing = self._stray_close is StrayClose.REASONING
+        return prompt_may_open_reasoning or opening_may_be_missing
 
     def read_unclassified(self) -> State | None:
         """Store text until a marker classifies the stored text as reasoning or as content.
@@ -161,8 +164,7 @@ class ReasoningReader:
             self._text_writer.write(self._buffer.take_until(text_end), ReasoningDelta)
         if not marker:
             return None
-        kind = self._format.reasoning_kinds[marker]
-        match kind:
+        match self._format.reasoning_kinds[marker]:
             case MarkerKind.INTERRUPT:
                 return self._read_interrupt(marker)
             case MarkerKind.START_MESSAGE:
@@ -171,10 +173,10 @@ class ReasoningReader:
                 return self._read_content_opening(marker)
             case MarkerKind.OPEN_REASONING:
                 return self._read_second_opening(marker)
+            case MarkerKind.CLOSE_REASONING:
+                self.has_reasoned = True
         # The marker ends the reasoning, the message or the model's turn.
         self._text_writer.write_markup(self._buffer.take(len(marker)))
-        if kind is MarkerKind.CLOSE_REASONING:
-            self.has_reasoned = True
         return State.CONTENT
 
     def _read_second_opening(self, marker: str) -> State:
@@ -245,18 +247,20 @@ class ReasoningReader:
 
         There are four cases:
 
+        - The policy (CALLS_FIRST) allows no tool call here. The marker is a part of the reasoning.
         - No tool call follows, as in `<tool_call> is a tag`. The marker is a part of the reasoning.
         - The marker directly follows `<think>`. The tool call ends the reasoning.
         - Reasoning precedes the marker, as in `<think>I call it.<tool_call>{"name": `. The text is
           a tool call if the reasoning is never closed, and otherwise a part of the reasoning. The
           text is stored in the state INTERRUPTED_REASONING until a closing marker or the end of the
           message shows which case applies.
-        - The policy is CALLS_FIRST. The marker is a part of the reasoning.
 
         Returns:
             The next state, or None if more text is required.
         """
-        match = NO_MATCH if self._calls_first else self._match_call_at(marker)
+        if self._calls_first:
+            return self._continue(marker)
+        match = self._match_call_at(marker)
         if match == NEED_MORE:
             return None
         if match == NO_MATCH:
@@ -267,10 +271,10 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | int:
-        """Match a tool call at its opening marker, or at the opening marker of its section.
+        """Match a tool call at its opening marker, or at the marker that opens a tool section.
 
-        The unread text starts with `marker`. Nothing is read. Example: with the marker
-        `<tool_call>`, the text `<tool_call>{"` matches.
+        A tool section contains all tool calls of a message. The unread text starts with `marker`,
+        and stays unread. Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
 
         Returns:
             The header of the tool call, NEED_MORE or NO_MATCH.

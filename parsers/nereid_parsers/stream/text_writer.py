@@ -98,14 +98,14 @@ class TextWriter:
             text: The text.
             event_type: The type of the event.
         """
-        if self._num_prompt_chars:
+        if self._num_prompt_chars:  # The text starts with the end of the prompt.
             text = self._without_prompt(text)
         visible = text.rstrip()
         if visible:
             self._append(self._take_whitespace() + visible, event_type)
-        has_trailing_whitespace = len(visible) < len(text)
-        if has_trailing_whitespace:
-            self._whitespace.append(text[len(visible) :])
+        trailing_whitespace = text[len(visible) :]
+        if trailing_whitespace:
+            self._whitespace.append(trailing_whitespace)
 
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
         """Append an event for text that ends with a visible character.
@@ -196,7 +196,8 @@ class TextWriter:
 
         Example: in `"Hi\n<call>"`, the line break is removed. White space after content is stored
         in `_removed_whitespace`. If more content follows the marker, this white space is written
-        before that content, so that the two pieces stay separated.
+        before that content, so that the two pieces stay separated. `has_text` becomes False,
+        because no text follows the marker yet.
         """
         whitespace = self._take_whitespace()
         follows_content = self.has_text and self._is_last_text_content

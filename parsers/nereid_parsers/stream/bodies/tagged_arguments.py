@@ -92,7 +92,8 @@ class TaggedReader(StepReader):
         """Read the opening tag of the next value, or end the tool call at a stop marker.
 
         Examples: `<parameter=city>` starts a value. The stop marker `</function>` ends the tool
-        call, and stays unread. Any other text is not valid here, so the status becomes BROKEN.
+        call, and stays unread. Any other text is not valid here, so the status becomes BROKEN. An
+        incomplete tag at the end of the message is ignored.
 
         Returns:
             The position after the text that was read, or NEED_MORE.
@@ -154,10 +155,10 @@ class TaggedReader(StepReader):
             fields: The fields of the opening tag.
         """
         schema_types = self.writer.tools.argument_types(self._head.name, key)
-        is_declared_string = _declares_string(fields)
-        if is_declared_string is None:
+        tag_declares_string = _declares_string(fields)
+        if tag_declares_string is None:  # The tag declares nothing.
             return schema_types
-        if is_declared_string:
+        if tag_declares_string:
             schema_allows_string = schema_types is None or "string" in schema_types
             return _STRING_ONLY if schema_allows_string else schema_types
         # If the tools are unknown, `argument_types` returns "string" for every argument. This

@@ -123,20 +123,20 @@ class StringReader:
         Returns:
             The position after the quote, or `pos` if more text is required to decide.
         """
-        end = pos + len(self._quote)
+        quote_end = pos + len(self._quote)
         if self._is_nesting:  # This quote may also occur inside its own strings.
-            max_end = end + _MAX_LOOKAHEAD_CHARS
-            following = self._can_follow(text, end, max_end)
-            if following is None:
+            max_end = quote_end + _MAX_LOOKAHEAD_CHARS
+            text_after_quote = self._can_follow(text, quote_end, max_end)
+            if text_after_quote is None:
                 self._output.append(escape_json(self._quote))
-                return end
+                return quote_end
             # If the match reaches the end of `text`, the match may be incomplete. More text must
             # then show whether the quote closes the string.
             may_continue = not is_final and len(text) < max_end
-            if may_continue and following.end() == len(text):
+            if may_continue and text_after_quote.end() == len(text):
                 return pos
         self.is_closed = True
-        return end
+        return quote_end
 
     def _read_escape(self, text: str, pos: int, is_final: bool) -> int:
         r"""Read the escape sequence at `pos`, and write the character that it represents as JSON.
@@ -157,7 +157,9 @@ class StringReader:
                 return pos
             if digits_end >= 0:
                 return digits_end
-        self._output.append(escape_json(_ESCAPED_CHARS.get(char, "\\" + char)))
+            # Without valid digits, `\x` is written like any other unknown escape sequence.
+        unknown_sequence = "\\" + char
+        self._output.append(escape_json(_ESCAPED_CHARS.get(char, unknown_sequence)))
         return char_end
 
     def _read_code_point(self, text: str, pos: int, num_digits: int) -> int:

@@ -37,11 +37,11 @@ def unwrap(arguments: str) -> str | None:
     outer = _parse_json(arguments)
     if not isinstance(outer, dict) or len(outer) != 1:
         return None
-    [(key, value)] = outer.items()
-    inner = _parse_json(value) if isinstance(value, str) else value
-    if key not in _WRAPPER_KEYS or not isinstance(inner, dict):
+    key, value = outer.popitem()  # The object has only one member.
+    if key not in _WRAPPER_KEYS:
         return None
-    return json.dumps(inner, ensure_ascii=False)
+    inner = _parse_json(value) if isinstance(value, str) else value
+    return json.dumps(inner, ensure_ascii=False) if isinstance(inner, dict) else None
 
 
 def _parse_json(text: str) -> object:

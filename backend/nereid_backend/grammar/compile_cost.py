@@ -122,18 +122,19 @@ def _json_depth(value: object) -> int:
     limit.
     """
     depth = 0
-    nodes = [value]  # all values at one level of the JSON
-    while True:
-        containers = [node for node in nodes if isinstance(node, dict | list)]
-        if not containers:
-            return depth
+    containers = _containers_in([value])  # all objects and lists at one level of the JSON
+    while containers:
         depth += 1
-        nodes = []
+        next_level: list[object] = []
         for container in containers:
-            if isinstance(container, dict):
-                nodes.extend(container.values())
-            else:
-                nodes.extend(container)
+            next_level.extend(container.values() if isinstance(container, dict) else container)
+        containers = _containers_in(next_level)
+    return depth
+
+
+def _containers_in(values: list[object]) -> list[dict[str, object] | list[object]]:
+    """Return the JSON objects and lists among the given JSON values."""
+    return [value for value in values if isinstance(value, dict | list)]
 
 
 def check_cost(kind: str, source: str, vocab_size: int, limit_s: float) -> None:

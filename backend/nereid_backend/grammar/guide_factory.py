@@ -282,7 +282,7 @@ class Guides:
         libraries: Libraries,
         compiled_spec: _CompiledSpec | None,
     ) -> TokenGuide:
-        """Create the guide of a request.
+        """Create the guide of a request, which determines the tokens that may come next.
 
         Args:
             params: the request's sampling parameters.
@@ -307,9 +307,15 @@ class Guides:
         special_ids: frozenset[int],
         marker: str,
     ) -> GuideRules:
-        """Return the token masks for the guide of a request; see `rules_for`.
+        """Return the token masks and other constant data for the guide of a request.
 
-        Requests with equal stop tokens, special tokens and markers share one GuideRules object.
+        Requests with equal arguments share one GuideRules object, because `rules_for` is slow.
+
+        Args:
+            vocabulary: the tokens of the model.
+            stop_ids: the tokens that end the answer.
+            special_ids: the special tokens that the grammar contains.
+            marker: the text after which the grammar applies, such as "</think>".
         """
         key = (stop_ids, special_ids, marker)
         rules = self._rules.get(key)

@@ -93,19 +93,36 @@ def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tu
     """
     if not marker:
         return {}
-    spanning: dict[int, list[tuple[int, bytes]]] = {}
-    # Find the tokens that complete a marker whose first `num_before` bytes belong to earlier
-    # tokens.
+    spanning = {0: _tokens_with_marker(vocabulary, marker)}
     for num_before in range(1, len(marker)):
-        marker_end = marker[num_before:]
-        for data, token_id in vocabulary.starting_with(marker_end):
-            text_after = data[len(marker_end) :].lstrip(WHITE_SPACE)
-            if text_after:
-                spanning.setdefault(num_before, []).append((token_id, text_after))
-    # Find the tokens that contain the whole marker.
+        spanning[num_before] = _tokens_with_marker_end(vocabulary, marker[num_before:])
+    return {num_before: tokens for num_before, tokens in spanning.items() if tokens}
+
+
+def _tokens_with_marker(vocabulary: Vocabulary, marker: bytes) -> list[tuple[int, bytes]]:
+    """Return the tokens that contain the whole marker and text after the marker.
+
+    Each item is a token, and the text of the token after the marker and after any white space.
+    Example: for the marker "</think>", the token 9 with the text `</think>[` gives (9, b"[").
+    """
+    tokens = []
     for data, token_id in vocabulary.sorted_tokens:
         _, _, after_marker = data.partition(marker)  # b"" if the token does not contain the marker
         text_after = after_marker.lstrip(WHITE_SPACE)
         if text_after:
-            spanning.setdefault(0, []).append((token_id, text_after))
-    return spanning
+            tokens.append((token_id, text_after))
+    return tokens
+
+
+def _tokens_with_marker_end(vocabulary: Vocabulary, marker_end: bytes) -> list[tuple[int, bytes]]:
+    """Return the tokens that start with the last bytes of the marker and continue after the marker.
+
+    Each item is a token, and the text of the token after the marker and after any white space.
+    Example: for the last byte `>` of "</think>", the token 5 with the text `>{` gives (5, b"{").
+    """
+    tokens = []
+    for data, token_id in vocabulary.starting_with(marker_end):
+        text_after = data.removeprefix(marker_end).lstrip(WHITE_SPACE)
+        if text_after:
+            tokens.append((token_id, text_after))
+    return tokens

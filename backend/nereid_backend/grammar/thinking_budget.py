@@ -145,7 +145,8 @@ class Thinking:
             self._state = _State.CLOSED
             self._tail = b""
             return
-        # Keep only the last bytes, which can be the beginning of an end marker.
+        # Keep only the last bytes, which can be the beginning of an end marker. The text does not
+        # contain the whole marker, so at most len(self._end) - 1 bytes are needed.
         self._tail = last_bytes(text, len(self._end) - 1) if self._end else b""
         self.num_tokens += 1
         self._force_end_if_used_up()

@@ -60,7 +60,7 @@ class TokenGuide:
         """Create a guide for an answer that has no tokens yet.
 
         Args:
-            rules: the rules of the request.
+            rules: the token masks and other constant data of the request.
             matcher: the matcher of the grammar at its start; None if the request has no grammar.
             thinking: finds the reasoning; None if the request has no thinking budget.
         """
@@ -78,13 +78,14 @@ class TokenGuide:
     # ---- tokens of the answer --------------------------------------------------------------------
 
     def accept(self, token_ids: list[int]) -> None:
-        """Advance the state by the next tokens of the answer.
+        """Advance the guide by the next tokens of the answer.
 
         Raises:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
                 this token.
         """
         grammar_bits = self._rules.grammar_bits
+        # None if a thinking budget also limits the tokens.
         only_matcher = self._matcher if self._thinking is None else None
         for token_id in token_ids:
             # In nearly all cases, only the grammar limits the tokens. For these cases, this branch
@@ -97,7 +98,7 @@ class TokenGuide:
                 self._accept(token_id)
 
     def _accept(self, token_id: int) -> None:
-        """Advance the state of the guide by one token of the answer.
+        """Advance the guide by one token: its position in the grammar and in the reasoning.
 
         Raises:
             EngineError: if the token is not in the vocabulary, or the grammar does not allow it.

@@ -122,26 +122,41 @@ class TrialCompiler:
     def _start(self) -> Connection:
         """Start the process and the thread that reads its messages.
 
+        Returns:
+            The connection to the process.
+
         Raises:
             OSError: if the process cannot be started, or if the compiler is closed.
         """
         connection, child_end = Pipe()
-        child_fd = child_end.fileno()
-        command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
-        with self._lock:
-            if self._is_closed:
-                raise BrokenPipeError("the engine is shutting down")
-            self._process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
+        process = self._start_process(child_end.fileno())
         child_end.close()
         self._connection = connection
         threading.Thread(
             target=self._read_all,
-            args=(connection, self._process),
+            args=(connection, process),
             name="grammar-outcomes",
             daemon=True,
         ).start()
         connection.send((self._vocabulary, self._eos_token_ids))
         return connection
+
+    def _start_process(self, child_fd: int) -> "subprocess.Popen[bytes]":
+        """Start the process that tests grammars, and store it in `_process`.
+
+        Args:
+            child_fd: the file descriptor of the connection that the process uses.
+
+        Raises:
+            OSError: if the process cannot be started, or if the compiler is closed.
+        """
+        command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
+        with self._lock:
+            if self._is_closed:
+                raise BrokenPipeError("the engine is shutting down")
+            process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
+            self._process = process
+        return process
 
     def _on_done(self, job_id: int, future: "Future[None]") -> None:
         """Stop a job of the child process if the future of the job was cancelled."""

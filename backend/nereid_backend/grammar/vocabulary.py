@@ -291,6 +291,7 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
         return byte_level
+    # A byte below 128 is a character of its own, so the vocabulary may have no such token for it.
     has_byte_tokens = all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
     if "ByteFallback" in kinds or has_byte_tokens:
         return byte_fallback

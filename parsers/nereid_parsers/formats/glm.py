@@ -63,7 +63,7 @@ REASONING = {
 }
 
 
-def _section(gap: str, tag: str = "tool_call") -> ToolSection:
+def _glm_section(gap: str, tag: str = "tool_call") -> ToolSection:
     """Return the declaration of the tool calls of GLM models. No marker encloses all tool calls.
 
     The parser reads the tool calls according to this declaration. Example of a tool call:
@@ -78,8 +78,8 @@ def _section(gap: str, tag: str = "tool_call") -> ToolSection:
     return ToolSection((call,), separator=gap)
 
 
-_ON_LINES = _section("\n")
-_ON_ONE_LINE = _section("")
+_SECTION_WITH_LINE_BREAKS = _glm_section("\n")
+_SECTION_ON_ONE_LINE = _glm_section("")
 
 
 # Published checkpoints of Hy3 write this suffix in each tag: `<tool_calls:opensource>`.
@@ -110,7 +110,7 @@ def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
     )
 
 
-def _grouped(tag_after_name: str) -> ToolSection:
+def _hunyuan_section(tag_after_name: str) -> ToolSection:
     """Return the declaration of the tool calls of Hunyuan models, with a tag around all tool calls.
 
     The name of each tag may end with `_SUFFIX`: `<tool_calls>` or `<tool_calls:opensource>`.
@@ -128,10 +128,10 @@ def _grouped(tag_after_name: str) -> ToolSection:
 
 
 TOOLS = {
-    "glm45": ToolEntry(_ON_LINES, _GLM46),
-    "glm47": ToolEntry(_ON_ONE_LINE, _GLM47),
-    "ling3": ToolEntry(_ON_LINES, _LING3, ends=("<|role_end|>",)),
-    "poolside_v1": ToolEntry(_ON_LINES, _POOLSIDE),
+    "glm45": ToolEntry(_SECTION_WITH_LINE_BREAKS, _GLM46),
+    "glm47": ToolEntry(_SECTION_ON_ONE_LINE, _GLM47),
+    "ling3": ToolEntry(_SECTION_WITH_LINE_BREAKS, _LING3, ends=("<|role_end|>",)),
+    "poolside_v1": ToolEntry(_SECTION_WITH_LINE_BREAKS, _POOLSIDE),
     "spark25": ToolEntry(
         ToolSection(
             (
@@ -146,9 +146,9 @@ TOOLS = {
         ),
         _SPARK,
     ),
-    "iquest_q1": ToolEntry(_section("", "iquest_tool_call"), _IQUEST),
-    "hy_v3": ToolEntry(_grouped("tool_sep"), _HUNYUAN),
-    "hy_v4": ToolEntry(_grouped(""), _HY4),
+    "iquest_q1": ToolEntry(_glm_section("", "iquest_tool_call"), _IQUEST),
+    "hy_v3": ToolEntry(_hunyuan_section("tool_sep"), _HUNYUAN),
+    "hy_v4": ToolEntry(_hunyuan_section(""), _HY4),
     "k2_horizon": ToolEntry(
         ToolSection(
             (

@@ -148,11 +148,11 @@ class OpenCall:
             return Outcome.ENDED
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
-        # The arguments are not valid. `abandon` may complete the arguments to valid JSON. If not,
-        # the arguments may contain the closing marker, because a quote is missing.
-        if self._body_reader.abandon() or self.end_at_stored_marker():
+        # The arguments are not valid. `abandon` may complete the arguments to valid JSON.
+        if self._body_reader.abandon():
             return Outcome.ENDED
-        return Outcome.BROKEN
+        # The arguments may contain the closing marker, because a quote is missing.
+        return Outcome.ENDED if self.end_at_stored_marker() else Outcome.BROKEN
 
     def end_at_stored_marker(self) -> bool:
         """End the tool call if its stored arguments contain the closing marker.

@@ -43,7 +43,7 @@ class ReasoningReader:
 
     __slots__ = (
         "_buffer", "_call_reader", "_calls_first", "_declaration", "_format", "_header_reader",
-        "_is_inline", "_is_interrupted", "_is_never_closed", "_state", "_stored_text",
+        "_is_inline", "_is_interrupted", "_is_never_closed", "_reasoning_state", "_stored_text",
         "_stray_close", "_text_writer", "has_reasoned", "is_reasoning_by_default",
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ class ReasoningReader:
         self._stray_close = context.policy.stray_close
         # Whether the client receives the reasoning as a part of the content.
         self._is_inline = self._declaration is not None and self._declaration.shown is Shown.INLINE
-        self._state = State.INLINE_REASONING if self._is_inline else State.REASONING
+        self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
         # Text that has been read in the state UNCLASSIFIED or INTERRUPTED_REASONING.
         self._stored_text: list[str] = []
         # Whether a tool call, or the opening marker of the content, has ended the reasoning. The
@@ -145,7 +145,7 @@ class ReasoningReader:
             # The opening marker is at the end of the prompt. Blank lines after this marker belong
             # to the marker and are removed.
             self._text_writer.is_after_marker = True
-        return self._state
+        return self._reasoning_state
 
     def repeat_opening_marker(self) -> None:
         """Write the opening marker as content. The model did not write this marker itself."""
@@ -208,7 +208,7 @@ class ReasoningReader:
     def _continue(self, marker: str) -> State:
         """Write `marker` as a part of the reasoning, and continue to read the reasoning."""
         self._write(self._buffer.take(len(marker)))
-        return self._state
+        return self._reasoning_state
 
     def _write(self, text: str) -> None:
         """Write `text` as reasoning, or as content if the client receives reasoning as content."""
@@ -308,7 +308,7 @@ class ReasoningReader:
         if not marker:
             return None
         self._write(self._take_stored_text())
-        return self._state  # The method for this state reads the closing marker.
+        return self._reasoning_state  # The method for this state reads the closing marker.
 
     def finish_interrupted(self) -> State:
         """Put the stored text back into the buffer, so that this text is read as a tool call.
@@ -348,7 +348,7 @@ class ReasoningReader:
             self._text_writer.drop_whitespace()
         else:
             self._text_writer.write_markup(self._buffer.take(len(marker)))
-        return self._state
+        return self._reasoning_state
 
     def _may_open(self, marker: str) -> bool:
         """Return whether an opening marker in the content starts reasoning.

@@ -223,8 +223,9 @@ class TextWriter:
         whitespace = self._take_whitespace()
         if not whitespace:
             return
-        follows_markup = self.is_after_marker or is_reasoning or has_calls
-        if follows_markup and not self.has_text:
+        has_markup = self.is_after_marker or is_reasoning or has_calls
+        directly_follows_markup = has_markup and not self.has_text
+        if directly_follows_markup:
             self._classify(MARKUP, whitespace)
         elif is_reasoning:
             self._classify(REASONING, whitespace)
@@ -259,7 +260,7 @@ class TextWriter:
         The pending text looked like a marker, so no event contains it yet. If both texts contain
         only white space, store the white space, because a marker may follow. Example: with the
         pending text `<tool_call>` and the text ` is`, an event for the content `<tool_call> is` is
-        appended.
+        appended. Afterwards, no text is pending, and the last text is content.
 
         Args:
             text: The text after the pending text.
@@ -285,7 +286,8 @@ class TextWriter:
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
         """Classify the text of a tool call as "call", and remove the pending text before it.
 
-        The trace receives the classified text. The events of the tool call are not written here.
+        The trace function receives the text and its classification. The CallWriter appends the
+        events of the tool call.
 
         Args:
             text: The text.

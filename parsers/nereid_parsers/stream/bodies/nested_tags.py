@@ -123,8 +123,8 @@ class NestedReader(StepReader):
             return pos
         if text.startswith(self._tag_prefix, pos):
             return self._read_tag(text, pos)
-        is_cut_off = not self.is_final and self._tag_prefix.startswith(text[pos:])
-        return NEED_MORE if is_cut_off else self._reject(pos)
+        may_become_tag = not self.is_final and self._tag_prefix.startswith(text[pos:])
+        return NEED_MORE if may_become_tag else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
         """Read the tag at `pos`, including its prefix, and open or close the element of the tag.
@@ -143,7 +143,8 @@ class NestedReader(StepReader):
             may_be_completed = not self.is_final and not is_malformed
             return NEED_MORE if may_be_completed else self._reject(pos)
         slash, name = tag.groups()
-        if not slash:
+        is_opening_tag = not slash
+        if is_opening_tag:
             self._open_element(name)
             return tag.end()
         has_open_element = len(self._elements) > 1  # The outermost element has no tags.

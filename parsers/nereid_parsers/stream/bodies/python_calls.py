@@ -99,8 +99,8 @@ class PythonCallsReader(StepReader):
         name_match = _FUNCTION_NAME(text, pos)
         if name_match is None:
             return self._reject(pos)
-        bracket = name_match.end()
-        body_start = _match_call_body(text, bracket)
+        bracket_pos = name_match.end()
+        body_start = _match_call_body(text, bracket_pos)
         if body_start == NEED_MORE:
             return self._wait_or_reject(text, pos)
         if body_start == NO_MATCH:
@@ -111,7 +111,7 @@ class PythonCallsReader(StepReader):
             return self._reject(pos)
         self._num_arguments = 0
         self._step = self._read_keyword_or_end
-        return bracket + 1
+        return bracket_pos + 1
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
         """Read the keyword and the `=` of an argument, or the `)` that ends the tool call.
@@ -128,17 +128,17 @@ class PythonCallsReader(StepReader):
         match = _KEYWORD(text, pos)
         if match is None:
             return self._reject(pos)
-        equals = skip_whitespace(text, match.end())
-        if equals == len(text):
+        equals_pos = skip_whitespace(text, match.end())
+        if equals_pos == len(text):
             return self._wait_or_reject(text, pos)
-        if text[equals] != "=":
+        if text[equals_pos] != "=":
             return self._reject(pos)
         separator = ", " if self._num_arguments else "{"
         self.writer.write(f"{separator}{quote_json(match.group())}: ")
         self._num_arguments += 1
         self._literal = LiteralReader(PYTHON)
         self._step = self._read_value
-        return equals + 1
+        return equals_pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
         """Read a piece of an argument's value, and write the piece as JSON.
@@ -299,8 +299,8 @@ def _match_arguments_start(text: str, pos: int) -> int:
     keyword = _KEYWORD(text, pos)
     if keyword is None:
         return NO_MATCH
-    equals = skip_whitespace(text, keyword.end())
-    if equals + 1 >= len(text):  # The character after `=` has not arrived.
+    equals_pos = skip_whitespace(text, keyword.end())
+    if equals_pos + 1 >= len(text):  # The character after `=` has not arrived.
         return NEED_MORE
-    is_argument = text[equals] == "=" and text[equals + 1] != "="
+    is_argument = text[equals_pos] == "=" and text[equals_pos + 1] != "="
     return pos if is_argument else NO_MATCH

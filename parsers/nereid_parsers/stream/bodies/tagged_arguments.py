@@ -204,12 +204,15 @@ class TaggedReader(StepReader):
             value_end = self._value_end_at(match, text)
             if value_end is not None:
                 return value_end
-            after_marker = match.start("early") + 1
-            match = find(text, after_marker)
+            # The marker is a part of the value, so the search continues inside the marker.
+            search_start = match.start("early") + 1
+            match = find(text, search_start)
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:
         """Return the end of a value at a marker, or None if the marker is a part of the value.
+
+        If the closing marker of the value is missing, this deviation is added to the writer.
 
         Args:
             match: The marker that was found in `text`. The group "close" is the closing marker of
@@ -218,21 +221,21 @@ class TaggedReader(StepReader):
                 only the beginning of a marker has arrived.
             text: The text.
         """
-        marker_start = match.start()
-        has_closing_marker = match.group("close") is not None
-        if has_closing_marker:
-            return _ValueEnd(marker_start, match.end())
+        text_end = match.start()  # The match starts with the white space before the marker.
+        is_closing_marker = match.group("close") is not None
+        if is_closing_marker:
+            return _ValueEnd(text_end, match.end())
         is_cut_off = match.group("early") is None
         if is_cut_off:
-            return _ValueEnd(marker_start, None)
-        next_pos = match.start("early")
-        role = self._role_of_marker(text, next_pos)
+            return _ValueEnd(text_end, None)
+        marker_start = match.start("early")
+        role = self._role_of_marker(text, marker_start)
         if role is MarkerRole.PART_OF_VALUE:
             return None
         if role is MarkerRole.UNDECIDED:
-            return _ValueEnd(marker_start, None)
+            return _ValueEnd(text_end, None)
         self.writer.add_deviation(_MISSING_CLOSE)
-        return _ValueEnd(marker_start, next_pos)
+        return _ValueEnd(text_end, marker_start)
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of a value or follows the value.

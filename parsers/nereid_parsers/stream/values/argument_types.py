@@ -46,7 +46,9 @@ class Tools:
         self.is_known = bool(tools)
         self.parameters: dict[str, Mapping[str, Any]] = {}
         self._argument_types: dict[tuple[str, str], frozenset[str] | None] = {}
-        for tool in tools or ():
+        if tools is None:
+            return
+        for tool in tools:
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             if isinstance(function, Mapping):
                 self._add(function)
@@ -125,11 +127,10 @@ def _declared_types(
         return frozenset(json_type_of(value) for value in schema["enum"])
     if "const" in schema:
         return frozenset({json_type_of(schema["const"])})
-    for keyword in ("anyOf", "oneOf", "allOf"):
+    for keyword, combine in _COMBINE_TYPES.items():
         parts = schema.get(keyword)
         if isinstance(parts, list):
-            types_of_parts = [json_types_of(part, root, depth + 1) for part in parts]
-            return _first_known(types_of_parts) if keyword == "allOf" else _union(types_of_parts)
+            return combine([json_types_of(part, root, depth + 1) for part in parts])
     for keyword, json_type in _TYPE_OF_KEYWORD:
         if keyword in schema:
             return frozenset({json_type})
@@ -166,6 +167,11 @@ def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
             return None
         union |= types
     return union or None
+
+
+# The keywords whose value is a list of schemas, and the functions that combine the types of these
+# schemas.
+_COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> object:

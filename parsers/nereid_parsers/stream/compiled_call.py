@@ -18,6 +18,7 @@ from nereid_parsers.stream.lexer import Lexer, marker_prefix_regex
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
+    Mismatch,
     Pattern,
     PatternMatch,
     compile_pattern,
@@ -62,7 +63,7 @@ class CompiledCall:
         self._body_start, self._possible_body_start = _body_start_regexes(call)
         self._tags = _compile_tags(call, section, self._head_pattern)
 
-    def match(self, text: str, pos: int, is_final: bool) -> Head | int:
+    def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
         """Match the marker, the header and the start of the body of a tool call at `pos`.
 
         The header is the text between the marker and the body, and may contain the function's name.
@@ -74,14 +75,14 @@ class CompiledCall:
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        head = self._head_pattern.match(text, pos, is_final)
-        if not isinstance(head, PatternMatch):
-            return head  # The result is NEED_MORE or NO_MATCH.
-        body_start = self.match_body_start(text, head.end, is_final)
+        match = self._head_pattern.match(text, pos, is_final)
+        if not isinstance(match, PatternMatch):
+            return match
+        body_start = self.match_body_start(text, match.end, is_final)
         if body_start < 0:
-            return body_start  # The result is NEED_MORE or NO_MATCH.
-        call_id = _fill_in_id(self._id_template, head.fields)
-        return Head(head.end, name=head.fields.get("name", ""), call_id=call_id)
+            return NEED_MORE if body_start == NEED_MORE else NO_MATCH
+        call_id = _fill_in_id(self._id_template, match.fields)
+        return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
     def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
         """Return the position at which the body starts, or NEED_MORE or NO_MATCH.
@@ -294,7 +295,7 @@ class CompiledHeader:
         pos = skip_whitespace(text, pos)
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)
 
-    def match(self, text: str, pos: int, is_final: bool) -> Head | int:
+    def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
         """Match the header at `pos`, for example `<|channel|>final<|message|>`.
 
         The header of a tool call matches only if the arguments start after the header.
@@ -306,17 +307,17 @@ class CompiledHeader:
         # has no such requirement, the white space at `pos` is skipped.
         if not self._whitespace_header_end:
             pos = skip_whitespace(text, pos)
-        header = self._header_pattern.match(text, pos, is_final)
-        if not isinstance(header, PatternMatch):
-            return header  # The result is NEED_MORE or NO_MATCH.
-        end = self._match_whitespace_end(text, header.end, is_final)
+        match = self._header_pattern.match(text, pos, is_final)
+        if not isinstance(match, PatternMatch):
+            return match
+        end = self._match_whitespace_end(text, match.end, is_final)
         if end < 0:
-            return end  # The result is NEED_MORE or NO_MATCH.
+            return NEED_MORE if end == NEED_MORE else NO_MATCH
         if self.stage is Stage.CALLS:
             body_start = self._message_call.match_body_start(text, end, is_final)
             if body_start < 0:
-                return body_start  # The result is NEED_MORE or NO_MATCH.
-        return Head(end, name=header.fields.get("name", ""), call_id=header.fields.get("id", ""))
+                return NEED_MORE if body_start == NEED_MORE else NO_MATCH
+        return Head(end, name=match.fields.get("name", ""), call_id=match.fields.get("id", ""))
 
     def _match_whitespace_end(self, text: str, pos: int, is_final: bool) -> int:
         """Return the position after the white space that must end the header.

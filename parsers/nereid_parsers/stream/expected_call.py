@@ -8,7 +8,7 @@ from nereid_parsers.stream.bodies.body_reader import Head
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.compiled_call import CompiledCall
 from nereid_parsers.stream.compiled_format import CompiledCalls
-from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, Mismatch
 from nereid_parsers.stream.text_buffer import TextBuffer
 from nereid_parsers.stream.values.argument_types import Tools
 
@@ -48,7 +48,7 @@ class ExpectedCall:
     opening: str
     is_confirmed: bool
 
-    def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | int:
+    def match(self, buffer: TextBuffer, tools: Tools) -> MatchedCall | Mismatch:
         """Match the start of a tool call with the unread text. Try the variants in their order.
 
         A variant is one of several ways to write a tool call, for example as an object or as an
@@ -60,13 +60,13 @@ class ExpectedCall:
             select a variant. NO_MATCH if the text is not a tool call.
         """
         for variant in self.variants:
-            head = variant.match(buffer.text, buffer.pos, buffer.is_final)
-            if head == NEED_MORE:
+            match = variant.match(buffer.text, buffer.pos, buffer.is_final)
+            if match == NEED_MORE:
                 return NEED_MORE
-            if isinstance(head, Head):
-                may_be_offered = not tools.is_known or head.name in tools
+            if isinstance(match, Head):
+                may_be_offered = not tools.is_known or match.name in tools
                 if may_be_offered or not variant.omits_marker:
-                    return MatchedCall(variant, head, self.is_confirmed)
+                    return MatchedCall(variant, match, self.is_confirmed)
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:

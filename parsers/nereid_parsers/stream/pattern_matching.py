@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from nereid_parsers.pattern_syntax import PatternField, split_pattern
 
-# Matching functions return these constants instead of a position if the text does not match.
-NEED_MORE = -1  # More text could complete the match.
-NO_MATCH = -2  # No further text could complete the match.
+# Matching functions return these constants instead of a position or an object if the text does not
+# match.
+NEED_MORE: Final = -1  # More text could complete the match.
+NO_MATCH: Final = -2  # No further text could complete the match.
+Mismatch = Literal[-1, -2]  # The type of the two constants.
 
 # The maximum length of a tool call's header, in characters. Longer text is not a header.
 MAX_HEAD_CHARS = 2048
@@ -107,7 +109,7 @@ class Pattern:
 
     steps: tuple[str | WhitespaceStep | FieldStep, ...]
 
-    def match(self, text: str, pos: int, is_final: bool) -> PatternMatch | int:
+    def match(self, text: str, pos: int, is_final: bool) -> PatternMatch | Mismatch:
         """Match the pattern at `pos`. Return the match, NEED_MORE or NO_MATCH.
 
         Each step of the pattern matches a literal, white space or a field. Example: for the pattern
@@ -123,7 +125,7 @@ class Pattern:
             else:
                 end = step.match(text, pos, is_final)
             if end < 0:
-                return end  # The result is NEED_MORE or NO_MATCH.
+                return NEED_MORE if end == NEED_MORE else NO_MATCH
             if isinstance(step, FieldStep):
                 value = text[pos:end]
                 if step.name == "name" and fields.get("name", value) != value:

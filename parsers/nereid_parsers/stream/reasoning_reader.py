@@ -12,6 +12,7 @@ from nereid_parsers.stream.header_reader import HeaderReader
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
+    Mismatch,
     is_special_token,
     skip_whitespace,
 )
@@ -270,7 +271,7 @@ class ReasoningReader:
             return self._end_at_call()
         return State.INTERRUPTED_REASONING
 
-    def _match_call_at(self, marker: str) -> Head | int:
+    def _match_call_at(self, marker: str) -> Head | Mismatch:
         """Match a tool call at its opening marker, or at the marker that opens a tool section.
 
         A tool section contains all tool calls of a message. The unread text starts with `marker`,

@@ -12,6 +12,7 @@ from nereid_parsers.stream.lexer import spaced_marker_prefixes, spaced_marker_re
 from nereid_parsers.stream.pattern_matching import (
     NEED_MORE,
     NO_MATCH,
+    Mismatch,
     Pattern,
     PatternMatch,
     compile_pattern,
@@ -175,7 +176,7 @@ class CompiledTags:
         markers = _any_of(markers_between_calls)
         self._match_markers = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
 
-    def match(self, text: str, pos: int, is_final: bool) -> TagOpening | int:
+    def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `pos`, or return NEED_MORE or NO_MATCH.
 
         The result is the match of the first variant that matches. A variant is one of several ways

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
 
 from nereid_parsers.tool_declarations import Keys
 
@@ -54,23 +55,42 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     return roles
 
 
-def is_undeclared_arguments_key(path: str, keys: Keys) -> bool:
-    """Return whether models sometimes write the arguments under the undeclared key `path`.
+class Deviation(NamedTuple):
+    """An accepted deviation from the declared keys: the role of the key, and a description."""
 
-    The key must be in the same object as the declared key. Example: if `keys` declares
-    `function.arguments`, the result is True for `function.input`, and False for `input`.
+    role: KeyRole
+    description: str
+
+
+def deviation_of(path: str, keys: Keys, *, has_name: bool) -> Deviation | None:
+    """Return the deviation if models often use an undeclared key in this way, otherwise None.
+
+    Examples: if `keys` declares `function.arguments`, the path `function.input` has the role
+    ARGUMENTS. The path `function` of `{"function": {"name": "f", ..}}` has the role WRAPPER if
+    `keys` does not declare `function`.
+
+    Args:
+        path: The path of a key that `keys` does not declare.
+        keys: The declaration of the keys.
+        has_name: Whether the name of the function precedes the key.
     """
-    parent, _, key = path.rpartition(".")
-    declared_parent, _, _ = keys.arguments.rpartition(".")
-    return key in _ARGUMENTS_KEYS and parent == declared_parent
+    key = last_key(path)
+    is_beside_arguments = _parent(path) == _parent(keys.arguments)
+    if key in _ARGUMENTS_KEYS and is_beside_arguments:
+        return Deviation(KeyRole.ARGUMENTS, f"the arguments are under the key {key!r}")
+    if path in _WRAPPER_KEYS and not has_name:
+        return Deviation(KeyRole.WRAPPER, f"the tool call is under the key {key!r}")
+    return None
 
 
-def is_undeclared_wrapper_key(path: str) -> bool:
-    """Return whether models sometimes write the whole tool call under the undeclared key `path`.
+def last_key(path: str) -> str:
+    """Return the last key of a path: `a.b.c` gives `c`."""
+    return path.rpartition(".")[2]
 
-    Example: the result is True for the path `function` of `{"function": {"name": "f", ..}}`.
-    """
-    return path in _WRAPPER_KEYS
+
+def _parent(path: str) -> str:
+    """Return a path without its last key: `a.b.c` gives `a.b`, and `a` gives ""."""
+    return path.rpartition(".")[0]
 
 
 def _parent_paths(path: str) -> list[str]:

@@ -8,14 +8,14 @@ from nereid_parsers.stream.bodies.body_reader import StepReader
 from nereid_parsers.stream.bodies.json_keys import (
     KeyRole,
     declared_roles,
-    is_undeclared_arguments_key,
-    is_undeclared_wrapper_key,
+    deviation_of,
+    last_key,
 )
 from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
-from nereid_parsers.stream.values.argument_types import loads
-from nereid_parsers.stream.values.json_scanner import JsonScanner
+from nereid_parsers.stream.values.json_scanner import JsonScanner, match_object_start
+from nereid_parsers.stream.values.json_string import JsonStringReader
 from nereid_parsers.tool_declarations import Keys, NameIsKey
 
 # JSON allows only double quotes, but models sometimes write single quotes.
@@ -34,7 +34,7 @@ class ObjectReader(StepReader):
 
     __slots__ = (
         "_call_id", "_early_arguments", "_has_arguments", "_is_confirmed", "_key", "_keys", "_name",
-        "_on_string", "_outer_keys", "_scanner", "_value_pieces",
+        "_on_string", "_outer_keys", "_scanner", "_string", "_word_pieces",
     )  # fmt: skip
 
     is_verbatim = True
@@ -62,10 +62,9 @@ class ObjectReader(StepReader):
         self._has_arguments = False  # Whether the arguments have started.
         self._early_arguments: list[str] = []  # Arguments that precede the name.
         self._scanner = JsonScanner()  # Finds the end of the value that is being read.
-        self._value_pieces: list[str] = []  # The pieces of this value, if they are stored.
-        # The method that receives the next complete string. The method returns False if this string
-        # shows that the object is not a tool call.
-        self._on_string: Callable[[str], bool] = self._set_key
+        self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
+        self._string = JsonStringReader()  # Reads the current string.
+        self._on_string: Callable[[str], None] = self._set_key  # Receives the complete string.
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -140,14 +139,10 @@ class ObjectReader(StepReader):
         """
         return self._is_confirmed and self._start_call()
 
-    def _set_key(self, key: str) -> bool:
-        """Store the key of a member and expect a colon. Return True, because any key is accepted.
-
-        White space around the key is removed.
-        """
+    def _set_key(self, key: str) -> None:
+        """Store the key of a member, without surrounding white space, and expect a colon."""
         self._key = key.strip()
         self._step = self._read_colon
-        return True
 
     def _read_colon(self, text: str, pos: int) -> int:
         """Read the colon between a key and a value."""
@@ -242,16 +237,13 @@ class ObjectReader(StepReader):
             keys: The declaration of the object's keys.
             first_char: The first character of the value.
         """
-        _, _, key = path.rpartition(".")
         if first_char == "{" and self._may_deviate():
-            if is_undeclared_arguments_key(path, keys):
-                self.writer.add_deviation(f"the arguments are under the key {key!r}")
-                return KeyRole.ARGUMENTS
-            if is_undeclared_wrapper_key(path) and self._name is None:
-                self.writer.add_deviation(f"the tool call is under the key {key!r}")
-                return KeyRole.WRAPPER
+            deviation = deviation_of(path, keys, has_name=self._name is not None)
+            if deviation is not None:
+                self.writer.add_deviation(deviation.description)
+                return deviation.role
         is_known_call = self._is_confirmed or self.writer.is_open
-        may_be_ignored = is_known_call or key in keys.extra
+        may_be_ignored = is_known_call or last_key(path) in keys.extra
         return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
 
     def _may_deviate(self) -> bool:
@@ -266,32 +258,22 @@ class ObjectReader(StepReader):
 
     # ---- strings, and values that are ignored ----------------------------------------------------
 
-    def _expect_string(self, on_string: Callable[[str], bool]) -> None:
+    def _expect_string(self, on_string: Callable[[str], None]) -> None:
         """Prepare to read a string. `on_string` will receive the value of the complete string."""
         self._on_string = on_string
-        self._value_pieces = []
-        self._scanner = JsonScanner()
+        self._string = JsonStringReader()
         self._step = self._read_string
 
     def _read_string(self, text: str, pos: int) -> int:
         """Read a piece of a string. Pass the value of the complete string to `_on_string`.
 
-        Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`. If the
-        handler `_on_string` does not accept the string, `status` becomes BROKEN. Return the
-        position after the piece.
+        Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`. Return
+        the position after the piece.
         """
-        end = self._scanner.scan(text, pos)
-        self._value_pieces.append(text[pos:end])
-        is_complete = self._scanner.status is DONE
-        if not is_complete:
-            return end
-        quoted_text = "".join(self._value_pieces)
-        try:
-            value = loads(quoted_text)
-        except ValueError:  # The text between the quotes has invalid escape sequences.
-            value = quoted_text[1:-1]
-        is_accepted = self._on_string(value)
-        return end if is_accepted else self._reject(end)
+        end = self._string.read(text, pos)
+        if self._string.is_complete:
+            self._on_string(self._string.value())
+        return end
 
     def _skip_value(self, text: str, pos: int) -> int:
         """Skip the value of an ignored member."""
@@ -314,25 +296,23 @@ class ObjectReader(StepReader):
 
     # ---- name, id and arguments ------------------------------------------------------------------
 
-    def _set_name(self, name: str) -> bool:
+    def _set_name(self, name: str) -> None:
         """Store the function's name, without surrounding white space, and expect the next key.
 
         Start the tool call if the arguments precede the name, or if the object is confirmed to be a
-        tool call. Otherwise the arguments will start the tool call.
-
-        Returns:
-            False if the tool call cannot start, because the object is not a tool call.
+        tool call. Otherwise the arguments will start the tool call. If the tool call cannot start,
+        the object is not a tool call, so the status becomes BROKEN.
         """
         self._name = name.strip()
         self._step = self._read_key_or_closing_brace
-        can_start = self._has_arguments or self._is_confirmed
-        return self._start_call() if can_start else True
+        must_start = self._has_arguments or self._is_confirmed
+        if must_start and not self._start_call():
+            self.status = BROKEN
 
-    def _set_call_id(self, call_id: str) -> bool:
-        """Store the id of the tool call, and return True."""
+    def _set_call_id(self, call_id: str) -> None:
+        """Store the id of the tool call, and expect the next key."""
         self._call_id = call_id
         self._step = self._read_key_or_closing_brace
-        return True
 
     def _start_call(self) -> bool:
         """Start the tool call, and write the arguments that preceded the name.
@@ -363,7 +343,7 @@ class ObjectReader(StepReader):
             to decide whether the value is an object.
         """
         if not self._is_confirmed:
-            object_start = _match_object_start(text, pos)
+            object_start = match_object_start(text, pos)
             if object_start == NEED_MORE:
                 return NEED_MORE
             if object_start == NO_MATCH:
@@ -384,7 +364,7 @@ class ObjectReader(StepReader):
             return
         self._scanner = JsonScanner()
         if first_char == "n":
-            self._value_pieces = []
+            self._word_pieces = []
             self._step = self._read_null
         else:
             self._step = self._pass_on_arguments
@@ -399,14 +379,14 @@ class ObjectReader(StepReader):
     def _read_null(self, text: str, pos: int) -> int:
         """Read arguments that start with `n`. If the arguments are `null`, write `{}`."""
         end = self._scanner.scan(text, pos)
-        self._value_pieces.append(text[pos:end])
+        self._word_pieces.append(text[pos:end])
         if self._scanner.status is not MORE:
-            word = "".join(self._value_pieces)
+            word = "".join(self._word_pieces)
             self._write("{}" if word == "null" else word)
         return self._after_scan(end)
 
-    def _write_decoded_arguments(self, text: str) -> bool:
-        r"""Write arguments that the model has written as the value of a JSON string. Return True.
+    def _write_decoded_arguments(self, text: str) -> None:
+        r"""Write arguments that the model has written as the value of a JSON string.
 
         Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
 
@@ -415,7 +395,6 @@ class ObjectReader(StepReader):
         """
         self._write(text.strip() or "{}")
         self._step = self._read_key_or_closing_brace
-        return True
 
     def _write(self, text: str) -> None:
         """Write a piece of the arguments, or store the piece if the name is not known yet."""
@@ -423,16 +402,3 @@ class ObjectReader(StepReader):
             self.writer.write(text)
         else:
             self._early_arguments.append(text)
-
-
-def _match_object_start(text: str, pos: int) -> int:
-    """Return `pos` if a JSON object starts at `pos`, otherwise NEED_MORE or NO_MATCH.
-
-    Examples: `{"` and `{}` start an object, `{` gives NEED_MORE, and `{x` gives NO_MATCH.
-    """
-    if text[pos] != "{":
-        return NO_MATCH
-    inside = skip_whitespace(text, pos + 1)
-    if inside == len(text):
-        return NEED_MORE
-    return pos if text[inside] in (*_QUOTES, "}") else NO_MATCH

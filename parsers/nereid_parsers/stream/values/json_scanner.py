@@ -1,10 +1,11 @@
-"""Finds the end of a JSON value in a text that arrives in pieces."""
+"""Finds the start and the end of a JSON value in a text that arrives in pieces."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 
+from nereid_parsers.stream.pattern_matching import NEED_MORE, NO_MATCH, skip_whitespace
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
 _Matcher = Callable[[str, int], re.Match[str] | None]
@@ -122,3 +123,16 @@ class JsonScanner:
         if not self._closing_brackets:
             self.status = DONE
         return pos + 1
+
+
+def match_object_start(text: str, pos: int) -> int:
+    """Return `pos` if a JSON object starts at `pos`, otherwise NEED_MORE or NO_MATCH.
+
+    Examples: `{"` and `{}` start an object, `{` gives NEED_MORE, and `{x` gives NO_MATCH.
+    """
+    if text[pos] != "{":
+        return NO_MATCH
+    inside = skip_whitespace(text, pos + 1)
+    if inside == len(text):
+        return NEED_MORE
+    return pos if text[inside] in (*_STRING_CHARS, "}") else NO_MATCH

@@ -75,7 +75,7 @@ class CompilePool(Generic[T]):
     def _after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Compile a grammar in a thread if its trial was successful.
+        """Compile a grammar in a thread if its trial, a test in a child process, was successful.
 
         Args:
             work: the function that compiles the grammar.

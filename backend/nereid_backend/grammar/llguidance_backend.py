@@ -327,7 +327,14 @@ def _regex(source: str) -> str:
 
 
 def _choice(source: str) -> str:
-    """Convert a JSON list of strings into a grammar that matches each of these strings."""
+    """Convert a JSON list of strings into a grammar that matches each of these strings.
+
+    Example: the list `["yes", "no"]` gives the grammar of the regular expression `(?:yes|no)`.
+
+    Raises:
+        RequestError: if the JSON value is not a list of strings, or if the list or a string is
+            empty.
+    """
     choices = json.loads(source)
     if not isinstance(choices, list) or not choices:
         raise RequestError(

@@ -90,7 +90,10 @@ class Thinking:
             self._look_for_end(data)
 
     def _feed_forced(self, token_id: int) -> None:
-        """Remove the next token from `forced`. After the last forced token, close the reasoning.
+        """Advance by a token of the end marker, and remove this token from `forced`.
+
+        The budget is used up, so `forced` contains the tokens of the end marker that must come
+        next. After the last of these tokens, the reasoning is closed.
 
         Raises:
             EngineError: if `token_id` is a different token.

@@ -241,7 +241,7 @@ class TokenGuide:
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
             if matcher is None:
-                is_limited.append(guide._fill_otherwise(rows[place]))
+                is_limited.append(guide._fill_outside_grammar(rows[place]))
             else:
                 is_limited.append(True)
                 groups.setdefault(type(matcher), []).append((guide, matcher, place))
@@ -282,8 +282,8 @@ class TokenGuide:
             return self._matcher
         return None
 
-    def _fill_otherwise(self, row: TokenMask) -> bool:
-        """Write the mask of the next tokens if the grammar alone does not decide these tokens.
+    def _fill_outside_grammar(self, row: TokenMask) -> bool:
+        """Write the mask of the next tokens if the next token is not in the text of the grammar.
 
         The possible reasons are: the thinking budget forces the next token, the request has no
         grammar, the answer has ended, or the marker before the grammar is not complete yet.

@@ -60,9 +60,11 @@ class XGrammarBackend:
     def _compile(self, kind: str, source: str) -> Any:  # noqa: ANN401 - xgrammar is untyped
         """Compile a grammar, and return the compiled grammar of xgrammar."""
         if kind == "structural_tag":
-            if _BOUNDED.search(source) is None:
-                return self._compiler.compile_structural_tag(source)
-            return self._compiler.compile_grammar(_without_controls(source))
+            # xgrammar compiles strings with a minimum or maximum length incorrectly.
+            has_bounded_string = _BOUNDED.search(source) is not None
+            if has_bounded_string:
+                return self._compiler.compile_grammar(_without_controls(source))
+            return self._compiler.compile_structural_tag(source)
         if kind == "ebnf":
             return self._compiler.compile_grammar(source)
         raise RequestError(f"{kind}: xgrammar does not compile this kind of grammar.")

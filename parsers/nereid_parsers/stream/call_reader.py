@@ -171,7 +171,15 @@ class CallReader:
 
         If the text of the tool call contains a tag, no client can use the text, so it is removed.
         Otherwise it is content. Example: at the end of the message, `<tool_call>{"na` is removed,
-        and `{"na` is content. For the arguments and the result see `treat_as_content`.
+        and `{"na` is content.
+
+        Args:
+            fault: The reason that the event gives for returning this text as content.
+            num_unread_chars: The number of unread characters that are content if the text has no
+                tag.
+
+        Returns:
+            The next state.
         """
         incomplete_call = self._text_writer.pending_text + self._buffer.unread()
         if not looks_like_markup(incomplete_call):
@@ -397,10 +405,12 @@ class CallReader:
         removed.
         """
         self._is_in_section = False
-        if self._is_section_empty():
-            if self._calls_first or not is_special_token(close):
-                return self.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
-            self._text_writer.drop_pending()
+        is_empty = self._is_section_empty()
+        may_be_content = self._calls_first or not is_special_token(close)
+        if is_empty and may_be_content:
+            return self.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
+        if is_empty:
+            self._text_writer.drop_pending()  # This text is the opening marker of the section.
         self._text_writer.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
 

@@ -309,11 +309,11 @@ class LiteralReader:
         assert match is not None  # Both regexes also match the empty text.
         end = match.end()
         may_continue = end == len(text) and not is_final
-        is_too_long = end - pos > _MAX_WORD_CHARS
-        if may_continue and not is_too_long:
-            return pos
+        if may_continue:
+            is_too_long = end - pos > _MAX_WORD_CHARS
+            return self._reject(pos) if is_too_long else pos
         is_empty = end == pos
-        if may_continue or is_empty:
+        if is_empty:
             return self._reject(pos)
         self._begin_value()
         self._write_word(text[pos:end].rstrip(), is_key)

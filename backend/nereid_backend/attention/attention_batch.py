@@ -9,6 +9,7 @@ several tokens. The prefills follow, one after the other:
              decodes     prefills
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -99,30 +100,50 @@ class DecodeGroup:
         table [8, 3, 6] attends to the positions 7 to 10. The blocks [3, 6] are read, which contain
         the positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11.
         """
-        size = self.block_size
         lens = self.lens[:, None]
-        blocks = self.blocks
-        limit = window.size if window.size is not None else window.chunk
-        # For each decode, the first position to which it attends, [num_decodes, 1].
-        first_positions = torch.zeros_like(lens)
-        if not window.is_full:
-            first_positions = _first_visible(lens - 1, window)
-        # For each decode, the index of the first block that is read, [num_decodes, 1].
-        first_blocks = torch.zeros_like(lens)
-        # A window of `limit` tokens overlaps at most `max_blocks` blocks.
-        max_blocks = blocks.shape[1] if limit is None else (limit + size - 2) // size + 1
-        if max_blocks < blocks.shape[1]:
-            first_blocks = torch.div(first_positions, size, rounding_mode="floor")
-            columns = first_blocks + torch.arange(max_blocks, device=blocks.device)
-            blocks = blocks.gather(1, columns.clamp_(max=blocks.shape[1] - 1))
-        # For each token that is read, its position in the sequence, [num_decodes, n * block_size].
-        positions = first_blocks * size + torch.arange(blocks.shape[1] * size, device=blocks.device)
+        first_positions = _first_visible(lens - 1, window)
+        blocks, first_blocks = self._blocks_in_window(first_positions, window)
+        num_read_tokens = blocks.shape[1] * self.block_size
+        # For each token that is read, its position in the sequence, [num_decodes, num_read_tokens].
+        positions = first_blocks * self.block_size + torch.arange(
+            num_read_tokens, device=blocks.device
+        )
         is_hidden = positions >= lens
         if not window.is_full:
             is_hidden |= positions < first_positions
         bias = torch.zeros(is_hidden.shape, device=blocks.device)
         bias.masked_fill_(is_hidden, float("-inf"))
         return VisibleBlocks(blocks, bias[:, None, None, :])
+
+    def _blocks_in_window(
+        self, first_positions: Tensor, window: LayerWindow
+    ) -> tuple[Tensor, Tensor]:
+        """Return the part of the block tables that contains the tokens in an attention window.
+
+        Example: a block and the window have 4 tokens each. A decode with the block table [8, 3, 6]
+        attends to the positions 7 to 10. The result is the blocks [3, 6] and the first block 1.
+
+        Args:
+            first_positions: [num_decodes, 1], the first position to which each decode attends.
+            window: the attention window.
+
+        Returns:
+            The block numbers, [num_decodes, n], and the index of the first returned block in the
+            block table of each decode, [num_decodes, 1].
+        """
+        table_width = self.blocks.shape[1]
+        max_blocks = table_width
+        if window.limit is not None:
+            # If the first token of the window is the last token of a block, the window overlaps
+            # the largest number of blocks.
+            max_blocks = 1 + math.ceil((window.limit - 1) / self.block_size)
+        if max_blocks >= table_width:
+            return self.blocks, torch.zeros_like(first_positions)
+        first_blocks = first_positions // self.block_size
+        columns = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
+        # A short sequence may have fewer than `max_blocks` blocks after the first block.
+        columns.clamp_(max=table_width - 1)
+        return self.blocks.gather(1, columns), first_blocks
 
 
 @dataclass(slots=True)
@@ -167,14 +188,18 @@ class AttentionBatch:
         """Return the attention mask of the prefill `prefills[index]`.
 
         The mask is [num_new_tokens, seq_len] bool. Element [i, j] is True if the new token i
-        attends to the token j of the sequence.
+        attends to the token j of the sequence. The mask is cached, because several layers have the
+        same window.
         """
         mask = self._prefill_masks.get((index, window))
         if mask is None:
             prefill = self.prefills[index]
             positions = torch.arange(prefill.seq_len, device=self.slots.device)
-            queries = positions[prefill.num_cached :, None]
-            mask = (positions <= queries) & (positions >= _first_visible(queries, window))
+            # The new tokens follow the cached tokens. Each new token is one row of the mask.
+            new_positions = positions[prefill.num_cached :, None]
+            is_past_or_self = positions <= new_positions
+            is_in_window = positions >= _first_visible(new_positions, window)
+            mask = is_past_or_self & is_in_window
             self._prefill_masks[index, window] = mask
         return mask
 
@@ -182,11 +207,13 @@ class AttentionBatch:
 def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:
     """Return the first position to which each token attends. `positions` are the tokens' positions.
 
-    Example: with a window of 4 tokens, the positions [2, 9] give [0, 6].
+    Examples for the positions [2, 9]: a sliding window of 4 tokens gives [0, 6], and chunks of 5
+    tokens give [0, 5].
     """
     first = torch.zeros_like(positions)
     if window.size is not None:
         first = (positions - (window.size - 1)).clamp_(min=0)
     if window.chunk is not None:
-        first = torch.maximum(first, positions - positions % window.chunk)
+        chunk_starts = positions - positions % window.chunk
+        first = torch.maximum(first, chunk_starts)
     return first

@@ -7,7 +7,7 @@ kernels are used only if `cache_type` returns `GpuKVCache`.
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -85,8 +85,8 @@ def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
             "Attention runs without CPU kernels and is several times slower, because the CPU "
             "kernels do not support kv_cache_dtype=fp8. Set kv_cache_dtype=int8."
         )
-    unrounded = next(base for base in _STORED_TYPES if issubclass(kind, base))
-    return _STORED_TYPES[unrounded][kv_cache_dtype]
+    unrounded_type = _first_superclass(kind, _STORED_TYPES)
+    return _STORED_TYPES[unrounded_type][kv_cache_dtype]
 
 
 def proven_type(
@@ -99,9 +99,9 @@ def proven_type(
     """Test the GPU kernels, and return the KV cache class that can be used.
 
     If `kind` is a class for the GPU kernels, the test computes one layer for each combination of
-    properties in `layers`, and compares the result with the reference. If the results differ, log a
-    warning and return the class for the reference implementation. Any other class is returned
-    without a test.
+    properties in `layers`, and compares the result with the result of the reference implementation
+    (plain torch). If the results differ, log a warning and return the class for the reference
+    implementation. Any other class is returned without a test.
 
     Args:
         kind: the class of the KV cache.
@@ -112,13 +112,22 @@ def proven_type(
     """
     if not issubclass(kind, gpu_attention.GpuKVCache) or device.type != "cuda":
         return kind
-    for spec in dict.fromkeys(layers):
+    distinct_layers = dict.fromkeys(layers)
+    for spec in distinct_layers:
         # The type checker does not accept a class as a hashable argument.
         reason = gpu_check.why_unusable(kind, spec, block_size, dtype, device)  # type: ignore[arg-type]
         if reason is not None:
             logger.warning(_NO_GPU_KERNELS, reason)
-            return next(base for base in _REFERENCE_TYPES if issubclass(kind, base))
+            return _first_superclass(kind, _REFERENCE_TYPES)
     return kind
+
+
+def _first_superclass(kind: type[KVCache], candidates: Iterable[type[KVCache]]) -> type[KVCache]:
+    """Return the first class in `candidates` from which `kind` inherits, or which is `kind`."""
+    for candidate in candidates:
+        if issubclass(kind, candidate):
+            return candidate
+    raise AssertionError(f"{kind.__name__} inherits from none of the expected classes.")
 
 
 def attend(
@@ -132,6 +141,9 @@ def attend(
 ) -> Tensor:
     """Store the keys and values of one layer in the cache, and compute the attention of the layer.
 
+    The CPU kernels and the GPU kernels do both. For any other cache, the keys and values are stored
+    first, and then the reference implementation computes the attention.
+
     Args:
         inputs: query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens, key_dim] and
             value [num_kv_heads, num_tokens, value_dim].
@@ -139,7 +151,8 @@ def attend(
         cache: the KV cache. The class of the cache selects the implementation. Mutated.
         batch: the metadata of the step.
         scale: the factor by which the scores are multiplied.
-        sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
+        sinks: the attention sinks, [num_heads]; None if the layer has no sinks. A sink is an
+            additional score in the softmax that belongs to no token.
 
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
@@ -225,15 +238,17 @@ def use_fastest_backends(cache: KVCache, layers: Sequence[LayerSpec]) -> int:
         layers: the attention layers of the model.
 
     Returns:
-        The number of selections. There is at most one selection for each pair of a layer's
-        properties and a `Situation`.
+        The number of selected libraries. A library is selected for a pair of a layer's properties
+        and a `Situation`: decodes, prompts with cached tokens, or prompts without cached tokens.
     """
-    if not isinstance(cache, gpu_attention.GpuKVCache):
+    if not isinstance(cache, gpu_attention.GpuKVCache) or not cache.values:
         return 0
+    _, _, block_size, _ = cache.values[0].shape
+    distinct_layers = tuple(dict.fromkeys(layers))
     cache.backends = _fastest_backends(
         type(cache),  # type: ignore[arg-type]  # mypy does not accept a class as hashable
-        layers=tuple(dict.fromkeys(layers)),
-        block_size=cache.values[0].shape[2] if cache.values else 0,
+        layers=distinct_layers,
+        block_size=block_size,
         dtype=cache.dtype,
         device=cache.device,
     )

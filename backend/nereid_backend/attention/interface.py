@@ -23,7 +23,7 @@ from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.errors import EngineError
 
-_numbers = itertools.count()
+_hook_numbers = itertools.count()
 
 
 class AttentionForward(Protocol):
@@ -50,7 +50,7 @@ class AttentionHook:
 
     def __init__(self, name: str | None = None) -> None:
         """Register the function under `name`. If `name` is None, generate a unique name."""
-        self.name = name or f"nereid_paged_{next(_numbers)}"
+        self.name = name or f"nereid_paged_{next(_hook_numbers)}"
         self._forward: AttentionForward | None = None
         AttentionInterface.register(self.name, self._call)
 
@@ -102,7 +102,8 @@ class PagedForward:
                 contains the metadata for the other groups.
         """
         self._layers = layers
-        self._numbers = iter(range(len(layers)))
+        # Each attention call of the forward pass takes the next index of a layer.
+        self._layer_numbers = iter(range(len(layers)))
         self._cache = cache
         self._batches = (batch, *batch.other_groups)
 
@@ -125,9 +126,9 @@ class PagedForward:
     ) -> Tensor:
         """Compute one attention call; see `AttentionForward`.
 
-        The keys and values are stored in the cache.
+        The keys and values are stored in the cache. The n-th call belongs to the n-th layer.
         """
-        number = next(self._numbers, None)
+        number = next(self._layer_numbers, None)
         if number is None:
             raise EngineError(
                 f"The model made more than {len(self._layers)} attention calls in one forward "
@@ -169,11 +170,19 @@ def scale_of(module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]) 
 
     The factor is the argument `scaling` of the call. If the call has no such argument, the factor
     is the attribute `scaling` of the module. If both are missing, the factor is 1 / sqrt(key_dim).
+
+    Args:
+        module: the attention layer.
+        query: [..., key_dim].
+        kwargs: the keyword arguments of the call.
     """
     scale = kwargs.get("scaling")
     if scale is None:
         scale = getattr(module, "scaling", None)
-    return float(scale) if isinstance(scale, int | float) else query.shape[-1] ** -0.5
+    if isinstance(scale, int | float):
+        return float(scale)
+    key_dim: int = query.shape[-1]
+    return float(key_dim**-0.5)
 
 
 def sinks_of(kwargs: dict[str, object]) -> Tensor | None:

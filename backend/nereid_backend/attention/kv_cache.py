@@ -59,17 +59,15 @@ class KVCache:
         self.null_block = num_blocks
         self.dtype = dtype
         self.device = device
-
-        def allocate(num_heads: int, dim: int) -> Tensor:
-            return _zeros((num_blocks + 1, num_heads, block_size, dim), dtype, device)
-
-        first_layers = [layers[index] for index in self._first_layers()]
-        self.keys = self._for_layers(
-            [allocate(layer.num_kv_heads, layer.key_dim) for layer in first_layers]
-        )
-        self.values = self._for_layers(
-            [allocate(layer.num_kv_heads, layer.value_dim) for layer in first_layers]
-        )
+        keys_of_place: list[Tensor] = []
+        values_of_place: list[Tensor] = []
+        for index in self._first_layers():
+            layer = layers[index]
+            shape = (num_blocks + 1, layer.num_kv_heads, block_size)  # without the head size
+            keys_of_place.append(_zeros((*shape, layer.key_dim), dtype, device))
+            values_of_place.append(_zeros((*shape, layer.value_dim), dtype, device))
+        self.keys = self._for_layers(keys_of_place)
+        self.values = self._for_layers(values_of_place)
 
     @property
     def num_groups(self) -> int:
@@ -108,9 +106,8 @@ class KVCache:
 
         Mutates: this cache.
         """
-        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
-            dim = cache.shape[-1]
-            cache.view(-1, dim).index_copy_(0, rows, new.reshape(-1, dim))
+        _store(self.keys[layer], key, rows)
+        _store(self.values[layer], value, rows)
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of sequences from their blocks into contiguous tensors.
@@ -139,9 +136,9 @@ class KVCache:
         """
         if not copies:
             return
-        pairs = torch.tensor(copies, dtype=torch.int64, device=self.device)
+        sources, targets = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
         for tensor in self.tensors():
-            tensor.index_copy_(0, pairs[:, 1], tensor.index_select(0, pairs[:, 0]))
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def read_block(self, block: int) -> bytes:
         """Return the content of a block as bytes: the keys and values of all layers.
@@ -152,15 +149,28 @@ class KVCache:
         return torch.cat(parts).cpu().numpy().tobytes()
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Restore blocks from the bytes that `read_block` returned. Mutates: this cache."""
+        """Restore blocks from the bytes that `read_block` returned.
+
+        Args:
+            blocks: the n blocks to write.
+            contents: for each block, the bytes that `read_block` returned.
+
+        Mutates: this cache.
+        """
+        # A bytearray is used, because torch warns if the memory of a tensor is read-only.
         joined = bytearray().join(contents)
-        rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1).to(self.device)
+        content_rows = torch.frombuffer(joined, dtype=torch.uint8).view(len(blocks), -1)
+        content_rows = content_rows.to(self.device)
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        # Each row contains the bytes of all tensors, one tensor after the other.
         start = 0
         for tensor in self.tensors():
-            end = start + tensor[0].numel() * tensor.element_size()
-            part = rows[:, start:end].contiguous().view(tensor.dtype)
-            tensor.index_copy_(0, index, part.view(len(blocks), *tensor.shape[1:]))
+            num_block_bytes = tensor[0].numel() * tensor.element_size()
+            end = start + num_block_bytes
+            tensor_bytes = content_rows[:, start:end].contiguous()
+            block_shape = tensor.shape[1:]
+            new_blocks = tensor_bytes.view(tensor.dtype).view(len(blocks), *block_shape)
+            tensor.index_copy_(0, index, new_blocks)
             start = end
 
     def clear(self, blocks: Sequence[int]) -> None:
@@ -177,7 +187,8 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
     for each head.
 
     Args:
-        slots: [num_tokens] int64.
+        slots: [num_tokens] int64, the place of each token in the cache: the number of the block
+            times `block_size`, plus the place of the token in the block.
         num_heads: the number of key heads.
         block_size: the number of tokens in one block.
 
@@ -185,8 +196,12 @@ def store_rows(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
         [num_tokens * num_heads] int64. Example: there are 2 heads, and a block has 4 tokens. Slot 5
         is token 1 of block 1. Its rows are [9, 13].
     """
+    blocks = slots // block_size
+    places_in_block = slots % block_size
+    # In a block, the rows of one head are consecutive, and the heads follow one after the other.
+    rows_per_block = num_heads * block_size
+    first_head_rows = blocks * rows_per_block + places_in_block
     head_offsets = torch.arange(num_heads, device=slots.device) * block_size
-    first_head_rows = (slots // block_size) * (num_heads * block_size) + slots % block_size
     return (first_head_rows[:, None] + head_offsets).flatten()
 
 
@@ -214,6 +229,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return huge_pages.zeros(shape, dtype)
+
+
+def _store(cache: Tensor, vectors: Tensor, rows: Tensor) -> None:
+    """Write vectors [..., dim] into some rows of one tensor of the cache. Mutates: cache."""
+    dim = cache.shape[-1]
+    cache.view(-1, dim).index_copy_(0, rows, vectors.reshape(-1, dim))
 
 
 def _gather(cache: Tensor, rows: Tensor) -> Tensor:

@@ -73,7 +73,9 @@ class LayerSpec:
             scale_bytes: the number of bytes of a scale factor. Each key vector and each value
                 vector has one factor.
         """
-        return self.num_kv_heads * ((self.key_dim + self.value_dim) * itemsize + 2 * scale_bytes)
+        key_bytes = self.key_dim * itemsize + scale_bytes
+        value_bytes = self.value_dim * itemsize + scale_bytes
+        return self.num_kv_heads * (key_bytes + value_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,12 @@ def attention_window_of(layers: Sequence[LayerSpec]) -> AttentionWindow | None:
     """Return the attention window of a group of layers; None if a layer has full attention."""
     if not layers or any(layer.window.is_full for layer in layers):
         return None
-    windows = dict.fromkeys(layer.window for layer in layers)
-    return AttentionWindow(tuple((window.size, window.chunk) for window in windows))
+    distinct_windows = dict.fromkeys(layer.window for layer in layers)
+    return AttentionWindow(tuple((window.size, window.chunk) for window in distinct_windows))
 
 
 def single_group(layers: Sequence[LayerSpec]) -> LayerGroups:
     """Return a `LayerGroups` in which all layers form one group."""
-    return LayerGroups((attention_window_of(layers),), tuple((0, i) for i in range(len(layers))))
+    group = 0
+    places = tuple((group, place) for place in range(len(layers)))
+    return LayerGroups(windows=(attention_window_of(layers),), places=places)

@@ -90,27 +90,41 @@ def _attend_prefills(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of a step's prefills. The step must have at least one prefill."""
-    query = inputs[0]
-    spec = layer[1]
+    """Return the attention of a step's prefills, [num_tokens, num_heads, value_dim].
+
+    A prefill is a sequence that adds several tokens. The step must have at least one prefill.
+    """
+    query, _, _ = inputs
+    _, spec = layer
     parts: list[Tensor] = []
     for index, prefill in enumerate(batch.prefills):
         keys, values = _prefill_keys(inputs, layer, cache, prefill)
         mask = None
-        limit = spec.window.limit
-        has_hidden_tokens = limit is not None and prefill.seq_len > limit
-        if prefill.num_cached or has_hidden_tokens:
+        if not _attends_to_all_earlier_tokens(prefill, spec):
             mask = batch.prefill_mask(index, spec.window)
-        rows = query[None, :, prefill.start : prefill.end]
-        out = _prefill((rows, keys, values), mask, spec, scale, sinks)
+        prefill_query = query[None, :, prefill.start : prefill.end]
+        out = _prefill((prefill_query, keys, values), mask, spec, scale, sinks)
         parts.append(out.squeeze(0).transpose(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attends_to_all_earlier_tokens(prefill: Prefill, spec: LayerSpec) -> bool:
+    """Return whether a prefill has no cached tokens and is not longer than the attention window.
+
+    Such a prefill needs no mask, because torch has a faster mode for this case.
+    """
+    limit = spec.window.limit
+    fits_into_window = limit is None or prefill.seq_len <= limit
+    return prefill.num_cached == 0 and fits_into_window
 
 
 def _prefill_keys(
     inputs: StepInputs, layer: tuple[int, LayerSpec], cache: KVCache, prefill: Prefill
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and the values of all tokens of a prefill's sequence.
+
+    If the sequence has no cached tokens, the keys and values of this step are returned. Otherwise,
+    they are copied from the cache, which already contains the keys and values of this step.
 
     Returns:
         The keys, [1, num_kv_heads, seq_len, key_dim], and the values, [1, num_kv_heads, seq_len,
@@ -122,7 +136,8 @@ def _prefill_keys(
     # Attention then uses rounded numbers for all tokens. Therefore, the answer does not depend on
     # the division of a prompt into chunks.
     is_exact = cache.keys[number].dtype == query.dtype
-    if prefill.num_cached == 0 and is_exact and key is not None and value is not None:
+    may_skip_cache = is_exact and prefill.num_cached == 0
+    if may_skip_cache and key is not None and value is not None:
         tokens = slice(prefill.start, prefill.end)
         return key[None, :, tokens], value[None, :, tokens]
     keys, values = cache.gather(number, gather_rows(prefill.blocks, spec.num_kv_heads))
@@ -160,6 +175,7 @@ def _prefill(
         )
     if mask is None:
         shape = (query.shape[2], key.shape[2])
+        # A token attends to itself and to earlier tokens: the lower triangle of the mask.
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril_()
     return _prefill_in_slices(inputs, mask, spec, scale, sinks)
 
@@ -180,19 +196,21 @@ def _prefill_in_slices(
     query, key, value = inputs
     num_queries = query.shape[2]
     num_keys = key.shape[2]
-    rows = min(_MAX_ROWS, max(1, _MAX_SCORES // (spec.num_heads * num_keys)))
     num_cached = num_keys - num_queries
+    scores_per_query = spec.num_heads * num_keys
+    slice_size = max(1, min(_MAX_ROWS, _MAX_SCORES // scores_per_query))
     parts = []
-    for start in range(0, num_queries, rows):
-        end = min(start + rows, num_queries)
-        num_visible = num_cached + end
-        is_hidden = ~mask[start:end, :num_visible]
+    for start in range(0, num_queries, slice_size):
+        end = min(start + slice_size, num_queries)
+        # No query of the slice attends to a key after the slice, so these keys are not read.
+        num_read_keys = num_cached + end
+        is_hidden = ~mask[start:end, :num_read_keys]
         bias = torch.zeros(is_hidden.shape, device=mask.device)
         bias.masked_fill_(is_hidden, float("-inf"))
         slice_inputs = (
             query[:, :, start:end],
-            key[:, :, :num_visible],
-            value[:, :, :num_visible],
+            key[:, :, :num_read_keys],
+            value[:, :, :num_read_keys],
         )
         parts.append(_stepwise(slice_inputs, bias, spec, scale, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -207,25 +225,37 @@ def _stepwise(
 ) -> Tensor:
     """Compute the attention of some sequences step by step: scores, softmax and weighted values.
 
-    The softmax is computed in float32.
+    The softmax is computed in float32. The bias, 0 or -inf, is added to the scores. A key with the
+    bias -inf gets the weight 0.
 
     Shapes: query [n, num_heads, q, key_dim], key and value [n, num_kv_heads, k, dim]. `bias` is
     float32 and can be broadcast to [n, 1, q, k]. The result is [n, num_heads, q, value_dim].
     """
     query, key, value = inputs
-    count, num_heads, num_queries, dim = query.shape
-    num_kv_heads = key.shape[1]
+    num_seqs, num_heads, num_queries, key_dim = query.shape
+    _, num_kv_heads, num_keys, _ = key.shape
     # The query heads that share a key head become rows of one matrix product.
-    grouped = query.reshape(count, num_kv_heads, -1, dim)
-    scores = (grouped @ key.transpose(2, 3)).float().mul_(scale)
-    scores = scores.view(count, num_heads, num_queries, -1)
+    grouped_query = query.reshape(num_seqs, num_kv_heads, -1, key_dim)
+    scores = (grouped_query @ key.transpose(2, 3)).float().mul_(scale)
+    scores = scores.view(num_seqs, num_heads, num_queries, num_keys)
     if spec.softcap is not None:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     scores += bias
-    if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(count, -1, num_queries, 1)
-        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    grouped = weights.to(value.dtype).reshape(count, num_kv_heads, -1, scores.shape[-1])
-    return (grouped @ value).view(count, num_heads, num_queries, -1)
+    weights = scores.softmax(-1) if sinks is None else _softmax_with_sinks(scores, sinks)
+    grouped_weights = weights.to(value.dtype).reshape(num_seqs, num_kv_heads, -1, num_keys)
+    return (grouped_weights @ value).view(num_seqs, num_heads, num_queries, -1)
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Return the softmax of the scores of each query, together with the sink of the head.
+
+    A sink is an additional score that belongs to no key, so the weights of the keys sum to less
+    than 1.
+
+    Shapes: scores [n, num_heads, q, k], sinks [num_heads]. The result has the shape of `scores`.
+    """
+    num_seqs, num_heads, num_queries, num_keys = scores.shape
+    sink_scores = sinks.float().view(1, num_heads, 1, 1)
+    sink_column = sink_scores.expand(num_seqs, num_heads, num_queries, 1)
+    weights = torch.cat([scores, sink_column], dim=-1).softmax(-1)
+    return weights[..., :num_keys]

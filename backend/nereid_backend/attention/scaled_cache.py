@@ -51,14 +51,15 @@ class ScaledKVCache(KVCache):
             groups=groups,
         )
         self.dtype = dtype
-
-        def allocate() -> list[Tensor]:
-            first_layers = [layers[index] for index in self._first_layers()]
-            shapes = [(num_blocks + 1, layer.num_kv_heads, block_size) for layer in first_layers]
-            return self._for_layers([torch.zeros(shape, device=device) for shape in shapes])
-
-        self.key_scales = allocate()
-        self.value_scales = allocate()
+        # One tensor for each place; `_for_layers` then gives each layer its tensor.
+        shapes = [
+            (num_blocks + 1, layers[index].num_kv_heads, block_size)
+            for index in self._first_layers()
+        ]
+        self.key_scales = self._for_layers([torch.zeros(shape, device=device) for shape in shapes])
+        self.value_scales = self._for_layers(
+            [torch.zeros(shape, device=device) for shape in shapes]
+        )
 
     @staticmethod
     def rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,8 @@ class ScaledKVCache(KVCache):
 def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Scale vectors so that the largest absolute number of each vector becomes `top`.
 
-    Example: with top=127, the vector [1.0, -2.0] gives [63.5, -127.0] and the factor 2 / 127.
+    The scaled numbers can then be rounded to 8-bit numbers. Example: with top=127, the vector
+    [1.0, -2.0] gives [63.5, -127.0] and the factor 2 / 127.
 
     Args:
         top: the largest absolute number after scaling.
@@ -137,6 +139,7 @@ def scaled_to(top: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     largest = wide.abs().amax(-1)
     largest = torch.where(largest.isfinite(), largest, float("nan"))
     restoring_factors = largest / top
+    # A vector of zeros has no scaling factor, because `top / 0` is infinite.
     scaling_factors = torch.where(largest > 0, top / largest, 0.0)
     # Integers cannot represent NaN and infinity, so these numbers are replaced by 0. The factor is
     # NaN, so the restored vector is NaN, too.

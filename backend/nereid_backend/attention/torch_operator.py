@@ -56,21 +56,24 @@ def _attend(
 ) -> Tensor:
     """Compute the attention of one layer in the running step.
 
-    `layer` is the index of the layer. `AttentionForward` documents the shapes. The inputs may have
-    more rows than the step has tokens. The outputs of the surplus rows are zero.
+    `layer` is the index of the layer. `AttentionForward` documents the shapes. A compiled model may
+    pad its inputs, so the inputs may have more rows than the step has tokens. The outputs of the
+    padding are zero.
     """
     forward: PagedForward | None = getattr(_current, "forward", None)
     if forward is None:
         raise EngineError("A compiled model was called outside of a step of the engine.")
-    surplus = query.shape[2] - forward.num_tokens
-    if surplus:
-        query = query[:, :, :-surplus]
-        key = key[:, :, :-surplus]
-        value = value[:, :, :-surplus]
+    num_tokens = forward.num_tokens
+    num_padding = query.shape[2] - num_tokens
+    if num_padding == 0:
+        return forward.attend(layer, query, key, value, scale, sinks).contiguous()
+    query = query[:, :, :num_tokens]
+    key = key[:, :, :num_tokens]
+    value = value[:, :, :num_tokens]
     out = forward.attend(layer, query, key, value, scale, sinks)
-    if surplus:
-        out = functional.pad(out, (0, 0, 0, 0, 0, surplus))
-    return out.contiguous()
+    # `pad` takes two numbers for each dimension, beginning with the last dimension. Only the end of
+    # dimension 1, the tokens, is padded.
+    return functional.pad(out, (0, 0, 0, 0, 0, num_padding)).contiguous()
 
 
 def _attend_meta(

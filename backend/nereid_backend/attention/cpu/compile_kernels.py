@@ -55,12 +55,11 @@ def find_compiler() -> str:
     Raises:
         KernelBuildError: if no compiler is installed.
     """
-    compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
-    if compiler is None:
-        raise KernelBuildError(
-            f"no C++ compiler was found; install one of {' and '.join(COMPILERS)}"
-        )
-    return compiler
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise KernelBuildError(f"no C++ compiler was found; install one of {' and '.join(COMPILERS)}")
 
 
 def compile_library(
@@ -111,6 +110,5 @@ def _run(command: list[str]) -> None:
     """Run a command. Raise a KernelBuildError if the command fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     if done.returncode != 0:
-        raise KernelBuildError(
-            f"the compiler {command[0]} failed: {done.stderr.strip()[-_MAX_OUTPUT:]}"
-        )
+        end_of_output = done.stderr.strip()[-_MAX_OUTPUT:]
+        raise KernelBuildError(f"the compiler {command[0]} failed: {end_of_output}")

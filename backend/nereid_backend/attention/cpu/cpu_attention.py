@@ -45,6 +45,12 @@ class _NativeStep:
     """The metadata of a step as C structs. The kernels read the structs for every layer.
 
     The pointers refer to tensors that the AttentionBatch owns.
+
+    Attributes:
+        slots: the address of the cache slots; see `AttentionBatch.slots`.
+        num_tokens: the number of tokens in the step.
+        groups: the groups of decodes, at least one.
+        prefills: the prefills.
     """
 
     slots: int
@@ -65,23 +71,30 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
     """
     if device.type != "cpu":
         return KVCache
-    reason = None
-    if block_size % _LANES:
-        reason = f"block_size is {block_size}, which is not a multiple of {_LANES}"
-    elif dtype not in _DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        reason = f"the keys and values are {name}, but the kernels support float32 and bfloat16"
-    else:
-        try:
-            kernels()
-        except KernelBuildError as error:
-            reason = str(error)
+    reason = _why_unusable(block_size, dtype)
     if reason is None:
         return CpuKVCache
     logger.warning(
         "Attention runs without CPU kernels and is several times slower, because %s.", reason
     )
     return KVCache
+
+
+def _why_unusable(block_size: int, dtype: torch.dtype) -> str | None:
+    """Return the reason why the CPU kernels cannot be used; None if they can be used.
+
+    The reason is a clause without a final period.
+    """
+    if block_size % _LANES:
+        return f"block_size is {block_size}, which is not a multiple of {_LANES}"
+    if dtype not in _DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"the keys and values are {name}, but the kernels support float32 and bfloat16"
+    try:
+        kernels()
+    except KernelBuildError as error:
+        return str(error)
+    return None
 
 
 class CpuKVCache(KVCache):
@@ -126,13 +139,13 @@ class CpuKVCache(KVCache):
             dtype: the data type of the query, float32 or bfloat16.
             block_size: the number of tokens in one block.
         """
-        number, spec = layer
+        layer_index, spec = layer
         arguments = (spec, scale, dtype, block_size)
-        cached_arguments, native = self._native.get(number, (None, None))
-        if native is None or cached_arguments != arguments:
-            native = self._native_layer(number, *arguments)
-            self._native[number] = (arguments, native)
-        return native
+        cached_arguments, struct = self._native.get(layer_index, (None, None))
+        if struct is None or cached_arguments != arguments:
+            struct = self._native_layer(layer_index, *arguments)
+            self._native[layer_index] = (arguments, struct)
+        return struct
 
     def native_layers(
         self, specs: Sequence[LayerSpec], block_size: int
@@ -142,17 +155,17 @@ class CpuKVCache(KVCache):
         The field `scale` is 0, because a compiled model passes the scale in each call.
         """
         if self._native_layers is None:
-            natives = [
-                self._native_layer(number, spec, 0.0, self.dtype, block_size)
-                for number, spec in enumerate(specs)
+            structs = [
+                self._native_layer(index, spec, 0.0, self.dtype, block_size)
+                for index, spec in enumerate(specs)
             ]
-            self._native_layers = (NativeLayer * len(natives))(*natives)
+            self._native_layers = (NativeLayer * len(structs))(*structs)
         return self._native_layers
 
     def _native_layer(
-        self, number: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
+        self, index: int, spec: LayerSpec, scale: float, dtype: torch.dtype, block_size: int
     ) -> NativeLayer:
-        """Build the C struct that describes one layer."""
+        """Build the C struct that describes the layer with the given index; see `native`."""
         # The value 0 in `window`, `chunk` or `softcap` means that the layer does not have this
         # property.
         shape = NativeShape(
@@ -170,34 +183,40 @@ class CpuKVCache(KVCache):
         return NativeLayer(
             shape=shape,
             is_bfloat16=dtype is torch.bfloat16,
-            keys=self.keys[number].data_ptr(),
-            values=self.values[number].data_ptr(),
-            key_scales=self.key_scales[number].data_ptr() if has_scales else None,
-            value_scales=self.value_scales[number].data_ptr() if has_scales else None,
+            keys=self.keys[index].data_ptr(),
+            values=self.values[index].data_ptr(),
+            key_scales=self.key_scales[index].data_ptr() if has_scales else None,
+            value_scales=self.value_scales[index].data_ptr() if has_scales else None,
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, rows: Tensor) -> None:
         """Write the keys and values of one step into the cache; see `KVCache.store`."""
         keys = self.keys[layer]
         values = self.values[layer]
-        _, _, dim, size = keys.shape
+        _, _, key_dim, block_size = keys.shape
         # The numbers of one key are not contiguous, because the keys are transposed. In the view
-        # below, the first index selects a block and a head, and the last index selects a token of
-        # the block. Therefore, row r has the first index r // size and the last index r % size.
-        keys.view(-1, dim, size)[rows // size, :, rows % size] = key.reshape(-1, dim)
+        # below, the first index selects a head of a block, and the last index selects a token of
+        # the block.
+        transposed_keys = keys.view(-1, key_dim, block_size)
+        heads_of_blocks = rows // block_size
+        tokens_of_blocks = rows % block_size
+        transposed_keys[heads_of_blocks, :, tokens_of_blocks] = key.reshape(-1, key_dim)
         value_dim = values.shape[3]
         values.view(-1, value_dim).index_copy_(0, rows, value.reshape(-1, value_dim))
 
     def gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of sequences into contiguous tensors; see `KVCache.gather`."""
-        num_seqs, num_heads, count = rows.shape
-        _, _, dim, size = self.keys[layer].shape
-        transposed = self.keys[layer].view(-1, dim, size).index_select(0, rows.reshape(-1))
-        keys = transposed.view(num_seqs, num_heads, count, dim, size).transpose(3, 4)
-        keys = keys.reshape(num_seqs, num_heads, count * size, dim)
+        num_seqs, num_heads, num_blocks = rows.shape
+        _, _, key_dim, block_size = self.keys[layer].shape
         value_dim = self.values[layer].shape[3]
-        values = self.values[layer].view(-1, size * value_dim).index_select(0, rows.reshape(-1))
-        return keys, values.view(num_seqs, num_heads, count * size, value_dim)
+        num_tokens = num_blocks * block_size
+        flat_rows = rows.reshape(-1)
+        # In the cache, the keys are transposed within each block.
+        keys = self.keys[layer].view(-1, key_dim, block_size).index_select(0, flat_rows)
+        keys = keys.view(num_seqs, num_heads, num_blocks, key_dim, block_size).transpose(3, 4)
+        keys = keys.reshape(num_seqs, num_heads, num_tokens, key_dim)
+        values = self.values[layer].view(-1, block_size * value_dim).index_select(0, flat_rows)
+        return keys, values.view(num_seqs, num_heads, num_tokens, value_dim)
 
 
 def attend(
@@ -217,7 +236,7 @@ def attend(
     # return.
     query, key, value = (_with_contiguous_rows(tensor) for tensor in inputs)
     sink_scores = None if sinks is None else sinks.float().contiguous()
-    spec = layer[1]
+    _, spec = layer
     step = _native_step(batch)
     out = query.new_empty(step.num_tokens, spec.num_heads, spec.value_dim)
     native_layer = ctypes.byref(cache.native(layer, scale, query.dtype, batch.block_size))
@@ -263,25 +282,14 @@ def serving(
         batches: the metadata of the step for each group of layers.
     """
     steps = [_native_step(batch) for batch in batches]
-    natives = cache.native_layers(layers, batches[0].block_size)
-    # The structs contain only the addresses of arrays. `steps`, `natives`, `cache` and `batches`
-    # keep these arrays in memory.
-    group_steps = (NativeGroupStep * len(steps))(
-        *(
-            NativeGroupStep(
-                decodes=ctypes.addressof(step.groups),
-                num_decodes=len(step.groups),
-                prefills=ctypes.addressof(step.prefills),
-                num_prefills=len(step.prefills),
-                slots=step.slots,
-            )
-            for step in steps
-        )
-    )
-    group_of = (ctypes.c_int64 * len(natives))(*cache.group_of)
+    native_layers = cache.native_layers(layers, batches[0].block_size)
+    # The structs contain only the addresses of arrays. `steps`, `native_layers`, `cache` and
+    # `batches` keep these arrays in memory until the end of the context.
+    group_steps = (NativeGroupStep * len(steps))(*map(_group_step, steps))
+    group_of = (ctypes.c_int64 * len(native_layers))(*cache.group_of)
     forward = NativeForward(
-        layers=ctypes.addressof(natives),
-        num_layers=len(natives),
+        layers=ctypes.addressof(native_layers),
+        num_layers=len(native_layers),
         steps=ctypes.addressof(group_steps),
         group_of=ctypes.addressof(group_of),
         num_tokens=steps[0].num_tokens,
@@ -293,6 +301,17 @@ def serving(
         yield
     finally:
         kernels().nereid_serve(None)
+
+
+def _group_step(step: _NativeStep) -> NativeGroupStep:
+    """Return the C struct with the addresses of the arrays in `step`."""
+    return NativeGroupStep(
+        decodes=ctypes.addressof(step.groups),
+        num_decodes=len(step.groups),
+        prefills=ctypes.addressof(step.prefills),
+        num_prefills=len(step.prefills),
+        slots=step.slots,
+    )
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:
@@ -344,10 +363,11 @@ def _make_native_step(batch: AttentionBatch) -> _NativeStep:
     ]
     # The call for the first group of decodes also stores the keys and values of the step.
     # Therefore, a step without decodes needs an empty group.
-    groups = groups or [NativeDecodeGroup()]
+    if not groups:
+        groups = [NativeDecodeGroup()]
     return _NativeStep(
-        batch.slots.data_ptr(),
-        batch.slots.numel(),
-        (NativeDecodeGroup * len(groups))(*groups),
-        (NativePrefill * len(prefills))(*prefills),
+        slots=batch.slots.data_ptr(),
+        num_tokens=batch.slots.numel(),
+        groups=(NativeDecodeGroup * len(groups))(*groups),
+        prefills=(NativePrefill * len(prefills))(*prefills),
     )

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _PRECOMPILED = Path(__file__).with_name("precompiled")
 # cpu_shim.cpp calls functions of this library.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+# The number of hexadecimal digits of a build's hash in the name of its library.
+_FINGERPRINT_LENGTH = 16
 
 
 def load_library() -> ctypes.CDLL:
@@ -55,14 +57,15 @@ def load_library() -> ctypes.CDLL:
         instruction_sets = usable_instruction_sets()
     except ValueError as error:
         raise KernelBuildError(str(error)) from error
-    for instruction_set in instruction_sets[:-1]:
+    *faster_sets, slowest_set = instruction_sets
+    for instruction_set in faster_sets:
         try:
             return _load(instruction_set)
         except KernelBuildError as error:
             logger.warning(
                 "The CPU kernels for %s are not available: %s.", instruction_set.name, error
             )
-    return _load(instruction_sets[-1])
+    return _load(slowest_set)
 
 
 def _load(instruction_set: InstructionSet) -> ctypes.CDLL:
@@ -95,9 +98,9 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
-    """Return the precompiled library of this package for an instruction set.
+    """Return the library for an instruction set that the wheel of this package contains.
 
-    Return None if the package contains no such library, or if the library does not work with the
+    Return None if the wheel contains no such library, or if the library does not work with the
     installed version of torch.
     """
     path = _PRECOMPILED / f"{instruction_set.name}.so"
@@ -108,8 +111,8 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
         # A precompiled library is not linked with torch and OpenMP, because the names of their
         # files depend on torch's version. The kernels call functions of torch and OpenMP as global
         # symbols, so these two libraries are loaded first.
-        for needed in (str(_TORCH), openmp):
-            ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
+        for needed_path in (str(_TORCH), openmp):
+            ctypes.CDLL(needed_path, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         logger.warning("The precompiled CPU kernels cannot be used (%s).", error)
@@ -134,9 +137,13 @@ def _build_lock(path: Path) -> Iterator[None]:
 
 def _build(compiler: str, instruction_set: InstructionSet, path: Path) -> None:
     """Compile and link the kernels for an instruction set into the file `path`."""
+    flags = [*instruction_set.flags, "-mtune=native"]
+    libraries = [str(_TORCH)]
     openmp = _openmp()
-    flags = [*instruction_set.flags, "-mtune=native", *(["-fopenmp"] if openmp else [])]
-    compile_library(compiler, flags, [str(_TORCH), *([openmp] if openmp else [])], path)
+    if openmp is not None:
+        flags.append("-fopenmp")
+        libraries.append(openmp)
+    compile_library(compiler, flags, libraries, path)
     logger.info("The CPU kernels were built: %s.", path)
 
 
@@ -151,15 +158,18 @@ def _openmp() -> str | None:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     except OSError:
         return None
-    loaded = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
+    loaded_paths: list[str] = re.findall(r"\s(/\S*/libgomp[^/\s]*\.so\S*)", maps)
     # Other Python packages may have loaded a libgomp of their own. torch uses the libgomp in its
     # own folders (torch/ and torch.libs/). If there is none, torch uses the libgomp of the system.
-    packages = Path(torch.__file__).parent.parent
-    of_torch = [
-        path for path in loaded if path.startswith((f"{packages}/torch/", f"{packages}/torch."))
-    ]
-    of_system = [path for path in loaded if not path.startswith(str(packages))]
-    return next(iter(of_torch or of_system), None)
+    packages = str(Path(torch.__file__).parent.parent)
+    torch_folders = (f"{packages}/torch/", f"{packages}/torch.")
+    for path in loaded_paths:
+        if path.startswith(torch_folders):
+            return path
+    for path in loaded_paths:
+        if not path.startswith(packages):
+            return path
+    return None
 
 
 def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
@@ -173,9 +183,11 @@ def _fingerprint(compiler: str, instruction_set: InstructionSet) -> str:
     sources = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
     libraries = [torch.__version__, str(_TORCH), _openmp() or ""]
     flags = [*FLAGS, *instruction_set.flags]
+    # Only the instruction set `native` has no list of features.
     target = "" if instruction_set.features else processor()
-    parts = [*sources, *flags, *libraries, version.stdout, target]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    inputs = [*sources, *flags, *libraries, version.stdout, target]
+    digest = hashlib.sha256("\0".join(inputs).encode()).hexdigest()
+    return digest[:_FINGERPRINT_LENGTH]
 
 
 def processor() -> str:

@@ -177,15 +177,16 @@ def forced_instruction_set(name: str) -> Iterator[None]:
     Args:
         name: the name of one of the instruction sets in `instruction_sets.INSTRUCTION_SETS`.
     """
-    before = os.environ.get(CPU_INSTRUCTIONS)
+    previous_name = os.environ.get(CPU_INSTRUCTIONS)
     try:
         os.environ[CPU_INSTRUCTIONS] = name
         _forget_kernels()
         yield
     finally:
-        del os.environ[CPU_INSTRUCTIONS]
-        if before is not None:
-            os.environ[CPU_INSTRUCTIONS] = before
+        if previous_name is None:
+            del os.environ[CPU_INSTRUCTIONS]
+        else:
+            os.environ[CPU_INSTRUCTIONS] = previous_name
         _forget_kernels()
 
 

@@ -67,7 +67,11 @@ def _flag_name(feature: str) -> str:
 def supported_instruction_sets() -> list[InstructionSet]:
     """Return the instruction sets that this processor supports, the fastest first."""
     features = set(re.findall(r"\S+", _cpu_flags()))
-    return [one for one in INSTRUCTION_SETS if features.issuperset(one.features)]
+    return [
+        instruction_set
+        for instruction_set in INSTRUCTION_SETS
+        if features.issuperset(instruction_set.features)
+    ]
 
 
 def usable_instruction_sets() -> list[InstructionSet]:

@@ -11,7 +11,7 @@ import functools
 import torch
 
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows
-from nereid_backend.attention.gpu.gpu_call import next_power_of_two
+from nereid_backend.attention.gpu.gpu_call import divide_up, next_power_of_two
 from nereid_backend.attention.layers import LayerWindow
 
 # The largest number of splits of a sequence. With more splits, the time for combining the results
@@ -40,6 +40,8 @@ def split(
 ) -> tuple[int, int]:
     """Return the number of tokens in each split, and the number of splits of the longest sequence.
 
+    A split is a part of a sequence's keys. Different programs compute the splits in parallel.
+
     Splits are made as long as possible, because each additional split reads the query again and
     makes the reduction slower. However, there must be enough programs to keep the GPU busy.
 
@@ -51,17 +53,18 @@ def split(
         tile: the number of keys in a tile.
         device: the device of the step.
     """
-    lens = [(count, _num_visible(length, window, tile)) for count, length in rows.bounds]
+    lens = [(num_seqs, _num_visible(length, window, tile)) for num_seqs, length in rows.bounds]
     longest = max(length for _, length in lens)
-    total_tokens = sum(count * length for count, length in lens) * num_programs
+    total_tokens = sum(num_seqs * length for num_seqs, length in lens) * num_programs
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    tokens_by_occupancy = _divide_up(total_tokens, wanted_programs)
-    tokens_by_max_splits = _divide_up(longest, MAX_SPLITS)
+    # With this number of tokens in each split, there are as many programs as wanted.
+    tokens_by_occupancy = divide_up(total_tokens, wanted_programs)
+    tokens_by_max_splits = divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)
     # Round `min_tokens` up to `tile` times a power of two. Few numbers have this form, so different
     # steps usually use the same number of tokens in a split.
-    split_tokens = tile * next_power_of_two(_divide_up(min_tokens, tile))
-    return split_tokens, _divide_up(longest, split_tokens)
+    split_tokens = tile * next_power_of_two(divide_up(min_tokens, tile))
+    return split_tokens, divide_up(longest, split_tokens)
 
 
 def captured_splits(
@@ -69,13 +72,13 @@ def captured_splits(
 ) -> int:
     """Return the largest number of splits of a sequence for a launch in a CUDA graph.
 
-    The number depends only on values that are equal for all steps that replay the graph. `split`
-    documents the arguments.
+    A CUDA graph records a launch and repeats it in later steps. Therefore, the number depends only
+    on values that are equal for all these steps. `split` documents the arguments.
     """
     longest = max(_num_visible(length, window, tile) for _, length in rows.bounds)
-    max_splits_by_length = _divide_up(longest, _MIN_TILES * tile)
+    max_splits_by_length = divide_up(longest, _MIN_TILES * tile)
     wanted_programs = _CAPTURED_FACTOR * _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    splits_by_occupancy = _divide_up(wanted_programs, rows.count * num_programs)
+    splits_by_occupancy = divide_up(wanted_programs, rows.count * num_programs)
     num_splits = max(splits_by_occupancy, _MIN_CAPTURED_SPLITS)
     return max(1, min(num_splits, max_splits_by_length, MAX_SPLITS))
 
@@ -94,8 +97,3 @@ def _num_visible(length: int, window: LayerWindow, tile: int) -> int:
     The first tile that the kernel reads can begin before the window.
     """
     return length if window.limit is None else min(length, window.limit + tile)
-
-
-def _divide_up(number: int, divisor: int) -> int:
-    """Return the quotient, rounded up. Example: `_divide_up(7, 3)` returns 3."""
-    return -(-number // divisor)

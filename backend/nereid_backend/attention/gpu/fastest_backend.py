@@ -27,6 +27,7 @@ from nereid_backend.attention.gpu.gpu_attention import GpuKVCache
 from nereid_backend.attention.gpu.gpu_check import Trial
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
+from nereid_backend.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -98,75 +99,101 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
     if issubclass(kind, ScaledKVCache):
         logger.info("Attention libraries are not measured, because they do not read 8-bit caches.")
         return chosen
-    timer = timer or milliseconds
     if backends is None:
         backends = (CudnnSdpa(), TorchVarlen(), FlashInferPrefill())
     for spec in dict.fromkeys(layers):
-        make_trial = functools.partial(gpu_check.make_trial, kind, spec, block_size, dtype, device)
+        layer = _TestLayer(kind, spec, block_size, dtype, device)
         for situation in Situation:
-            usable = []
-            for backend in backends:
-                if situation not in backend.situations:
-                    continue
-                reason = backend.refusal(spec, block_size, dtype)
-                reason = reason or _why_wrong(backend, situation, make_trial)
-                if reason is None:
-                    usable.append(backend)
-                    continue
-                logger.warning(
-                    "%s does not compute %s, because %s.", backend.name, situation.value, reason
-                )
-            fastest = _fastest(usable, situation, make_trial, timer) if usable else None
+            usable = [backend for backend in backends if _is_usable(backend, situation, layer)]
+            fastest = _fastest(usable, situation, layer, timer or milliseconds)
             if fastest is not None:
                 chosen[spec, situation] = fastest
     return chosen
 
 
-def _why_wrong(
-    backend: AttentionBackend, situation: Situation, make_trial: Callable[..., Trial]
-) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _TestLayer:
+    """An attention layer with which libraries are tested; see `gpu_check.make_trial`."""
+
+    kind: type[GpuKVCache]
+    spec: LayerSpec
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def make_trial(self, step: _Step) -> Trial:
+        """Return the layer and the step, filled with random numbers."""
+        return gpu_check.make_trial(
+            self.kind,
+            self.spec,
+            self.block_size,
+            self.dtype,
+            self.device,
+            decodes=step.decodes,
+            prefills=step.prefills,
+        )
+
+
+def _is_usable(backend: AttentionBackend, situation: Situation, layer: _TestLayer) -> bool:
+    """Return whether a library computes a layer correctly. If it does not, log the reason."""
+    if situation not in backend.situations:
+        return False
+    reason = backend.refusal(layer.spec, layer.block_size, layer.dtype)
+    if reason is None:
+        reason = _why_wrong(backend, situation, layer)
+    if reason is not None:
+        logger.warning("%s does not compute %s, because %s.", backend.name, situation.value, reason)
+    return reason is None
+
+
+def _why_wrong(backend: AttentionBackend, situation: Situation, layer: _TestLayer) -> str | None:
     """Test a library. Return an error message, or None if the results of the library are correct.
 
     If the library raises an exception, the error message is the message of the exception.
     """
-    step = _CHECKED[situation]
-    trial = make_trial(decodes=step.decodes, prefills=step.prefills)
+    trial = layer.make_trial(_CHECKED[situation])
     try:
-        gpu_check.compare(trial, trial.attend({(trial.spec, situation): backend}))
+        gpu_check.compare(trial, trial.attend({(layer.spec, situation): backend}))
     except Exception as error:  # noqa: BLE001
         # A library may raise any exception. After an exception, the library is not used.
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     return None
 
 
 def _fastest(
-    backends: Sequence[AttentionBackend],
-    situation: Situation,
-    make_trial: Callable[..., Trial],
-    timer: Timer,
+    backends: Sequence[AttentionBackend], situation: Situation, layer: _TestLayer, timer: Timer
 ) -> AttentionBackend | None:
     """Return the fastest library; None if the project's kernels are faster.
 
     The libraries and the kernels compute a typical step of the situation. The time of a library
     must be at most the share `_MAX_SHARE` of the kernels' time.
+
+    Args:
+        backends: the libraries. If there is none, the result is None.
+        situation: the situation.
+        layer: the layer that is computed.
+        timer: the function that measures a call.
     """
-    step = _MEASURED[situation]
-    trial = make_trial(decodes=step.decodes, prefills=step.prefills)
-    own_ms = timer(trial.attend)
-    choices: list[ChosenBackends] = [{(trial.spec, situation): backend} for backend in backends]
-    times = [timer(functools.partial(trial.attend, choice)) for choice in choices]
-    best_ms = min(times)
-    best = backends[times.index(best_ms)]
-    is_faster = best_ms <= _MAX_SHARE * own_ms
+    if not backends:
+        return None
+    trial = layer.make_trial(_MEASURED[situation])
+    kernels_ms = timer(trial.attend)
+    library_ms = [
+        timer(functools.partial(trial.attend, {(layer.spec, situation): backend}))
+        for backend in backends
+    ]
+    fastest_ms = min(library_ms)
+    fastest = backends[library_ms.index(fastest_ms)]
+    is_worthwhile = fastest_ms <= _MAX_SHARE * kernels_ms
     logger.info(
         "%s computes %s in %.3f ms, and the project's kernels need %.3f ms, so %s.",
-        best.name,
+        fastest.name,
         situation.value,
-        best_ms,
-        own_ms,
-        "the library is used" if is_faster else "the kernels are used",
+        fastest_ms,
+        kernels_ms,
+        "the library is used" if is_worthwhile else "the kernels are used",
     )
-    return best if is_faster else None
+    return fastest if is_worthwhile else None
 
 
 def milliseconds(work: Callable[[], object]) -> float:

@@ -77,12 +77,12 @@ class PrefillRows:
 
     def tiles(self, tiling: "Tiling") -> Tensor:
         """Return the tiles of all prefills, [num_tiles, 2] int64; see `tile_rows`."""
-        uploaded = self._tiles.get(tiling)
-        if uploaded is None:
+        tiles = self._tiles.get(tiling)
+        if tiles is None:
             prefills = [PrefillShape.of(prefill) for prefill in self.prefills]
-            uploaded = upload(tile_rows(prefills, tiling), self.table.device)
-            self._tiles[tiling] = uploaded
-        return uploaded
+            tiles = upload(tile_rows(prefills, tiling), self.table.device)
+            self._tiles[tiling] = tiles
+        return tiles
 
 
 @dataclass(slots=True)
@@ -102,12 +102,15 @@ class GpuBatch:
     @classmethod
     def of(cls, batch: AttentionBatch) -> "GpuBatch":
         """Build the metadata of a step. The tensors of `batch` must be on the device."""
-        layout = StepLayout(())
-        arrays = layout.arrays(
-            [(group.blocks.shape[0], group.blocks.shape[1]) for group in batch.decodes],
-            [PrefillShape.of(prefill) for prefill in batch.prefills],
-        )
-        return PackedRows(layout, upload_packed(arrays, batch.slots.device)).unpack(batch)
+        layout = StepLayout(tilings=())
+        decode_shapes: list[tuple[int, int]] = []
+        for group in batch.decodes:
+            num_seqs, num_blocks = group.blocks.shape
+            decode_shapes.append((num_seqs, num_blocks))
+        prefill_shapes = [PrefillShape.of(prefill) for prefill in batch.prefills]
+        arrays = layout.arrays(decode_shapes, prefill_shapes)
+        packed = PackedRows(layout, upload_packed(arrays, batch.slots.device))
+        return packed.unpack(batch)
 
 
 class Tiling(NamedTuple):
@@ -203,17 +206,19 @@ class PackedRows:
     def unpack(self, batch: AttentionBatch) -> GpuBatch:
         """Return the metadata of a step, built from the uploaded arrays.
 
-        The tensors are in the order of `StepLayout.arrays`.
+        The tensors are in the order of `StepLayout.arrays`: the table starts of the decodes, the
+        rows of the prefills' sequences, and the tiles of each tiling.
         """
         tensors = iter(self.tensors)
         decodes = None
-        prefills = None
         if batch.num_decodes:
-            decodes = _decodes(batch.decodes, batch.block_size, next(tensors))
+            table_starts = next(tensors)
+            decodes = _decodes(batch.decodes, batch.block_size, table_starts)
+        prefills = None
         if batch.prefills:
             sequences = next(tensors)
+            tiles = dict(zip(self.layout.tilings, tensors, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
-            tiles = {tiling: next(tensors) for tiling in self.layout.tilings}
             prefills = PrefillRows(batch.prefills, table, sequences, tiles)
         return GpuBatch(decodes, prefills)
 
@@ -225,10 +230,11 @@ def _table_starts(decode_shapes: Sequence[tuple[int, int]]) -> Integers:
     shapes [2, 3] and [1, 8]. The block tables start at [0, 3, 6].
     """
     starts: list[int] = []
-    offset = 0
-    for count, width in decode_shapes:
-        starts += range(offset, offset + count * width, width)
-        offset += count * width
+    group_start = 0
+    for num_decodes, width in decode_shapes:
+        group_end = group_start + num_decodes * width
+        starts += range(group_start, group_end, width)
+        group_start = group_end
     return np.array(starts, dtype=np.int64)
 
 
@@ -257,13 +263,15 @@ def tile_rows(prefills: Sequence[PrefillShape], tiling: Tiling) -> Integers:
     Example: there is one prefill with 100 cached and 40 new tokens, and a tile has 32 tokens. The
     rows are [0, 32] and [0, 0].
     """
-    tiles = [
-        (_num_keys(prefill.num_cached + begin, tiling.window), number, begin)
-        for number, prefill in enumerate(prefills)
-        for begin in range(0, prefill.num_new, tiling.num_queries)
-    ]
-    tiles.sort(key=lambda tile: -tile[0])
-    rows = [value for _, number, begin in tiles for value in (number, begin)]
+    tiles: list[tuple[int, int, int]] = []
+    for sequence_index, prefill in enumerate(prefills):
+        for first_token in range(0, prefill.num_new, tiling.num_queries):
+            position = prefill.num_cached + first_token
+            num_keys = _num_keys(position, tiling.window)
+            tiles.append((num_keys, sequence_index, first_token))
+    # Python's sort is stable: tiles with equal numbers of keys keep their order.
+    tiles.sort(key=lambda tile: tile[0], reverse=True)
+    rows = [(sequence_index, first_token) for _, sequence_index, first_token in tiles]
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
@@ -276,14 +284,16 @@ def _decodes(groups: list[DecodeGroup], block_size: int, table_starts: Tensor) -
         block_size: the number of tokens in one block.
         table_starts: [num_decodes] int64; see `DecodeRows`.
     """
-    device = groups[0].lens.device
-    tokens = [
-        torch.arange(len(group.lens), device=device) if group.tokens is None else group.tokens
-        for group in groups
-    ]
+    tokens: list[Tensor] = []
+    bounds: list[tuple[int, int]] = []
+    for group in groups:
+        num_seqs, num_blocks = group.blocks.shape
+        first_tokens = torch.arange(num_seqs, device=group.lens.device)
+        tokens.append(first_tokens if group.tokens is None else group.tokens)
+        bounds.append((num_seqs, num_blocks * block_size))
     return DecodeRows(
         count=len(table_starts),
-        bounds=[(group.blocks.shape[0], group.blocks.shape[1] * block_size) for group in groups],
+        bounds=bounds,
         table=_concatenated([group.blocks for group in groups]),
         table_starts=table_starts,
         tokens=_concatenated(tokens),

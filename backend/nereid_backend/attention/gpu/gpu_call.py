@@ -71,7 +71,8 @@ class AttentionCall:
         the kernels require a valid pointer for each argument. The kernels do not read these
         pointers.
         """
-        return self.keys, self.values, *(self.scales or (self.keys, self.values))
+        key_scales, value_scales = self.scales or (self.keys, self.values)
+        return self.keys, self.values, key_scales, value_scales
 
     @property
     def score_factors(self) -> tuple[float, float]:
@@ -139,6 +140,11 @@ def padded_size(size: int) -> int:
     The padded size is a power of two that is at least 16. Examples: 80 gives 128, and 10 gives 16.
     """
     return max(_MIN_PRODUCT, next_power_of_two(size))
+
+
+def divide_up(number: int, divisor: int) -> int:
+    """Return the quotient, rounded up. Example: `divide_up(7, 3)` returns 3."""
+    return -(-number // divisor)
 
 
 def next_power_of_two(size: int) -> int:

@@ -8,6 +8,7 @@ the kernels.
 """
 
 import functools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from nereid_backend.attention.gpu.backends.attention_backend import ChosenBacken
 from nereid_backend.attention.kv_cache import KVCache
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.attention.scaled_cache import ScaledKVCache
+from nereid_backend.errors import first_line
 
 # The sequences of the test step. _DECODES contains the lengths of the decodes' sequences. _PREFILLS
 # contains a pair for each prefill: the number of cached tokens, and the number of new tokens.
@@ -67,8 +69,8 @@ def why_unusable(
     except Exception as error:  # noqa: BLE001
         # A compiler or a driver may raise any exception. After an exception, the caller uses the
         # reference implementation instead of the kernels.
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return text if isinstance(error, KernelError) else f"{type(error).__name__}: {text}"
+        reason = first_line(error)
+        return reason if isinstance(error, KernelError) else f"{type(error).__name__}: {reason}"
     return None
 
 
@@ -131,10 +133,10 @@ def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     # Fill all blocks except the null block with random keys and values.
-    count = num_blocks * block_size
-    old_keys = randn(count, spec.num_kv_heads, spec.key_dim)
-    old_values = randn(count, spec.num_kv_heads, spec.value_dim)
-    rows = torch.arange(count * spec.num_kv_heads, device=device)
+    num_slots = num_blocks * block_size
+    old_keys = randn(num_slots, spec.num_kv_heads, spec.key_dim)
+    old_values = randn(num_slots, spec.num_kv_heads, spec.value_dim)
+    rows = torch.arange(num_slots * spec.num_kv_heads, device=device)
     cache.store(0, old_keys, old_values, rows)
     num_tokens = batch.slots.numel()
     query = randn(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
@@ -188,8 +190,7 @@ def compare(trial: Trial, computed: Tensor) -> float:
     expected = reference.attend(
         inputs, (0, spec), reference_cache, batch, scale=_SCALE, sinks=trial.sinks
     )
-    errors = (computed.float() - expected).square().mean((1, 2)).sqrt()
-    difference = (errors / expected.square().mean((1, 2)).sqrt()).max().item()
+    difference = _largest_relative_error(computed.float(), expected)
     tolerance = _TOLERANCE[query.dtype]
     # `not <=` is used instead of `>`, so that NaN counts as an error, too.
     if not difference <= tolerance:
@@ -198,6 +199,16 @@ def compare(trial: Trial, computed: Tensor) -> float:
             f"but the limit is {tolerance:g}"
         )
     return difference
+
+
+def _largest_relative_error(computed: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of any token; see `compare`.
+
+    Both tensors are [num_tokens, num_heads, value_dim].
+    """
+    error_sizes = (computed - expected).square().mean((1, 2)).sqrt()
+    expected_sizes = expected.square().mean((1, 2)).sqrt()
+    return float((error_sizes / expected_sizes).max())
 
 
 def _batch(
@@ -217,10 +228,10 @@ def _batch(
         prefills: a pair for each prefill: the number of cached tokens, and the number of new
             tokens.
     """
-    prefill_lens = [cached + new for cached, new in prefills]
+    prefill_lens = [num_cached + num_new for num_cached, num_new in prefills]
     tables = _scattered_tables([*decodes, *prefill_lens], block_size)
     decode_tables, prefill_tables = tables[: len(decodes)], tables[len(decodes) :]
-    num_blocks = sum(map(len, tables))
+    num_blocks = sum(len(table) for table in tables)
 
     def tensor(values: Sequence[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -231,25 +242,34 @@ def _batch(
         slots += _slots(table, range(length - 1, length), block_size)
     groups = []
     if decodes:
-        # Pad the tables with the null block, whose number is `num_blocks`.
-        width = max(map(len, decode_tables))
-        padded = [table + [num_blocks] * (width - len(table)) for table in decode_tables]
-        groups.append(DecodeGroup(None, tensor(padded), tensor(decodes), block_size))
+        padded_tables = _padded(decode_tables, null_block=num_blocks)
+        groups.append(DecodeGroup(None, tensor(padded_tables), tensor(decodes), block_size))
     chunks: list[Prefill] = []
-    for table, (cached, new) in zip(prefill_tables, prefills, strict=True):
+    for table, (num_cached, num_new) in zip(prefill_tables, prefills, strict=True):
         start = len(slots)
-        slots += _slots(table, range(cached, cached + new), block_size)
-        chunks.append(Prefill(start, len(slots), cached, tensor([table])))
+        slots += _slots(table, range(num_cached, num_cached + num_new), block_size)
+        chunks.append(Prefill(start, len(slots), num_cached, tensor([table])))
     batch = AttentionBatch(tensor(slots), len(decodes), groups, chunks, block_size)
     return batch, num_blocks
 
 
 def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
-    """Return a block table for each sequence. The blocks in a table are in random order."""
-    counts = [-(-length // block_size) for length in lens]
-    blocks = list(range(sum(counts)))
+    """Return a block table for each sequence. The blocks in a table are in random order.
+
+    Args:
+        lens: the number of tokens in each sequence.
+        block_size: the number of tokens in one block.
+    """
+    table_lens = [math.ceil(num_tokens / block_size) for num_tokens in lens]
+    blocks = list(range(sum(table_lens)))
     random.Random(0).shuffle(blocks)
-    return [[blocks.pop() for _ in range(count)] for count in counts]
+    return [[blocks.pop() for _ in range(table_len)] for table_len in table_lens]
+
+
+def _padded(tables: list[list[int]], null_block: int) -> list[list[int]]:
+    """Return the block tables, padded with the null block to the same length."""
+    width = max(len(table) for table in tables)
+    return [table + [null_block] * (width - len(table)) for table in tables]
 
 
 def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
@@ -293,14 +313,23 @@ def _check_written(
     cache: KVCache, stored: tuple[Tensor, Tensor], written: tuple[Tensor, Tensor]
 ) -> None:
     """Raise a KernelError if a stored key or value differs too much from the original."""
-    for actual, expected in zip(stored, (tensor.float() for tensor in written), strict=True):
-        largest = expected.abs().amax(-1, keepdim=True)
-        allowed = torch.zeros_like(expected)
-        if isinstance(cache, Float8KVCache):
-            allowed = expected.abs() * _FLOAT8_ERROR + largest * _FLOAT8_SMALLEST
-        elif isinstance(cache, ScaledKVCache):
-            allowed = (largest * _INT8_ERROR).expand_as(expected)
-        if not bool(((actual - expected).abs() <= allowed).all()):
+    for actual, original in zip(stored, written, strict=True):
+        expected = original.float()
+        is_accepted = (actual - expected).abs() <= _allowed_rounding_error(cache, expected)
+        if not bool(is_accepted.all()):
             raise KernelError(
                 "the keys or values that the GPU kernel stored differ from those of the step"
             )
+
+
+def _allowed_rounding_error(cache: KVCache, vectors: Tensor) -> Tensor:
+    """Return the largest accepted rounding error of each number in the vectors [..., dim].
+
+    If the cache does not store 8-bit numbers, no number may be rounded.
+    """
+    largest = vectors.abs().amax(-1, keepdim=True)
+    if isinstance(cache, Float8KVCache):
+        return vectors.abs() * _FLOAT8_ERROR + largest * _FLOAT8_SMALLEST
+    if isinstance(cache, ScaledKVCache):
+        return largest * _INT8_ERROR
+    return torch.zeros_like(largest)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nereid_backend.attention.gpu import decode_splits
 from nereid_backend.attention.gpu.gpu_batch import DecodeRows, PrefillRows, Tiling
-from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, padded_size
+from nereid_backend.attention.gpu.gpu_call import AttentionCall, Float8, divide_up, padded_size
 from nereid_backend.attention.gpu.tuning import Tuning
 from nereid_backend.attention.layers import LayerSpec
 
@@ -43,9 +43,10 @@ def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> Non
     if num_tokens == 0:
         return
     value_dim = value.shape[2]
-    max_heads = max(1, _STORE_ELEMENTS // padded_size(max(key_dim, value_dim)))
+    elements_per_head = padded_size(max(key_dim, value_dim))
+    max_heads = max(1, _STORE_ELEMENTS // elements_per_head)
     heads_per_program = min(padded_size(num_kv_heads), max_heads)
-    programs_per_token = -(-num_kv_heads // heads_per_program)
+    programs_per_token = divide_up(num_kv_heads, heads_per_program)
     head_and_token_strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
     store_kernel[(num_tokens, programs_per_token)](
         key,
@@ -87,15 +88,8 @@ def decode(
     # All query heads that share a key head are computed by one program, so that the keys are read
     # only once.
     num_rows = max(tuning.rows, min(_MAX_DECODE_ROWS, padded_size(call.group_size)))
-    num_programs = spec.num_kv_heads * -(-call.group_size // num_rows)
-    work = (rows, spec.window, num_programs, tuning.tile, query.device)
-    if rows.longest is None:
-        split_tokens, num_splits = decode_splits.split(*work)
-    else:
-        # The number of tokens in a split depends on the longest sequence of the step. Therefore,
-        # the kernel computes the number whenever the CUDA graph is replayed.
-        split_tokens = 0
-        num_splits = decode_splits.captured_splits(*work)
+    num_programs = spec.num_kv_heads * divide_up(call.group_size, num_rows)
+    split_tokens, num_splits = _split_sizes(rows, spec, num_programs, tuning.tile)
     is_split = num_splits > 1
     # Triton needs a valid pointer even for an argument that the kernel does not read, so `out` is
     # passed for unused arguments. `parts` and `weights_log` are not used if sequences are not
@@ -144,6 +138,21 @@ def decode(
         )
 
 
+def _split_sizes(
+    rows: DecodeRows, spec: LayerSpec, num_programs: int, tile: int
+) -> tuple[int, int]:
+    """Return the number of tokens in each split, and the number of splits of the longest sequence.
+
+    `decode_splits.split` documents the arguments. If the launch is captured into a CUDA graph, the
+    first number is 0: the number depends on the longest sequence of the step, so the kernel
+    computes it whenever the graph is replayed.
+    """
+    device = rows.lens.device
+    if rows.longest is None:
+        return decode_splits.split(rows, spec.window, num_programs, tile, device)
+    return 0, decode_splits.captured_splits(rows, spec.window, num_programs, tile, device)
+
+
 def prefill(
     query: Tensor, call: AttentionCall, rows: PrefillRows, out: Tensor, tuning: Tuning
 ) -> None:
@@ -163,7 +172,7 @@ def prefill(
     spec = call.spec
     heads = min(call.group_size, tuning.rows)
     tiles = rows.tiles(prefill_tiling(spec, tuning))
-    programs_per_tile = spec.num_kv_heads * -(-call.group_size // heads)
+    programs_per_tile = spec.num_kv_heads * divide_up(call.group_size, heads)
     # Triton needs a valid pointer for the sinks even if the kernel does not read them.
     sinks = out if call.sinks is None else call.sinks
     query_strides = (query.stride(0), query.stride(1))
@@ -194,6 +203,11 @@ def prefill(
 
 
 def prefill_tiling(spec: LayerSpec, tuning: Tuning) -> Tiling:
-    """Return the tiling by which a layer divides the prefills of a step into tiles."""
-    heads = min(spec.num_heads // spec.num_kv_heads, tuning.rows)
-    return Tiling(tuning.rows // heads, spec.window)
+    """Return the tiling by which a layer divides the prefills of a step into tiles.
+
+    A row of a tile belongs to one token and one head. Example: a tile has 128 rows, and 4 query
+    heads share a key head. Then a tile has 32 tokens.
+    """
+    group_size = spec.num_heads // spec.num_kv_heads
+    heads_per_tile = min(group_size, tuning.rows)
+    return Tiling(num_queries=tuning.rows // heads_per_tile, window=spec.window)

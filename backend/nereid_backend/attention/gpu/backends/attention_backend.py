@@ -54,12 +54,15 @@ class LayerInputs:
 
     def situations(self) -> list[Situation]:
         """Return the values of `Situation` that apply to this step."""
-        found = [Situation.DECODE] if self.batch.num_decodes else []
+        situations = []
+        if self.batch.num_decodes:
+            situations.append(Situation.DECODE)
         if self.batch.prefills:
-            is_cached = any(prefill.num_cached for prefill in self.batch.prefills)
-            is_prompt = self.new is not None and not is_cached
-            found.append(Situation.PROMPT if is_prompt else Situation.CHUNK)
-        return found
+            has_cached_tokens = any(prefill.num_cached for prefill in self.batch.prefills)
+            # A library for PROMPT reads the new keys and values, so they must be available.
+            is_prompt = self.new is not None and not has_cached_tokens
+            situations.append(Situation.PROMPT if is_prompt else Situation.CHUNK)
+        return situations
 
 
 class AttentionBackend(Protocol):

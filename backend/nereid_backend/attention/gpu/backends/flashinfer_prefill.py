@@ -70,17 +70,16 @@ class FlashInferPrefill:
         block_size = inputs.batch.block_size
         prefills = inputs.batch.prefills
 
-        def starts(counts: list[int]) -> Tensor:
-            """Return the cumulative sums of the counts. Example: [2, 3] gives [0, 2, 5]."""
-            return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-
-        query_starts = starts([prefill.end - prefill.start for prefill in prefills])
-        block_starts = starts([prefill.blocks.numel() for prefill in prefills])
+        query_starts = _starts([prefill.end - prefill.start for prefill in prefills])
+        block_starts = _starts([prefill.blocks.numel() for prefill in prefills])
         # Prefill.blocks has the shape [1, n].
         block_numbers = torch.cat([prefill.blocks[0] for prefill in prefills]).to(torch.int32)
         last_block_lens = torch.tensor(
             [(prefill.seq_len - 1) % block_size + 1 for prefill in prefills], dtype=torch.int32
         )
+        # FlashInfer's window is the number of earlier tokens to which a token attends. -1 means all
+        # earlier tokens.
+        window_left = -1 if spec.window.size is None else spec.window.size - 1
         wrapper = self._wrapper(spec, call.keys.device)
         wrapper.plan(
             query_starts,
@@ -94,8 +93,7 @@ class FlashInferPrefill:
             head_dim_vo=spec.value_dim,
             causal=True,
             sm_scale=call.scale,
-            # The number of earlier tokens to which a token attends. -1 means all earlier tokens.
-            window_left=-1 if spec.window.size is None else spec.window.size - 1,
+            window_left=window_left,
             logits_soft_cap=spec.softcap,
             q_data_type=inputs.query.dtype,
             kv_data_type=call.keys.dtype,
@@ -115,3 +113,8 @@ class FlashInferPrefill:
                 self._workspace, kv_layout="HND"
             )
         return self._wrappers[spec]
+
+
+def _starts(counts: list[int]) -> Tensor:
+    """Return the cumulative sums of the counts. Example: [2, 3] gives [0, 2, 5]."""
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)

@@ -104,6 +104,9 @@ class TorchVarlen:
         """Return the attention of the sequences, [num_tokens, num_heads, value_dim]."""
         call = inputs.call
         window = call.spec.window.size
+        # The two numbers of torch's window are the numbers of earlier and of later tokens to which
+        # a token attends. -1 means all tokens.
+        window_size = (-1 if window is None else window - 1, 0)
         result = varlen_attn(
             query.transpose(0, 1),
             call.keys.transpose(1, 2),
@@ -113,12 +116,12 @@ class TorchVarlen:
             sequences.max_new,
             sequences.max_keys,
             scale=call.scale,
-            window_size=(-1 if window is None else window - 1, 0),
+            window_size=window_size,
             enable_gqa=call.group_size > 1,
             seqused_k=sequences.lens,
             block_table=sequences.blocks,
         )
-        assert isinstance(result, Tensor), "no further results were requested"
+        assert isinstance(result, Tensor), "the call requests no result besides the attention"
         return result
 
 
@@ -129,17 +132,18 @@ def _prefill_sequences(prefills: list[Prefill], device: torch.device) -> _Sequen
     take more time.
     """
     width = max(prefill.blocks.shape[1] for prefill in prefills)
-    blocks = [
+    # Each block table [1, n] is padded to [1, width].
+    tables = [
         functional.pad(prefill.blocks, (0, width - prefill.blocks.shape[1])) for prefill in prefills
     ]
-    new = [prefill.end - prefill.start for prefill in prefills]
+    nums_new = [prefill.end - prefill.start for prefill in prefills]
     lens = [prefill.seq_len for prefill in prefills]
-    first_tokens = list(itertools.accumulate(new, initial=0))
-    numbers = upload(np.array([*lens, *first_tokens]), device).to(torch.int32)
+    first_tokens = list(itertools.accumulate(nums_new, initial=0))
+    uploaded = upload(np.array([*lens, *first_tokens]), device).to(torch.int32)
     return _Sequences(
-        blocks=torch.cat(blocks).to(torch.int32),
-        lens=numbers[: len(lens)],
-        first_tokens=numbers[len(lens) :],
-        max_new=max(new),
+        blocks=torch.cat(tables).to(torch.int32),
+        lens=uploaded[: len(lens)],
+        first_tokens=uploaded[len(lens) :],
+        max_new=max(nums_new),
         max_keys=max(lens),
     )

@@ -100,7 +100,7 @@ def table_of(device_name: str, folder: Path = FOLDER) -> Table:
         return {}
     try:
         kernels = json.loads(path.read_text())["kernels"]
-        return {name: [_entry(dict(line)) for line in kernels.get(name, [])] for name in KERNELS}
+        return {name: [_entry(item) for item in kernels.get(name, [])] for name in KERNELS}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path}: the table of tile sizes cannot be read: {error!r}. Create the table again "
@@ -118,13 +118,14 @@ def write_table(device_name: str, table: Table, facts: dict[str, str], folder: P
         folder: the folder of the file.
     """
     path = folder / f"{slug(device_name)}.json"
-    kernels = {
-        name: [
-            {"max_dim": line.max_dim, "itemsize": line.itemsize, **asdict(line.tuning)}
-            for line in sorted(lines, key=lambda line: (line.itemsize, line.max_dim))
+    kernels: dict[str, list[dict[str, int]]] = {}
+    for name, entries in table.items():
+        # `Device.tuning` uses the first suitable entry, so small heads must come first.
+        ordered = sorted(entries, key=lambda entry: (entry.itemsize, entry.max_dim))
+        kernels[name] = [
+            {"max_dim": entry.max_dim, "itemsize": entry.itemsize, **asdict(entry.tuning)}
+            for entry in ordered
         ]
-        for name, lines in table.items()
-    }
     content = {"device": device_name, **facts, "kernels": kernels}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
@@ -157,8 +158,12 @@ class Device:
 
 
 def shared_bytes(capability: Capability) -> int:
-    """Return the maximum size in bytes of the shared memory of one program."""
-    if capability[0] in (9, 10, 11):
+    """Return the maximum size in bytes of the shared memory of one program.
+
+    The sizes are listed in NVIDIA's CUDA programming guide, in the table of compute capabilities.
+    """
+    major, _ = capability
+    if major in (9, 10, 11):
         return 227 * KIB
     return 163 * KIB if capability in ((8, 0), (8, 7)) else 99 * KIB
 
@@ -266,7 +271,11 @@ def default_tuning(kernel: str, dim: int, itemsize: int, capability: Capability 
     `Device.tuning` documents the arguments.
     """
     entries = _DEFAULTS[kernel, itemsize][_class_of(capability)]
-    return next((tuning for limit, tuning in entries if limit >= dim), entries[-1][1])
+    for max_dim, tuning in entries:
+        if max_dim >= dim:
+            return tuning
+    _, tuning_of_largest_heads = entries[-1]
+    return tuning_of_largest_heads
 
 
 def _class_of(capability: Capability) -> str:
@@ -276,15 +285,17 @@ def _class_of(capability: Capability) -> str:
     GPUs, they read registers. GPUs for consumers have as much shared memory as GPUs with the
     capability 8.9.
     """
-    if capability[0] == 9:
+    major, _ = capability
+    if major == 9:
         return "9.0"
-    if capability[0] in (10, 11):
+    if major in (10, 11):
         return "10.0"
     return "8.0" if shared_bytes(capability) == 163 * KIB else "8.9"
 
 
-def _entry(line: dict[str, int]) -> Entry:
+def _entry(item: dict[str, int]) -> Entry:
     """Convert one JSON object of a table file to an `Entry`."""
-    max_dim = line.pop("max_dim")
-    itemsize = line.pop("itemsize")
-    return Entry(int(max_dim), int(itemsize), Tuning(**line))
+    tuning = dict(item)
+    max_dim = int(tuning.pop("max_dim"))
+    itemsize = int(tuning.pop("itemsize"))
+    return Entry(max_dim, itemsize, Tuning(**tuning))

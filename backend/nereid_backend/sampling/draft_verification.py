@@ -55,6 +55,8 @@ class Sampling(NamedTuple):
 def sampling_of(plan: StepPlan) -> Sampling:
     """Return the positions at which tokens are sampled in the step that `plan` describes.
 
+    If a prompt is divided into chunks, only its last chunk samples a token.
+
     Example: the first chunk has 1 row of logits and no draft tokens. The second chunk has 3 rows of
     logits and the draft tokens [8, 9]. The result has 4 positions. Their draft tokens are [], [],
     [8] and [8, 9]. The rows are [0, 1, 2, 3], and the counts are [1, 3].
@@ -62,17 +64,19 @@ def sampling_of(plan: StepPlan) -> Sampling:
     positions: list[Position] = []
     rows: list[int] = []
     counts: list[int] = []
-    end = 0
-    # Unpacking the tuple `chunk` takes less time than reading its fields by name.
-    for sequence, _start, _num_tokens, samples, _is_first, num_logits in plan.chunks:
-        end += num_logits
-        if not samples:
+    # The row after the rows of the current chunk. Its last rows are the rows of its positions.
+    end_row = 0
+    for chunk in plan.chunks:
+        end_row += chunk.num_logits
+        if not chunk.samples:
             continue
+        sequence = chunk.sequence
         drafts = sequence.draft_token_ids
         if drafts:
-            positions += [Position(sequence, drafts[:i]) for i in range(len(drafts))]
-            rows += range(end - len(drafts) - 1, end - 1)
+            # These positions verify the draft tokens. The last position follows all draft tokens.
+            positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
+            rows += range(end_row - 1 - len(drafts), end_row - 1)
         positions.append(Position(sequence, drafts))
-        rows.append(end - 1)
+        rows.append(end_row - 1)
         counts.append(len(drafts) + 1)
     return Sampling(positions, rows, counts)

@@ -62,10 +62,21 @@ def sample(logits: Tensor, raw: Tensor, settings: Settings) -> tuple[Tensor, Ten
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     has_allowed = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
+    # Triton launches kernels on the current device, so the device of the logits must be the current
+    # device.
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        device_settings = upload(settings, logits.device)
         sample_kernel[(num_rows,)](
-            *(logits, raw, upload(settings, logits.device), token_ids, logprobs, has_allowed),
-            *(logits.stride(0), raw.stride(0), vocab_size, num_rows),
+            logits,
+            raw,
+            device_settings,
+            token_ids,
+            logprobs,
+            has_allowed,
+            logits.stride(0),
+            raw.stride(0),
+            vocab_size,
+            num_rows,
             IS_RAW=is_raw,
             TILE=_TILE,
             num_warps=_NUM_WARPS,
@@ -97,8 +108,8 @@ def why_unusable(device: torch.device) -> str | None:
 def _test_batch() -> tuple[Tensor, SamplingBatch]:
     """Return the random logits and the sampling parameters of a test batch.
 
-    The logits have the shape [16, 9000] and the dtype float32. There are four types of logits and
-    four sets of sampling parameters. The 16 rows are all combinations of these.
+    The logits are [_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE] float32. There are four types of logits
+    and four sets of sampling parameters. The 16 rows contain all combinations of a type and a set.
     """
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
@@ -109,12 +120,12 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
     logits[2::4, 1000:] = float("-inf")
     logits[3::4] /= 10  # nearly flat
     # There are four sets of sampling parameters. Each set applies to four consecutive rows.
-    kind = np.arange(_NUM_CHECKED_ROWS) // 4
+    set_of_row = np.arange(_NUM_CHECKED_ROWS) // 4
     batch = SamplingBatch(
-        temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[kind],
-        top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32)[kind],
-        top_k=np.array([0, 0, 50, 400])[kind],
-        min_p=np.array([0.01, 0.0, 0.0, 0.0], dtype=np.float32)[kind],
+        temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[set_of_row],
+        top_p=np.array([1.0, 0.9, 1.0, 0.6], dtype=np.float32)[set_of_row],
+        top_k=np.array([0, 0, 50, 400])[set_of_row],
+        min_p=np.array([0.01, 0.0, 0.0, 0.0], dtype=np.float32)[set_of_row],
         uniform=random.random(_NUM_CHECKED_ROWS),
     )
     return logits, batch
@@ -122,14 +133,19 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
 
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
-    """Return the number of rows of a test batch in which the kernel's result is wrong."""
+    """Return the number of rows of a test batch in which the kernel's result is wrong.
+
+    A row is correct if the kernel and the reference implementation sample the same token, the
+    log-probability of the token is accurate, and the kernel reports that a token is allowed.
+    """
     logits, batch = _test_batch()
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)
-    token_ids, logprobs, has_allowed = sample(device_logits, device_logits, settings)
-    expected = logits.log_softmax(-1).gather(1, token_ids.cpu()[:, None]).squeeze(1)
-    is_different = (token_ids.cpu() != sample_rows(logits, batch)) | ~has_allowed.cpu()
-    # A comparison with NaN is False, so `~(difference <= limit)` is True if a log-probability is
-    # NaN.
-    is_different |= ~((logprobs.cpu() - expected).abs() <= _MAX_LOGPROB_ERROR)
-    return int(is_different.sum())
+    results = sample(device_logits, device_logits, settings)
+    token_ids, logprobs, has_allowed = (result.cpu() for result in results)
+    expected_logprobs = logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
+    has_expected_token = token_ids == sample_rows(logits, batch)
+    # A comparison with NaN is False, so a log-probability that is NaN is not accurate.
+    is_accurate = (logprobs - expected_logprobs).abs() <= _MAX_LOGPROB_ERROR
+    is_correct = has_expected_token & is_accurate & has_allowed
+    return int((~is_correct).sum())

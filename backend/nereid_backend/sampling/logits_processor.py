@@ -13,6 +13,7 @@ parameters, its row is not changed.
 
 from collections import abc
 from dataclasses import dataclass
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -34,17 +35,17 @@ Integers = NDArray[np.int64]
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Check that logit_bias, allowed_token_ids and bad_words_token_ids contain valid token ids.
 
+    A token id is valid if it is less than `vocab_size`.
+
     Stop tokens may lie outside the vocabulary, because the model never generates them.
 
     Raises:
         RequestError: a token id is too large. The message names the field, the id and the limit.
     """
-    token_ids_of_field = {
+    token_ids_of_field: dict[str, abc.Iterable[int]] = {
         "logit_bias": [token_id for token_id, _ in _bias_pairs(params)],
         "allowed_token_ids": params.allowed_token_ids or (),
-        "bad_words_token_ids": [
-            token_id for word in params.bad_words_token_ids for token_id in word
-        ],
+        "bad_words_token_ids": chain.from_iterable(params.bad_words_token_ids),
     }
     for field, token_ids in token_ids_of_field.items():
         highest = max(token_ids, default=0)
@@ -89,32 +90,38 @@ class LogitsParams:
         """Convert the logit-changing sampling parameters of a request to arrays."""
         params = sequence.params
         bias = _bias_pairs(params)
-        allowed = params.allowed_token_ids
+        allowed_ids = params.allowed_token_ids
+        bad_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
+        stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
         return cls(
             sequence,
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
-            allowed=None if allowed is None else mask_of(allowed, vocab_size),
-            bad_tokens=np.array(
-                [word[0] for word in params.bad_words_token_ids if len(word) == 1], np.int64
-            ),
+            allowed=None if allowed_ids is None else mask_of(allowed_ids, vocab_size),
+            bad_tokens=np.array(bad_tokens, np.int64),
             bad_words=_longer_bad_words(params),
-            stops=np.array([t for t in sequence.stop_token_ids if t < vocab_size], np.int64),
+            stops=np.array(stops, np.int64),
             has_penalties=asks_for_penalties(params),
         )
 
     def forbidden_tokens(self, position: Position) -> list[Integers]:
         """Return the tokens that bad words and min_tokens forbid at a position of the request.
 
+        A bad word is a token sequence that must not occur in the output. Before the output has
+        min_tokens tokens, stop tokens are forbidden.
+
         Example: the bad words are [4] and [5, 7], min_tokens is 8, and the stop token is 2. The
         output has 3 tokens, and its last token is 5. The result contains the arrays [4], [7], [2].
         """
-        forbidden = [self.bad_tokens] if len(self.bad_tokens) else []
+        forbidden: list[Integers] = []
+        if len(self.bad_tokens):
+            forbidden.append(self.bad_tokens)
         if self.bad_words:
-            ends = self._last_tokens_of_bad_words(position)
-            if ends:
-                forbidden.append(np.array(ends, np.int64))
-        if position.num_output_tokens < self.owner.params.min_tokens and len(self.stops):
+            last_tokens = self._last_tokens_of_bad_words(position)
+            if last_tokens:
+                forbidden.append(np.array(last_tokens, np.int64))
+        is_too_short = position.num_output_tokens < self.owner.params.min_tokens
+        if is_too_short and len(self.stops):
             forbidden.append(self.stops)
         return forbidden
 
@@ -126,6 +133,7 @@ class LogitsParams:
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
+        # Before this position, there are the known tokens, followed by the draft tokens.
         known = self.owner.token_ids
         drafts = position.drafts
         newest = drafts[-1] if drafts else known[-1]
@@ -133,8 +141,9 @@ class LogitsParams:
         for beginning, last_token in self.bad_words.get(newest, ()):
             length = len(beginning)  # at least 1
             if length > num_output:
+                # A bad word that begins in the prompt is not forbidden.
                 continue
-            # Before this position, there are the known tokens, followed by the draft tokens.
+            # Only the last `length` known tokens are copied, because a sequence may be long.
             tail = known[-length:] + drafts
             if tail[-length:] == beginning:
                 last_tokens.append(last_token)
@@ -175,22 +184,26 @@ class LogitsProcessor:
         params = {i: self._logits_params_of(positions[i], i, vocab_size) for i in changed}
         if not params and not masks:
             return logits
-        combined = dict(masks)
-        for index, row_params in params.items():
-            if row_params.allowed is not None:
-                mask = masks.get(index)
-                combined[index] = row_params.allowed if mask is None else row_params.allowed & mask
-        logits = with_masks(logits.float(), combined)
+        # `with_masks` returns a new tensor, so the functions below may change it.
+        logits = with_masks(logits.float(), _combine_masks(masks, params))
         if params:
             _forbid_tokens(logits, positions, params)
             _add_bias(logits, params)
-            penalised = [i for i, row_params in params.items() if row_params.has_penalties]
-            if penalised:
-                self._penalise(logits, positions, penalised)
+            penalised_rows = [i for i, row_params in params.items() if row_params.has_penalties]
+            if penalised_rows:
+                self._penalise(logits, positions, penalised_rows)
         return logits
 
     def _logits_params_of(self, position: Position, index: int, vocab_size: int) -> LogitsParams:
-        """Return the prepared logits parameters of the request at a position."""
+        """Return the prepared logits parameters of the request at a position.
+
+        The first call for a request prepares the parameters and stores them in the cache.
+
+        Args:
+            position: the position.
+            index: the index of the position in the step.
+            vocab_size: the size of the vocabulary.
+        """
         row = _cache_row(position, index)
         logits_params = self._logits_params.get(row)
         if logits_params is None or logits_params.owner is not position.sequence:
@@ -209,14 +222,14 @@ class LogitsProcessor:
             indices: the rows of `logits` whose requests have a penalty. Other rows are unchanged.
         """
         penalised = [positions[i] for i in indices]
-        cache_rows = [
-            _cache_row(position, i) for position, i in zip(penalised, indices, strict=True)
-        ]
+        cache_rows = [_cache_row(positions[i], i) for i in indices]
         ids, counts = self._counts.tokens_and_counts(cache_rows, penalised)
         params = [position.sequence.params for position in penalised]
-        if len(indices) == len(logits):
+        are_all_penalised = len(indices) == len(logits)
+        if are_all_penalised:
             apply_penalties(logits, ids, counts, params)
             return
+        # Indexing copies the rows, so the changed rows must be copied back.
         logits_rows = upload(np.array(indices), logits.device)
         penalised_logits = logits[logits_rows]
         apply_penalties(penalised_logits, ids, counts, params)
@@ -224,11 +237,15 @@ class LogitsProcessor:
 
 
 def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int], int]]]:
-    """Return the bad words that have more than one token; see `LogitsParams.bad_words`."""
+    """Return the bad words that have more than one token; see `LogitsParams.bad_words`.
+
+    Example: the bad words [5, 7, 9], [7, 8] and [4] give {7: [([5, 7], 9), ([7], 8)]}.
+    """
     words: dict[int, list[tuple[list[int], int]]] = {}
-    for *before, last in params.bad_words_token_ids:
-        if before:
-            words.setdefault(before[-1], []).append((before, last))
+    for *beginning, last_token in params.bad_words_token_ids:
+        if beginning:
+            second_to_last = beginning[-1]
+            words.setdefault(second_to_last, []).append((beginning, last_token))
     return words
 
 
@@ -238,16 +255,15 @@ def explain_no_token(sequence: Sequence) -> str:
     The message names the fields of the request that together forbid every token.
     """
     params = sequence.params
-    limits = [
-        name
-        for name, is_set in (
-            ("the grammar", sequence.guide is not None),
-            ("allowed_token_ids", params.allowed_token_ids is not None),
-            ("bad_words_token_ids", bool(params.bad_words_token_ids)),
-            ("min_tokens", sequence.num_output_tokens < params.min_tokens),
-        )
-        if is_set
-    ]
+    limits: list[str] = []
+    if sequence.guide is not None:
+        limits.append("the grammar")
+    if params.allowed_token_ids is not None:
+        limits.append("allowed_token_ids")
+    if params.bad_words_token_ids:
+        limits.append("bad_words_token_ids")
+    if sequence.num_output_tokens < params.min_tokens:
+        limits.append("min_tokens")
     return (
         f"No token can be sampled after {sequence.num_output_tokens} output tokens, because every "
         f"token is forbidden by {' and '.join(limits) or 'the request'}."
@@ -271,10 +287,30 @@ def _cache_row(position: Position, index_in_step: int) -> int:
     return index_in_step if row is None else row
 
 
+def _combine_masks(
+    masks: abc.Mapping[int, TokenMask], params: abc.Mapping[int, LogitsParams]
+) -> dict[int, TokenMask]:
+    """Return the masks of the guides, combined with the masks of allowed_token_ids.
+
+    A combined mask allows a token only if both masks allow the token. The keys of `masks` and of
+    the result are the indices of rows.
+    """
+    combined = dict(masks)
+    for index, row_params in params.items():
+        allowed = row_params.allowed
+        if allowed is not None:
+            guide_mask = masks.get(index)
+            combined[index] = allowed if guide_mask is None else allowed & guide_mask
+    return combined
+
+
 def _forbid_tokens(
     logits: Tensor, positions: abc.Sequence[Position], params: abc.Mapping[int, LogitsParams]
 ) -> None:
     """Set the logits of forbidden tokens to -inf. Bad words and `min_tokens` forbid tokens.
+
+    All rows are changed with one call of torch. Example: row 0 forbids the tokens 4 and 7, and row
+    2 forbids the token 9. The changed logits have the rows [0, 0, 2] and the columns [4, 7, 9].
 
     Args:
         logits: [n, vocab_size] float32. Mutated.
@@ -288,19 +324,25 @@ def _forbid_tokens(
             rows.append(np.full(len(token_ids), index))
             columns.append(token_ids)
     if rows:
-        index_pair = (_to_device(rows, logits), _to_device(columns, logits))
-        logits.index_put_(index_pair, logits.new_full((), float("-inf")))
+        rows_and_columns = (_to_device(rows, logits), _to_device(columns, logits))
+        logits.index_put_(rows_and_columns, logits.new_full((), float("-inf")))
 
 
 def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
     """Add logit_bias to the logits; see `_forbid_tokens` for the arguments. Mutates: logits."""
-    biased = {i: row_params for i, row_params in params.items() if len(row_params.bias_ids)}
-    if biased:
-        rows = [np.full(len(row_params.bias_ids), i) for i, row_params in biased.items()]
-        columns = [row_params.bias_ids for row_params in biased.values()]
-        values = np.concatenate([row_params.bias_values for row_params in biased.values()])
-        index_pair = (_to_device(rows, logits), _to_device(columns, logits))
-        logits.index_put_(index_pair, upload(values, logits.device), accumulate=True)
+    rows: list[Integers] = []
+    columns: list[Integers] = []
+    biases: list[NDArray[np.float32]] = []
+    for index, row_params in params.items():
+        num_biases = len(row_params.bias_ids)
+        if num_biases:
+            rows.append(np.full(num_biases, index))
+            columns.append(row_params.bias_ids)
+            biases.append(row_params.bias_values)
+    if rows:
+        rows_and_columns = (_to_device(rows, logits), _to_device(columns, logits))
+        values = upload(np.concatenate(biases), logits.device)
+        logits.index_put_(rows_and_columns, values, accumulate=True)
 
 
 def _to_device(parts: abc.Sequence[Integers], like: Tensor) -> Tensor:

@@ -85,26 +85,31 @@ class TokenCounts:
         """
         max_distinct = 0
         for row, position in zip(rows, positions, strict=True):
-            max_distinct = max(max_distinct, self._count(row, position.sequence))
+            num_distinct = self._count(row, position.sequence)
+            max_distinct = max(max_distinct, num_distinct)
         max_drafts = max(len(position.drafts) for position in positions)
+        # The requests of all positions may have no token yet, but the result has at least 1 column.
         width = max(1, max_distinct + max_drafts)
         self._widen(width)
         # Indexing with a list of rows copies the rows.
         ids = self._ids[rows, :width]
         counts = self._counts[rows, :width]
+        # Count the draft tokens only in the copies `ids` and `counts`, not in the tables, because
+        # draft tokens may be rejected.
         for index, position in enumerate(positions):
             if position.drafts:
-                # Count the draft tokens only in the copies `ids` and `counts`, not in the tables,
-                # because draft tokens may be rejected.
                 columns = dict(self._requests[rows[index]].columns)
                 _add(ids[index], counts[index], position.drafts, columns)
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
-        """Count the new tokens of a request. Return the number of distinct tokens of the request.
+        """Count the tokens that a request has got since the last call for the request.
 
         If the row belonged to another request before, all output tokens of the new request are
         counted.
+
+        Returns:
+            The number of distinct tokens in the row of the request.
         """
         counted = self._requests.get(row)
         if counted is None or counted.owner is not sequence:
@@ -112,28 +117,32 @@ class TokenCounts:
         token_ids = sequence.token_ids
         if counted.num_counted < len(token_ids):
             new_token_ids = token_ids[counted.num_counted :]
+            # All new tokens may be distinct, so each of them may need a column.
             self._widen(len(counted.columns) + len(new_token_ids))
             _add(self._ids[row], self._counts[row], new_token_ids, counted.columns)
             counted.num_counted = len(token_ids)
         return len(counted.columns)
 
     def _begin(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Reset a row for a new request.
+        """Reset a row for a new request, and return the new record of the counted tokens.
 
-        If the request has a repetition penalty, add the tokens of its prompt with the count 0.
+        If the request has a repetition penalty, add the tokens of its prompt with the count 0,
+        because the repetition penalty also applies to the tokens of the prompt.
         """
         self._lengthen(row + 1)
-        counted = self._requests[row] = _CountedTokens(sequence, sequence.num_prompt_tokens)
+        num_prompt = sequence.num_prompt_tokens
+        counted = _CountedTokens(sequence, num_counted=num_prompt)
+        self._requests[row] = counted
         self._ids[row] = 0
         self._counts[row] = 0
         if sequence.params.repetition_penalty != 1:
-            prompt = list(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens]))
-            self._widen(len(prompt))
-            self._ids[row, : len(prompt)] = prompt
+            distinct = list(dict.fromkeys(sequence.token_ids[:num_prompt]))
+            self._widen(len(distinct))
+            self._ids[row, : len(distinct)] = distinct
             # Each unused element of `_ids` repeats the first token of the row. All counts in the
             # row are 0, including the count of the first token.
-            self._ids[row, len(prompt) :] = prompt[0]
-            counted.columns = {token_id: column for column, token_id in enumerate(prompt)}
+            self._ids[row, len(distinct) :] = distinct[0]
+            counted.columns = {token_id: column for column, token_id in enumerate(distinct)}
         return counted
 
     def _lengthen(self, num_rows: int) -> None:
@@ -153,6 +162,7 @@ class TokenCounts:
             padding = ((0, 0), (0, max(missing, old_width)))
             self._ids = np.pad(self._ids, padding)
             self._counts = np.pad(self._counts, padding)
+            # The new elements are unused, so they repeat the first element of their row.
             self._ids[:, old_width:] = self._ids[:, :1]
             self._counts[:, old_width:] = self._counts[:, :1]
 
@@ -179,17 +189,19 @@ def apply_penalties(
     Source: CTRL (Keskar et al. 2019) for repetition; OpenAI's API reference for the other two.
     """
     device = logits.device
-    factors = np.array(
+    penalties = np.array(
         [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
         dtype=np.float32,
     )
-    repetition, frequency, presence = upload(factors, device)[:, :, None].unbind(1)
-    index = upload(ids, device)
+    # One upload for the three penalties. Each of the three results is a column, [n, 1].
+    repetition, frequency, presence = upload(penalties, device).unsqueeze(2).unbind(1)
+    token_ids = upload(ids, device)
     num_occurrences = upload(counts, device)
-    values = logits.gather(1, index)
+    is_in_output = num_occurrences > 0
+    values = logits.gather(1, token_ids)
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= frequency * num_occurrences + presence * (num_occurrences > 0)
-    logits.scatter_(1, index, values)
+    values -= frequency * num_occurrences + presence * is_in_output
+    logits.scatter_(1, token_ids, values)
 
 
 def _add(

@@ -20,6 +20,7 @@ def uniform_numbers(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> 
     """
     gamma = np.uint64(0x9E3779B97F4A7C15)
     mixed = _mix64(_mix64(seeds + gamma) + (counters + np.uint64(1)) * gamma)
+    # A float64 number has 53 bits of precision, so the highest 53 of the 64 bits are used.
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -78,6 +78,10 @@ class SamplingBatch:
             uniform=uniform_numbers(rows["seed"], counters),
         )
 
+    def has_top_k(self, vocab_size: int) -> NDArray[np.bool_]:
+        """Return whether top_k can remove a token at each position, [num_positions] bool."""
+        return (self.top_k > 0) & (self.top_k < vocab_size)
+
     def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":
         """Return the parameters and random numbers of the positions that `index` selects."""
         return SamplingBatch(
@@ -134,8 +138,8 @@ def sample_or_defer(
     Returns:
         Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.
     """
-    has_top_k = (batch.top_k > 0) & (batch.top_k < logits.shape[1])
-    is_filtered = has_top_k | (batch.top_p < 1) | (batch.min_p > 0)
+    vocab_size = logits.shape[1]
+    is_filtered = batch.has_top_k(vocab_size) | (batch.top_p < 1) | (batch.min_p > 0)
     if not is_filtered.any():
         return _sample_unfiltered(logits, batch), None
     filtered = np.flatnonzero(is_filtered)
@@ -143,15 +147,18 @@ def sample_or_defer(
         token_ids, is_certain = _sample_filtered(logits, batch, defers=defers)
     else:
         # Sample the rows with filters and the rows without filters separately.
-        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        index = upload(filtered, logits.device)
-        token_ids[index], is_certain = _sample_filtered(
-            logits[index], batch.rows(filtered), defers=defers
-        )
         unfiltered = np.flatnonzero(~is_filtered)
-        index = upload(unfiltered, logits.device)
-        token_ids[index] = _sample_unfiltered(logits[index], batch.rows(unfiltered))
-    return token_ids, None if is_certain is None else UncertainRows(filtered, is_certain)
+        filtered_index = upload(filtered, logits.device)
+        unfiltered_index = upload(unfiltered, logits.device)
+        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        token_ids[filtered_index], is_certain = _sample_filtered(
+            logits[filtered_index], batch.rows(filtered), defers=defers
+        )
+        token_ids[unfiltered_index] = _sample_unfiltered(
+            logits[unfiltered_index], batch.rows(unfiltered)
+        )
+    uncertain = None if is_certain is None else UncertainRows(filtered, is_certain)
+    return token_ids, uncertain
 
 
 def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -172,8 +179,9 @@ def _sample_filtered(
     """Sample one token for each row. Each row uses at least one of top_k, top_p and min_p.
 
     The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
-    If the filters may keep other tokens, too, the row is uncertain and is sampled again from all
-    tokens. If `defers` is True, the caller has to sample the uncertain rows again.
+    If the filters may keep other tokens, too, the row is uncertain and must be sampled again. If
+    `defers` is True, the caller has to do this. Otherwise, this function samples the row from all
+    tokens; on a CPU, it first tries a larger number of likeliest tokens.
 
     Returns:
         A pair. The first item contains the token ids, [n] int64. The second item is [n] bool. It is
@@ -183,23 +191,15 @@ def _sample_filtered(
     if defers:
         first = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
         return first.token_ids, first.is_certain
-    first = _sample_from_likeliest(logits, batch, _LIKELIEST)
-    token_ids, is_certain = first.token_ids, first.is_certain
+    attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
-        # A second attempt examines more of the likeliest tokens. Rows with a very flat distribution
-        # get no second attempt.
-        rows = (~is_certain & (first.total_probs >= _MIN_TOTAL_PROB)).nonzero().squeeze(1)
-        if len(rows) > 0:
-            second = _sample_from_likeliest(
-                logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND
-            )
-            token_ids[rows] = second.token_ids
-            is_certain[rows] = second.is_certain
-    rows = (~is_certain).nonzero().squeeze(1)
-    if len(rows) > 0:
-        uncertain = batch.rows(rows.cpu().numpy())
-        token_ids[rows] = _sample_from_all(_probs(logits[rows], uncertain), uncertain)
-    return token_ids, None
+        _try_again(logits, batch, attempt)
+    uncertain_rows = _true_rows(~attempt.is_certain)
+    if len(uncertain_rows) > 0:
+        uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
+        probs = _probs(logits[uncertain_rows], uncertain_batch)
+        attempt.token_ids[uncertain_rows] = _sample_from_all(probs, uncertain_batch)
+    return attempt.token_ids, None
 
 
 class _Attempt(NamedTuple):
@@ -214,6 +214,27 @@ class _Attempt(NamedTuple):
     token_ids: Tensor
     is_certain: Tensor
     total_probs: Tensor
+
+
+def _try_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
+    """Sample the uncertain rows of an attempt again from more of the likeliest tokens.
+
+    Rows with a very flat distribution are not sampled again; see `_MIN_TOTAL_PROB`. The logits must
+    be on the CPU.
+
+    Mutates: the tensors of `attempt`.
+    """
+    is_promising = attempt.total_probs >= _MIN_TOTAL_PROB
+    rows = _true_rows(~attempt.is_certain & is_promising)
+    if len(rows) > 0:
+        second = _sample_from_likeliest(logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND)
+        attempt.token_ids[rows] = second.token_ids
+        attempt.is_certain[rows] = second.is_certain
+
+
+def _true_rows(is_selected: Tensor) -> Tensor:
+    """Return the indices of the true elements of a tensor [n] bool."""
+    return is_selected.nonzero().squeeze(1)
 
 
 def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> _Attempt:
@@ -234,8 +255,9 @@ def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> 
     # Sort the examined tokens by id, because the random number selects a token in the order of the
     # vocabulary.
     token_ids, order = token_ids.sort(dim=-1)
-    weights = (probs * (probs >= threshold)).gather(1, order)
-    sampled_ids = token_ids.gather(1, _select(weights, batch)[:, None]).squeeze(1)
+    kept_probs = probs * (probs >= threshold)
+    columns = _select(kept_probs.gather(1, order), batch)
+    sampled_ids = token_ids.gather(1, columns[:, None]).squeeze(1)
     return _Attempt(sampled_ids, is_certain.squeeze(1), probs.sum(-1))
 
 
@@ -262,7 +284,11 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
     # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
     # contains all tokens that min_p and top_k keep.
     total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
-    nucleus_size = (kept.cumsum(-1) - kept < top_p * total).sum(-1, keepdim=True).clamp_(min=1)
+    # The nucleus contains the tokens that top_p keeps. A token belongs to the nucleus if the sum of
+    # all likelier tokens is too small.
+    sum_of_likelier = kept.cumsum(-1) - kept
+    is_in_nucleus = sum_of_likelier < top_p * total
+    nucleus_size = is_in_nucleus.sum(-1, keepdim=True).clamp_(min=1)
     last_of_nucleus = kept.gather(1, nucleus_size - 1)
     threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
     # The row is certain only if the least likely token in `probs` is below the threshold.
@@ -305,7 +331,7 @@ def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.min_p.any():
         floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
         probs = probs.masked_fill(probs < floor, 0.0)
-    needs_top_k = (batch.top_k > 0) & (batch.top_k < vocab_size)
+    needs_top_k = batch.has_top_k(vocab_size)
     if needs_top_k.any():
         probs = _filter_rows(probs, needs_top_k, _keep_top_k, batch.top_k)
     needs_top_p = batch.top_p < 1
@@ -343,8 +369,9 @@ def _filter_rows(
     """
     if is_selected.all():
         return keep(probs, values)
-    rows = upload(is_selected.nonzero()[0], probs.device)
-    return probs.index_copy(0, rows, keep(probs[rows], values[is_selected]))
+    rows = upload(np.flatnonzero(is_selected), probs.device)
+    filtered_rows = keep(probs[rows], values[is_selected])
+    return probs.index_copy(0, rows, filtered_rows)
 
 
 def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
@@ -352,9 +379,13 @@ def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
 
     If a token has the same probability as the last kept token, this token is kept, too. Example:
     top_k=2 turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
+
+    Shapes: probs [n, vocab_size], top_k [n].
     """
-    largest = probs.topk(int(top_k.max()), dim=-1).values
-    return probs.masked_fill(probs < largest.gather(1, _column(top_k - 1, probs)), 0.0)
+    max_top_k = int(top_k.max())
+    largest = probs.topk(max_top_k, dim=-1).values
+    smallest_kept = largest.gather(1, _column(top_k - 1, probs))
+    return probs.masked_fill(probs < smallest_kept, 0.0)
 
 
 def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
@@ -371,9 +402,12 @@ def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     # A token belongs to the nucleus if the total probability of all likelier tokens is less than
     # top_p times the total probability of all tokens. This is the case if the total of the token
     # and all less likely tokens is more than `rest`.
-    rest = (1 - _column(top_p, probs)) * cumulated[:, -1:]
+    total = cumulated[:, -1:]
+    rest = (1 - _column(top_p, probs)) * total
+    # The index of the least likely token of the nucleus in `ascending`.
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
-    return probs * (probs >= ascending.gather(1, first))
+    smallest_kept = ascending.gather(1, first)
+    return probs * (probs >= smallest_kept)
 
 
 def _sorted(probs: Tensor) -> Tensor:

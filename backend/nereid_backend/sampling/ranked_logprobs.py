@@ -47,12 +47,13 @@ class RankedRows(NamedTuple):
 
     def read(self, ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
         """Return the log-probabilities of each row. The arguments are CPU copies of `tensors`."""
-        return [
-            TokenLogprobs(row_ids[: count + 1], row_values[: count + 1], rank)
-            for row_ids, row_values, rank, count in zip(
-                ids.tolist(), values.tolist(), ranks.tolist(), self.num_top, strict=True
-            )
-        ]
+        reports: list[TokenLogprobs] = []
+        rows = zip(ids.tolist(), values.tolist(), ranks.tolist(), self.num_top, strict=True)
+        for row_ids, row_values, rank, num_top in rows:
+            # The first column is the token itself, and the likeliest tokens follow.
+            width = 1 + num_top
+            reports.append(TokenLogprobs(row_ids[:width], row_values[:width], rank))
+        return reports
 
 
 def slices(num_rows: int, vocab_size: int, device: torch.device) -> list[slice]:
@@ -88,9 +89,10 @@ def rank_tokens(
     is_likelier = logits > token_logits
     if logits.device.type == "cpu":
         # `sum` would first convert the whole mask to int64, but `count_nonzero` does not.
-        ranks = torch.tensor([int(row.count_nonzero()) + 1 for row in is_likelier])
+        num_likelier = torch.tensor([int(row.count_nonzero()) for row in is_likelier])
     else:
-        ranks = is_likelier.sum(-1) + 1
+        num_likelier = is_likelier.sum(-1)
+    ranks = 1 + num_likelier
     width = min(max(num_top), logits.shape[1])
     ids = torch.cat((token_ids[:, None], _likeliest(logits, width)), dim=1)
     values = logits.gather(1, ids) - logsumexp[:, None]
@@ -100,8 +102,9 @@ def rank_tokens(
 def _likeliest(logits: Tensor, width: int) -> Tensor:
     """Return the tokens with the largest logits in descending order, [n, width] int64."""
     if width > 0 and native_logits.can_read(logits):
-        ones = np.ones(len(logits), dtype=np.float32)
-        _, token_ids = native_logits.likeliest(logits, ones, width)
+        temperatures = np.ones(len(logits), dtype=np.float32)
+        _, token_ids = native_logits.likeliest(logits, temperatures, width)
+        # The kernel returns -1 if it has found fewer tokens, because some logits are NaN or -inf.
         if (token_ids >= 0).all():
             return token_ids
     return logits.topk(width, dim=-1).indices

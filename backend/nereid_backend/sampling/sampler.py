@@ -10,6 +10,7 @@ select the tokens of all requests (gpu_sampling.py).
 import math
 from collections import abc
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -138,29 +139,27 @@ class PendingTokens:
         """
         self._sampler = sampler
         self._parts = parts
-        if len(parts) == 1:
-            sampled = parts[0].sampled
-        else:
-            columns = zip(*(part.sampled for part in parts), strict=True)
-            sampled = _SampledRows(*map(torch.cat, columns))
+        sampled = _concatenated([part.sampled for part in parts])
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
-        # If a slice does not have the tensors, its item in the list is None.
-        self._ranked_copies = [
-            None if part.ranked is None else HostCopy(part.ranked.tensors) for part in parts
-        ]
-        self._is_certain_copies = [
-            None if part.uncertain is None else HostCopy([part.uncertain.is_certain])
-            for part in parts
-        ]
+        # For each slice, the copy of its log-probabilities, and the copy of `is_certain` of its
+        # uncertain rows. If a slice does not have these tensors, the item is None.
+        self._ranked_copies: list[HostCopy | None] = []
+        self._is_certain_copies: list[HostCopy | None] = []
+        for part in parts:
+            ranked, uncertain = part.ranked, part.uncertain
+            self._ranked_copies.append(None if ranked is None else HostCopy(ranked.tensors))
+            self._is_certain_copies.append(
+                None if uncertain is None else HostCopy([uncertain.is_certain])
+            )
 
     def result(self) -> tuple[SampledTokens, list[int]]:
         """Wait for the copy and return the sampled tokens.
 
         Returns:
             A pair. The first item contains the sampled tokens. The second item contains the values
-            of `token_ids` on the device. The token ids in the two items differ only in rows that
-            were sampled again.
+            of `token_ids` on the device, from which the next step may already have read its input.
+            The token ids in the two items differ only in rows that were sampled again.
         """
         sampled = _SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()
@@ -171,21 +170,26 @@ class PendingTokens:
         return sampled_tokens, device_token_ids
 
     def _read_top(self, sampled_tokens: SampledTokens) -> None:
-        """Store the requested log-probabilities in `sampled_tokens.top`."""
+        """Wait for the requested log-probabilities, and store them in `sampled_tokens.top`."""
         for part, ranked_copy in zip(self._parts, self._ranked_copies, strict=True):
             if part.ranked is not None and ranked_copy is not None:
                 reports = part.ranked.read(*ranked_copy.wait())
-                indices = [part.inputs.start + index for index in part.inputs.ranked]
-                sampled_tokens.top.update(zip(indices, reports, strict=True))
+                start = part.inputs.start
+                for index, report in zip(part.inputs.ranked, reports, strict=True):
+                    sampled_tokens.top[start + index] = report
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample the uncertain rows again, and replace their tokens in `sampled_tokens`."""
+        """Sample the wrong rows again, and replace their tokens in `sampled_tokens`.
+
+        An uncertain row was sampled from only some of its tokens. The device has computed whether
+        these tokens were sufficient. If they were not, the row must be sampled again.
+        """
         for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
             if part.uncertain is not None and is_certain_copy is not None:
                 (is_certain,) = is_certain_copy.wait()
-                uncertain_rows = part.uncertain.rows[~is_certain.numpy()].tolist()
-                if uncertain_rows:
-                    self._sample_again(part, uncertain_rows, sampled_tokens)
+                wrong_rows = part.uncertain.rows[~is_certain.numpy()].tolist()
+                if wrong_rows:
+                    self._sample_again(part, wrong_rows, sampled_tokens)
 
     def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
         """Store the reason for each position at which no token could be sampled.
@@ -195,9 +199,10 @@ class PendingTokens:
             sampled_tokens: the sampled tokens of the step. Mutated.
         """
         logprobs = sampled_tokens.logprobs
+        # In nearly every step, there is no error. This check is faster than the loop below.
         if all(has_allowed) and all(map(math.isfinite, logprobs)):
             return
-        positions = [position for part in self._parts for position in part.inputs.positions]
+        positions = chain.from_iterable(part.inputs.positions for part in self._parts)
         for index, position in enumerate(positions):
             if not math.isfinite(logprobs[index]):
                 sampled_tokens.errors[index] = NOT_FINITE
@@ -214,13 +219,13 @@ class PendingTokens:
             rows: the indices of the rows in the slice.
             sampled_tokens: the sampled tokens of the step. Mutated.
         """
-        start = part.inputs.start
         again = self._sampler.sample_again(part, rows)
-        for index, row in enumerate(rows):
-            sampled_tokens.token_ids[start + row] = again.token_ids[index]
-            sampled_tokens.logprobs[start + row] = again.logprobs[index]
-            if index in again.top:
-                sampled_tokens.top[start + row] = again.top[index]
+        for index_in_again, row in enumerate(rows):
+            index_in_step = part.inputs.start + row
+            sampled_tokens.token_ids[index_in_step] = again.token_ids[index_in_again]
+            sampled_tokens.logprobs[index_in_step] = again.logprobs[index_in_again]
+            if index_in_again in again.top:
+                sampled_tokens.top[index_in_step] = again.top[index_in_again]
 
 
 class Sampler:
@@ -260,17 +265,23 @@ class Sampler:
                 change the masks before the result is read.
         """
         params = self._table.read(positions)
-        defers = logits.device.type != "cpu" if self.defers is None else self.defers
+        is_on_gpu = logits.device.type != "cpu"
+        defers = is_on_gpu if self.defers is None else self.defers
+        masks = masks or StepMasks()
         pending: list[_PendingSlice] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
-            slice_masks = {} if masks is None else masks.of_slice(rows)
-            inputs = _SliceInputs(rows.start, positions[rows], params[rows], slice_masks)
+            inputs = _SliceInputs(rows.start, positions[rows], params[rows], masks.of_slice(rows))
             pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
         return PendingTokens(self, pending)
 
     def sample_again(self, part: _PendingSlice, rows: list[int]) -> SampledTokens:
-        """Sample some rows of a slice again. All tokens of the vocabulary are examined."""
-        assert part.logits is not None
+        """Sample some rows of a slice again. All tokens of the vocabulary are examined.
+
+        Args:
+            part: a slice that has uncertain rows.
+            rows: the indices of the rows in the slice.
+        """
+        assert part.logits is not None, "a slice with uncertain rows has a copy of its logits"
         logits = part.logits[upload(np.array(rows), part.logits.device)]
         again = self._launch_slice(logits, part.inputs.select(rows), defers=False)
         return PendingTokens(self, [again]).result()[0]
@@ -303,21 +314,15 @@ class Sampler:
     ) -> _PendingSlice:
         """Launch the sampling with torch or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
-        likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # `likeliest` was computed from the model's own logits. If `_process` has changed the
-        # logits, other tokens may be the likeliest, so `likeliest` is not used.
-        token_ids, uncertain = _sample_rows(
-            processed,
-            likeliest if processed is model_logits else None,
-            inputs,
-            defers=defers,
-        )
-        column = token_ids[:, None]
+        model_likeliest, logsumexp = argmax_logsumexp(model_logits)
+        # If `_process` has changed the logits, other tokens may be the likeliest.
+        likeliest = model_likeliest if processed is model_logits else None
+        token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
         # Log-probabilities are reported for the model's own distribution, before masks and
         # penalties.
-        logprobs = model_logits.gather(1, column).squeeze(1).float() - logsumexp
+        logprobs = _logits_of(token_ids, model_logits).float() - logsumexp
         # If every token of a row is forbidden, the sampled token has the logit -inf.
-        has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
+        has_allowed = _logits_of(token_ids, processed) > float("-inf")
         sampled = _SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # If any row is uncertain, copy the logits, because the next forward pass may overwrite them
@@ -329,6 +334,22 @@ class Sampler:
         """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
         changed = _true_indices(inputs.params["changes_logits"])
         return self._processor.process(logits, inputs.positions, changed, inputs.masks)
+
+
+def _concatenated(parts: list[_SampledRows]) -> _SampledRows:
+    """Return the rows of several slices as one `_SampledRows`."""
+    if len(parts) == 1:
+        return parts[0]
+    return _SampledRows(
+        torch.cat([part.token_ids for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.has_allowed for part in parts]),
+    )
+
+
+def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
+    """Return the logit of the given token in each row, [n]."""
+    return logits.gather(1, token_ids[:, None]).squeeze(1)
 
 
 def _rank_positions(
@@ -351,7 +372,8 @@ def _rank_positions(
         return None
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
-    # At these positions, `logprobs` is never None. `or 0` is needed only by the type checker.
+    # For each position, the number of likeliest tokens to report. At these positions, `logprobs` is
+    # never None. `or 0` is needed only by the type checker.
     num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
     if len(indices) == len(inputs.positions):
         return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
@@ -376,33 +398,34 @@ def _sample_rows(
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
     """
-    random_rows = _true_indices(~inputs.params["is_greedy"])
+    random_rows = np.flatnonzero(~inputs.params["is_greedy"])
     if len(random_rows) == len(inputs.positions):
         batch = SamplingBatch.of(inputs.positions, inputs.params)
         return sample_or_defer(logits, batch, defers=defers)
-    token_ids = argmax(logits) if likeliest is None else likeliest
-    if not random_rows:
-        return token_ids, None
-    index = np.array(random_rows)
-    rows = upload(index, logits.device)
-    batch = SamplingBatch.of([inputs.positions[i] for i in random_rows], inputs.params[index])
-    sampled_ids, uncertain = sample_or_defer(logits[rows], batch, defers=defers)
+    likeliest_ids = argmax(logits) if likeliest is None else likeliest
+    if len(random_rows) == 0:
+        return likeliest_ids, None
+    random_positions = [inputs.positions[row] for row in random_rows]
+    batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
+    device_rows = upload(random_rows, logits.device)
+    sampled_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     if uncertain is not None:
         # `uncertain.rows` contains indices into `random_rows`. Convert them to row indices of
         # `logits`.
-        uncertain = uncertain._replace(rows=index[uncertain.rows])
-    return token_ids.index_copy(0, rows, sampled_ids), uncertain
+        uncertain = uncertain._replace(rows=random_rows[uncertain.rows])
+    return likeliest_ids.index_copy(0, device_rows, sampled_ids), uncertain
 
 
 def _kernel_settings(inputs: _SliceInputs) -> gpu_sampling.Settings:
     """Return the argument `settings` of `gpu_sampling.sample`, [5, n]."""
     batch = SamplingBatch.of(inputs.positions, inputs.params)
     temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
+    # The kernel reads top_k as int32.
     top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
     return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])
 
 
 def _true_indices(flags: NDArray[np.bool_]) -> list[int]:
     """Return the indices of the true elements of an array."""
-    indices: list[int] = flags.nonzero()[0].tolist()
+    indices: list[int] = np.flatnonzero(flags).tolist()
     return indices

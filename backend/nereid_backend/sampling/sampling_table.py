@@ -63,21 +63,23 @@ class SamplingTable:
         """
         rows: list[int] = []
         owners = self._owners
-        for index, (sequence, _) in enumerate(positions):
+        for index, (sequence, _drafts) in enumerate(positions):
             row = index if sequence.row is None else sequence.row
             rows.append(row)
             if row >= len(owners):
                 self._grow(row + 1)
             if owners[row] is not sequence:
+                # The sequence is new, and the row may contain the parameters of an ended sequence.
                 owners[row] = sequence
                 self._rows[row] = _make_row(sequence)
         return self._rows[rows]
 
     def _grow(self, num_rows: int) -> None:
         """Enlarge the table to at least `num_rows` rows, or to twice its size if this is more."""
-        num_new = max(num_rows, 2 * len(self._owners)) - len(self._owners)
-        self._rows = np.concatenate([self._rows, np.zeros(num_new, ROW)])
-        self._owners += [None] * num_new
+        old_num_rows = len(self._owners)
+        num_added = max(num_rows, 2 * old_num_rows) - old_num_rows
+        self._rows = np.concatenate([self._rows, np.zeros(num_added, ROW)])
+        self._owners += [None] * num_added
 
 
 def changes_logits(params: SamplingParams) -> bool:
@@ -94,13 +96,17 @@ def changes_logits(params: SamplingParams) -> bool:
 def _make_row(sequence: Sequence) -> tuple[object, ...]:
     """Return the sampling parameters of a sequence as the fields of `ROW`."""
     params = sequence.params
+    # A request turns top_k off with 0 or -1. A number that does not fit into the table keeps all
+    # tokens, so it may be reduced.
+    top_k = min(max(0, params.top_k), np.iinfo(np.int64).max)
+    has_logprobs = params.logprobs is not None
     return (
         params.temperature,
         params.top_p,
-        min(max(0, params.top_k), np.iinfo(np.int64).max),
+        top_k,
         params.min_p,
         sequence.seed,
         params.is_greedy,
-        params.logprobs is not None,
+        has_logprobs,
         changes_logits(params),
     )

@@ -159,7 +159,9 @@ class _FillJob:
                 for index in indices:
                     self._fill_alone(guide_class, index, masks)
         for group in self.groups:
-            if len(group) > 1 and group[0] not in masks.errors:
+            has_drafts = len(group) > 1
+            has_failed = group[0] in masks.errors
+            if has_drafts and not has_failed:
                 self._fill_drafts(group, masks)
         masks.seconds = time.thread_time() - started
         return masks
@@ -188,9 +190,9 @@ class _FillJob:
         """
         guides = [cast(MaskingGuide, self.positions[index].sequence.guide) for index in indices]
         rows = [self.rows[index] for index in indices]
-        is_limited = guide_class.fill_all(guides, self.buffer, rows)
-        for index, row, limited in zip(indices, rows, is_limited, strict=True):
-            if limited:
+        are_limited = guide_class.fill_all(guides, self.buffer, rows)
+        for index, row, is_limited in zip(indices, rows, are_limited, strict=True):
+            if is_limited:
                 masks.by_position[index] = self.buffer[row]
 
     def _fill_alone(self, guide_class: type[MaskingGuide], index: int, masks: StepMasks) -> None:
@@ -209,30 +211,43 @@ class _FillJob:
         grammar does not allow. The mask of the position before this token forbids the token, so the
         tokens that are sampled at later positions are discarded.
         """
-        sequence = self.positions[group[0]].sequence
+        first_index, *draft_indices = group
+        sequence = self.positions[first_index].sequence
         try:
+            # The state of a copy is advanced, because the draft tokens may be rejected.
             guide = cast(MaskingGuide, cast(Guide, sequence.guide).fork())
-            for index in group[1:]:
+            for index in draft_indices:
                 draft_token = self.positions[index].drafts[-1]
-                if draft_token in sequence.stop_token_ids:
-                    return
-                try:
-                    guide.accept([draft_token])
-                except EngineError:
+                if not _accepts(guide, draft_token, sequence):
                     return
                 mask = self.buffer[self.rows[index]]
-                if guide.fill(mask):
+                is_limited = guide.fill(mask)
+                if is_limited:
                     masks.by_position[index] = mask
         except Exception as error:  # noqa: BLE001
             # The grammar library may raise any exception. Only the request with this grammar ends
             # with an error.
-            self._store_error(group[0], error, masks)
+            self._store_error(first_index, error, masks)
 
     def _store_error(self, index: int, error: Exception, masks: StepMasks) -> None:
         """Log the error of a guide, and store it in `masks.errors[index]`."""
         request_id = self.positions[index].sequence.request_id
         logger.error("The grammar of request %s failed.", request_id, exc_info=error)
         masks.errors[index] = f"The grammar of the request failed: {type(error).__name__}: {error}"
+
+
+def _accepts(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
+    """Return whether a guide accepts a token that continues the output, and if so, advance it.
+
+    Stop tokens end the output, so they continue no output. Mutates: guide.
+    """
+    if token in sequence.stop_token_ids:
+        return False
+    try:
+        guide.accept([token])
+    except EngineError:
+        return False
+    return True
 
 
 class MaskFiller:
@@ -259,7 +274,8 @@ class MaskFiller:
         self._extend_buffer(len(guided), mask_width(vocab_size))
         groups = _by_sequence(guided, positions)
         rows = {index: row for row, index in enumerate(guided)}
-        if len(guided) * self._seconds_per_mask < _WORTH_A_THREAD_S:
+        expected_seconds = len(guided) * self._seconds_per_mask
+        if expected_seconds < _WORTH_A_THREAD_S:
             return [_FillJob(groups, positions, self._buffer, rows)]
         num_jobs = max(1, min(self._max_jobs, len(groups) // _SEQUENCES_PER_JOB))
         sequences_per_job = math.ceil(len(groups) / num_jobs)
@@ -284,14 +300,16 @@ class MaskFiller:
             errors.update(part.errors)
             seconds += part.seconds
         if masks:
-            change = seconds / len(masks) - self._seconds_per_mask
-            self._seconds_per_mask += _NEWEST_WEIGHT * change
+            difference = seconds / len(masks) - self._seconds_per_mask
+            self._seconds_per_mask += _NEWEST_WEIGHT * difference
         return StepMasks(masks, errors, seconds)
 
     def _extend_buffer(self, num_masks: int, width: int) -> None:
         """Make the buffer large enough for `num_masks` masks of `width` words."""
-        if num_masks > len(self._buffer) or self._buffer.shape[1] != width:
-            self._buffer = np.zeros((max(num_masks, 2 * len(self._buffer)), width), np.int32)
+        old_num_masks, old_width = self._buffer.shape
+        if num_masks > old_num_masks or width != old_width:
+            # At least double the buffer, so that it is seldom allocated again.
+            self._buffer = np.zeros((max(num_masks, 2 * old_num_masks), width), np.int32)
 
 
 def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
@@ -328,26 +346,34 @@ def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> T
         rows: the rows with a mask.
         packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
     """
+    vocab_size = logits.shape[1]
     # With mode="clip", numpy does not check the indices, which saves time. The mode does not change
     # the result, because each byte is a valid index into the table.
-    bias = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
-    row_biases = torch.from_numpy(bias[:, : logits.shape[1]])
-    if len(rows) == len(logits):
-        return row_biases.add_(logits)
-    logits = logits.clone()
-    for row, row_bias in zip(rows, row_biases, strict=True):
-        logits[row] += row_bias
-    return logits
+    padded_biases = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
+    biases = torch.from_numpy(padded_biases[:, :vocab_size])
+    has_mask_in_every_row = len(rows) == len(logits)
+    if has_mask_in_every_row:
+        return biases.add_(logits)
+    masked = logits.clone()
+    for row, bias in zip(rows, biases, strict=True):
+        masked[row] += bias
+    return masked
 
 
 def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
-    """Compute the result of `with_masks` for logits on a GPU."""
+    """Compute the result of `with_masks` for logits on a GPU.
+
+    `_with_masks_on_cpu` documents the arguments.
+    """
     device = logits.device
+    vocab_size = logits.shape[1]
+    # Each word of a mask contains the bits of 32 tokens.
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     bits = (upload(packed, device)[:, :, None] >> shifts) & 1
-    forbidden = bits.view(len(rows), -1)[:, : logits.shape[1]] == 0
-    limited = upload(np.array(rows), device)
-    return logits.index_copy(0, limited, logits[limited].masked_fill_(forbidden, float("-inf")))
+    is_forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
+    device_rows = upload(np.array(rows), device)
+    masked_rows = logits[device_rows].masked_fill_(is_forbidden, float("-inf"))
+    return logits.index_copy(0, device_rows, masked_rows)
 
 
 def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:

@@ -39,25 +39,29 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
 
     Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
     """
-    num_blocks = weights.shape[1] // _BLOCK
+    num_rows, width = weights.shape
+    num_blocks = width // _BLOCK
     # Sum the weights of each block. The last block also contains the remainder of the row.
-    blocks = weights[:, : num_blocks * _BLOCK]
-    sums = blocks.view(len(weights), num_blocks, _BLOCK).sum(-1)
-    sums[:, -1] += weights[:, num_blocks * _BLOCK :].sum(-1)
+    num_divided = num_blocks * _BLOCK
+    block_sums = weights[:, :num_divided].view(num_rows, num_blocks, _BLOCK).sum(-1)
+    block_sums[:, -1] += weights[:, num_divided:].sum(-1)
     # Find the block that contains the selected index.
-    cumulated = sums.cumsum(-1)
+    cumulated = block_sums.cumsum(-1)
     target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
-    sum_before = torch.where(block > 0, cumulated.gather(1, (block - 1).clamp(min=0)), 0.0)
+    previous_block = (block - 1).clamp(min=0)
+    sum_before_block = torch.where(block > 0, cumulated.gather(1, previous_block), 0.0)
     # Read the weights of the selected block. The last block can be longer than the other blocks,
     # but the same number of weights must be read from each row. Therefore, as many weights are read
     # as the last block has. If the selected block is shorter, the weights after it are set to 0.
-    last_width = weights.shape[1] - (num_blocks - 1) * _BLOCK
-    columns = block * _BLOCK + torch.arange(last_width, device=weights.device)
+    last_block_width = width - (num_blocks - 1) * _BLOCK
+    columns = block * _BLOCK + torch.arange(last_block_width, device=weights.device)
     block_weights = weights.gather(1, columns)
-    block_weights[:, _BLOCK:] *= block == num_blocks - 1
+    is_last_block = block == num_blocks - 1
+    block_weights[:, _BLOCK:] *= is_last_block
     # Find the selected index within the block.
-    return block.squeeze(1) * _BLOCK + _search(block_weights.cumsum(-1), target - sum_before)
+    index_in_block = _search(block_weights.cumsum(-1), target - sum_before_block)
+    return block.squeeze(1) * _BLOCK + index_in_block
 
 
 def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:

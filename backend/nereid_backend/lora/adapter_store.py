@@ -76,6 +76,7 @@ class AdapterStore:
         adapter, weights = self._read(name, path)
         self._make_resident(adapter, weights)
         self._named[name] = adapter
+        # If the new adapter has replaced an adapter that no request uses, free its memory.
         self._remove_nameless()
 
     def unload(self, name: str) -> None:
@@ -138,22 +139,22 @@ class AdapterStore:
             ModelError: if the adapter is larger than the limit.
             CapacityError: if the adapters of unfinished requests leave too little memory.
         """
-        size = self._layers.num_bytes(weights)
-        if size > self._max_bytes:
+        num_bytes = self._layers.num_bytes(weights)
+        if num_bytes > self._max_bytes:
             raise ModelError(
-                f"the adapter {adapter.name} needs {size} bytes, but all adapters together may "
-                f"have {self._max_bytes} bytes (lora_memory). Raise lora_memory."
+                f"the adapter {adapter.name} needs {num_bytes} bytes, but all adapters together "
+                f"may have {self._max_bytes} bytes (lora_memory). Raise lora_memory."
             )
-        self._free_memory(size)
+        self._free_memory(num_bytes)
         free_bytes = self._max_bytes - self._resident_bytes
-        if size > free_bytes:
+        if num_bytes > free_bytes:
             raise CapacityError(
-                f"the adapter {adapter.name} needs {size} bytes, but the adapters of unfinished "
-                f"requests leave only {free_bytes} bytes of {self._max_bytes} (lora_memory). Try "
-                "again later, or raise lora_memory."
+                f"the adapter {adapter.name} needs {num_bytes} bytes, but the adapters of "
+                f"unfinished requests leave only {free_bytes} bytes of {self._max_bytes} "
+                "(lora_memory). Try again later, or raise lora_memory."
             )
         self._layers.add(adapter, weights)
-        self._resident[adapter] = size
+        self._resident[adapter] = num_bytes
 
     def _free_memory(self, num_bytes: int) -> None:
         """Remove adapters from memory until `num_bytes` bytes are free.
@@ -181,9 +182,7 @@ class AdapterStore:
 
     def _unknown(self, name: str) -> str:
         """Return the error message for a request whose adapter does not exist."""
-        known = (
-            f"The loaded adapters are: {', '.join(self._named)}."
-            if self._named
-            else "No adapter is loaded."
-        )
-        return f"lora_name: no adapter has the name {name!r}. {known}"
+        known_names = "No adapter is loaded."
+        if self._named:
+            known_names = f"The loaded adapters are: {', '.join(self._named)}."
+        return f"lora_name: no adapter has the name {name!r}. {known_names}"

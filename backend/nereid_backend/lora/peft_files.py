@@ -153,11 +153,12 @@ def _parse_config(file: Path, text: bytes) -> dict[str, Any]:
         config = json.loads(text)
     except ValueError as error:
         raise ModelError(f"{file}: the file is not valid JSON ({error}).") from error
-    peft_type = config.get("peft_type") if isinstance(config, dict) else None
-    if not isinstance(config, dict) or peft_type != "LORA":
+    settings: dict[str, Any] = config if isinstance(config, dict) else {}
+    peft_type = settings.get("peft_type")
+    if peft_type != "LORA":
         raise ModelError(f"{file}: peft_type must be LORA, but the file has {peft_type!r}.")
-    _check_settings(file, config)
-    return config
+    _check_settings(file, settings)
+    return settings
 
 
 def _check_settings(file: Path, config: dict[str, Any]) -> None:
@@ -167,19 +168,21 @@ def _check_settings(file: Path, config: dict[str, Any]) -> None:
         file: the path of adapter_config.json, for error messages.
         config: the content of adapter_config.json.
     """
-    if saved := config.get("modules_to_save"):
+    saved_modules = config.get("modules_to_save")
+    if saved_modules:
+        names = ", ".join(saved_modules)
         raise ModelError(
-            f"{file}: modules_to_save: the adapter replaces whole modules ({', '.join(saved)}), "
+            f"{file}: modules_to_save: the adapter replaces whole modules ({names}), "
             "which is not supported. Merge the adapter into the model, or train it without "
             "modules_to_save."
         )
     if config.get("bias", "none") != "none":
         raise ModelError(f"{file}: bias must be 'none', but the file has {config['bias']!r}.")
-    initial = config.get("init_lora_weights")
-    if isinstance(initial, str) and initial.lower().startswith(_CHANGED_WEIGHTS):
+    initialisation = config.get("init_lora_weights")
+    if isinstance(initialisation, str) and initialisation.lower().startswith(_CHANGED_WEIGHTS):
         raise ModelError(
-            f"{file}: init_lora_weights is {initial!r}, so the adapter also changes the weights of "
-            "the model. Convert the adapter to a plain LoRA adapter with PEFT's "
+            f"{file}: init_lora_weights is {initialisation!r}, so the adapter also changes the "
+            "weights of the model. Convert the adapter to a plain LoRA adapter with PEFT's "
             "save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     for setting, value in config.items():
@@ -214,26 +217,37 @@ def _convert_weights(
         ModelError: if a tensor does not fit the model.
     """
     config_file = file.with_name(_CONFIG_FILE)
-    weights = {}
+    weights: dict[str, LayerPair] = {}
     for layer_name, matrices in _matrices_by_layer(file, tensors).items():
         problem = _describe_misfit(matrices, layers.get(layer_name))
-        if problem:
+        if problem is not None:
             raise ModelError(f"{file}: {layer_name}: {problem}")
         down = matrices["A"].to(like)
-        up = matrices["B"].float()
         rank = len(down)
-        config_rank = _layer_setting(
-            config_file, config, "rank_pattern", layer_name, config.get("r")
-        )
-        if config_rank is not None and config_rank != rank:
-            raise ModelError(
-                f"{file}: {layer_name}: the matrix lora_A has the rank {rank}, but {config_file} "
-                f"gives this layer the rank {config_rank!r} (r or rank_pattern). The two files do "
-                "not belong to the same adapter."
-            )
+        _check_rank(file, config, layer_name, rank)
         scale = _scale(config_file, config, layer_name, rank)
-        weights[layer_name] = LayerPair(down, (up * scale).to(like))
+        scaled_up = matrices["B"].float() * scale
+        weights[layer_name] = LayerPair(down, scaled_up.to(like))
     return weights
+
+
+def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> None:
+    """Raise a ModelError if adapter_config.json gives a layer another rank than the weights.
+
+    Args:
+        file: the path of the weights.
+        config: the content of adapter_config.json.
+        layer_name: the name of the layer.
+        rank: the number of rows of the layer's matrix lora_A.
+    """
+    config_file = file.with_name(_CONFIG_FILE)
+    config_rank = _layer_setting(config_file, config, "rank_pattern", layer_name, config.get("r"))
+    if config_rank is not None and config_rank != rank:
+        raise ModelError(
+            f"{file}: {layer_name}: the matrix lora_A has the rank {rank}, but {config_file} "
+            f"gives this layer the rank {config_rank!r} (r or rank_pattern). The two files do "
+            "not belong to the same adapter."
+        )
 
 
 def _matrices_by_layer(file: Path, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -275,14 +289,16 @@ def _describe_misfit(parts: dict[str, Tensor], sizes: LayerSizes | None) -> str 
             "the model has no such linear layer, or the layer cannot have an adapter. Only layers "
             "that compute every token of a step can have one."
         )
-    if missing := {"A", "B"} - parts.keys():
-        return f"the matrix lora_{missing.pop()} is missing."
+    for letter in ("A", "B"):
+        if letter not in parts:
+            return f"the matrix lora_{letter} is missing."
     shape_a = tuple(parts["A"].shape)
     shape_b = tuple(parts["B"].shape)
     rank = shape_a[0]
     expected_a = (rank, sizes.in_features)
     expected_b = (sizes.out_features, rank)
-    if shape_a != expected_a or shape_b != expected_b or rank == 0:
+    has_expected_shapes = shape_a == expected_a and shape_b == expected_b
+    if not has_expected_shapes or rank == 0:
         return (
             f"the matrices lora_A and lora_B have the shapes {shape_a} and {shape_b}, but the "
             f"layer needs {expected_a} and {expected_b}."

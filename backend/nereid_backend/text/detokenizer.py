@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "�"
+# The methods of a tokenizer's class that determine how transformers decodes.
+_DECODING_METHODS = ("decode", "_decode", "convert_tokens_to_string")
 # A character has at most 4 bytes in UTF-8, so it consists of at most 4 tokens of one byte.
 _MAX_CHARACTER_TOKENS = 4
 # The largest number of tokens whose text is not returned yet. If more tokens in a row cannot be
@@ -32,19 +34,22 @@ def decoder(tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool) 
     """
     from transformers import TokenizersBackend
 
-    tokenizer_class = type(tokenizer)
-    has_standard_decoding = all(
-        getattr(tokenizer_class, name) is getattr(TokenizersBackend, name, None)
-        for name in ("decode", "_decode", "convert_tokens_to_string")
-    )
-    if isinstance(tokenizer, TokenizersBackend) and has_standard_decoding:
-        backend = tokenizer.backend_tokenizer
-        return lambda ids: str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
-    return lambda ids: str(
-        tokenizer.decode(
-            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    def decode_with_transformers(token_ids: list[int]) -> str:
+        text = tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+        return str(text)
+
+    if not isinstance(tokenizer, TokenizersBackend):
+        return decode_with_transformers
+    overrides_decoding = any(
+        getattr(type(tokenizer), name) is not getattr(TokenizersBackend, name, None)
+        for name in _DECODING_METHODS
     )
+    if overrides_decoding:
+        return decode_with_transformers
+    backend = tokenizer.backend_tokenizer
+    return lambda ids: str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
 class Detokenizer:
@@ -88,11 +93,13 @@ class Detokenizer:
         text = self._decode(self._window)
         num_held = len(self._window) - self._num_returned
         can_wait = num_held <= _MAX_HELD_TOKENS
-        if can_wait and len(text) == len(returned_text):
+        has_new_text = len(text) != len(returned_text)
+        if can_wait and not has_new_text:
             # The new tokens have no text, for example because they are special tokens. Do not mark
             # them as returned, because they are no useful context for decoding further tokens.
             return ""
-        if text.endswith(_REPLACEMENT):
+        ends_within_character = text.endswith(_REPLACEMENT)
+        if ends_within_character:
             return "" if can_wait else self._return_decodable(returned_text)
         self._mark_returned(len(self._window))
         return text[len(returned_text) :]

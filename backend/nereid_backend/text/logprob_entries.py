@@ -24,11 +24,10 @@ def openai_entry(row: Sequence[Any], texts: TokenText) -> dict[str, Any]:
         texts: the texts of single tokens.
     """
     token_ids, logprobs, rank = TokenLogprobs(*row)
-    top_logprobs = [
+    chosen_token, *top_logprobs = [
         _token(token_id, logprob, texts)
-        for token_id, logprob in zip(token_ids[1:], logprobs[1:], strict=True)
+        for token_id, logprob in zip(token_ids, logprobs, strict=True)
     ]
-    chosen_token = _token(token_ids[0], logprobs[0], texts)
     return {**chosen_token, "rank": rank, "top_logprobs": top_logprobs}
 
 
@@ -47,16 +46,15 @@ def vllm_entry(row: Sequence[Any], texts: TokenText) -> dict[str, dict[str, Any]
     ranks = [chosen_rank, *range(1, len(token_ids))]
     entry: dict[str, dict[str, Any]] = {}
     for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):
-        # If the first token is one of the most likely tokens, `token_ids` contains it a second
-        # time. `setdefault` then keeps the first entry.
-        entry.setdefault(
-            str(token_id),
-            {
-                "logprob": max(logprob, LOWEST),
-                "rank": rank,
-                "decoded_token": texts.text(token_id),
-            },
-        )
+        key = str(token_id)
+        if key in entry:
+            # The token of the text is also one of the most likely tokens. Keep its first entry.
+            continue
+        entry[key] = {
+            "logprob": max(logprob, LOWEST),
+            "rank": rank,
+            "decoded_token": texts.text(token_id),
+        }
     return entry
 
 

@@ -74,15 +74,19 @@ class StopStrings:
         The first stop string is the stop string that ends first. Return None if `text` contains no
         stop string. Example: with the stop string "END", the text "one END" gives (4, "END").
         """
-        matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
-
-        def end_and_start(match: tuple[int, str]) -> tuple[int, int]:
-            start, stop = match
-            return start + len(stop), start
-
-        # Choose the match that ends first. If several matches end at the same character, choose the
-        # match that starts first, because it is the longest.
-        return min(matches, key=end_and_start, default=None)
+        best_match: tuple[int, str] | None = None
+        best_end = 0
+        # The longest stop strings come first. If several stop strings end at the same character,
+        # the longest of them is therefore kept.
+        for stop in self._stops:
+            if stop not in text:
+                continue
+            start = text.find(stop)
+            end = start + len(stop)
+            if best_match is None or end < best_end:
+                best_match = (start, stop)
+                best_end = end
+        return best_match
 
     def _held_length(self, text: str) -> int:
         """Return the length of the longest suffix of `text` that is a prefix of a stop string.

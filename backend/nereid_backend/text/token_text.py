@@ -54,12 +54,14 @@ class TokenText:
         return text
 
     def _read(self, token_id: int) -> bytes:
-        """Compute the bytes of a token."""
+        """Compute the bytes of a token, or return b"" for an id without a token."""
+        # Added tokens, such as special tokens, are stored as plain text.
         if token_id in self._added:
             return self._added[token_id].encode("utf-8")
         if self._bytes_of_piece is None:
             text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
             return str(text).encode("utf-8")
+        # The entry of the vocabulary; None if the id has no token.
         piece: Any = self._tokenizer.convert_ids_to_tokens(token_id)
         return self._bytes_of_piece(piece) if isinstance(piece, str) else b""
 

@@ -99,16 +99,28 @@ def check_checkpoint(config: EngineConfig) -> None:
         )
     empty_model = model_without_weights(model_config)
     plan = tensor_parallel_plan(empty_model)
-    unknown_styles = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES))
-    if empty_model is None or not plan or unknown_styles:
-        reason = f"a plan with the unknown styles {unknown_styles}" if plan else "no plan"
+    problem = _plan_problem(plan)
+    if empty_model is None or problem is not None:
         raise UnsupportedModelError(
             f"{_architecture(model_config)} cannot be combined with tensor_parallel_size={size}, "
-            f"because transformers {transformers.__version__} has {reason} for dividing this "
+            f"because transformers {transformers.__version__} has {problem} for dividing this "
             "architecture (base_model_tp_plan). Set tensor_parallel_size=1."
         )
     _check_heads(model_config.get_text_config(decoder=True), plan, size)
     _check_kv_heads(numbers_of_kv_heads(empty_model, plan), size)
+
+
+def _plan_problem(plan: dict[str, str]) -> str | None:
+    """Return the reason why a plan cannot be used; None if it can be used.
+
+    The reason completes the sentence "transformers has ... for dividing this architecture".
+    """
+    if not plan:
+        return "no plan"
+    unknown_styles = sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES))
+    if unknown_styles:
+        return f"a plan with the unknown styles {unknown_styles}"
+    return None
 
 
 def _architecture(config: PretrainedConfig) -> str:
@@ -134,10 +146,13 @@ def tensor_parallel_plan(model: PreTrainedModel | None) -> dict[str, str]:
     "model.layers.*.self_attn.q_proj" has the style "colwise". If transformers has no plan or no
     class for the model, the result is empty.
     """
+    if model is None:
+        return {}
+    plan: dict[str, str] = model.tp_plan
     # The plan of every architecture contains the output layer lm_head. If the plan contains only
     # lm_head, transformers cannot divide the model.
-    plan: dict[str, str] = {} if model is None else model.tp_plan
-    return plan if set(plan) - {"lm_head"} else {}
+    divided_parts = set(plan) - {"lm_head"}
+    return plan if divided_parts else {}
 
 
 def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> None:
@@ -152,11 +167,11 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
             rank computes a part of the layer's outputs, so it computes some of the heads.
         size: the number of ranks, which compute the model together.
     """
-    divided_layers = {
-        name.rsplit(".", 1)[-1]  # "q_proj" of "model.layers.*.self_attn.q_proj"
-        for name, style in plan.items()
-        if style == "colwise"
-    }
+    divided_layers = set()
+    for name, style in plan.items():
+        if style == "colwise":
+            _, _, layer_name = name.rpartition(".")  # "q_proj" of "layers.*.self_attn.q_proj"
+            divided_layers.add(layer_name)
     checked_fields = []
     if not divided_layers.isdisjoint(_LAYERS_OF_HEADS):
         checked_fields.append("num_attention_heads")

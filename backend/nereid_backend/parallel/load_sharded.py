@@ -257,18 +257,19 @@ def _describe_heads(shard: Shard, size: int) -> str:
     Example of the numbers: "1 KV head and 4 query heads". If the attention layers have different
     numbers of heads, the word "or" separates the descriptions.
     """
-    heads = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
-    described = " or ".join(
+    head_counts = {(layer.num_kv_heads, layer.num_heads) for layer in shard.spec.layers}
+    descriptions = [
         f"{_count(num_kv_heads, 'KV head')} and {_count(num_query_heads, 'query head')}"
-        for num_kv_heads, num_query_heads in sorted(heads)
-    )
+        for num_kv_heads, num_query_heads in sorted(head_counts)
+    ]
     num_all_heads = number_of_heads(shard.checkpoint.text_config, "num_attention_heads")
-    has_undivided_layer = any(num_query_heads == num_all_heads for _, num_query_heads in heads)
+    has_undivided_layer = any(layer.num_heads == num_all_heads for layer in shard.spec.layers)
     note = ""
     if has_undivided_layer:
         note = " The plan of transformers does not divide all attention layers of this model."
+    heads = " or ".join(descriptions)
     return (
-        f"tensor parallelism: each of the {size} processes computes {described} in a layer.{note} "
+        f"tensor parallelism: each of the {size} processes computes {heads} in a layer.{note} "
         "The following sizes are those of one process."
     )
 

@@ -107,7 +107,8 @@ class PlanDecoder:
         In the sequences of the plan, only the attributes that a forward pass reads are set.
         """
         chunks = [self._decode(chunk) for chunk in message.chunks]
-        return StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks), message.copies)
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        return StepPlan(chunks, num_tokens, message.copies)
 
     def _decode(self, message: ChunkMessage) -> Chunk:
         """Convert a message into a chunk, and add the new tokens and blocks to its sequence.
@@ -125,6 +126,7 @@ class PlanDecoder:
         # these tokens in token_ids, because a forward pass does not read tokens before the chunk.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
+        # Draft tokens of the previous message may have been rejected, so later tokens are replaced.
         sequence.token_ids[message.start :] = message.token_ids
         return Chunk(
             sequence=sequence,

@@ -12,6 +12,7 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -24,9 +25,10 @@ with importing():
     from nereid_backend.config import EngineConfig
     from nereid_backend.errors import NereidError
     from nereid_backend.model.limits import kv_cache_budget
-    from nereid_backend.parallel.plan_messages import PlanDecoder, empty_sequence
+    from nereid_backend.parallel.plan_messages import PlanDecoder, StepMessage, empty_sequence
     from nereid_backend.parallel.process_group import FAILED, STARTED, Rank
     from nereid_backend.parallel.shard import Shard, load_shard
+    from nereid_backend.paths.model_call import Sizes
     from nereid_backend.runner import ForwardPath
 
 _STOP = ("stop",)  # the message with which rank 0 ends this process
@@ -52,27 +54,41 @@ class RankService:
         """Handle a message of rank 0, which runs the scheduler and the sampler.
 
         Args:
-            kind: "build" to build the forward path, "budget" to compute the size of the KV cache,
-                "step" to compute a step, or "clear" to set blocks to zero.
-            value: the sizes of the path, the memory of a step in bytes, the `StepMessage`, or the
-                list of blocks.
+            kind: the kind of the message: "build", "budget", "step" or "clear".
+            value: the argument of the method that handles messages of this kind.
         """
-        if kind == "build":
-            self._path = None  # The memory of the previous path must be free.
-            self._path = self._shard.spec.build(value)
-            self._decoder = PlanDecoder()
-            return
-        if kind == "budget":
-            # `smallest` sends the result to all ranks.
-            self._rank.smallest(kv_cache_budget(self._config, self._rank.device, value))
-            return
+        handlers: dict[str, Callable[[Any], None]] = {
+            "build": self._build,
+            "budget": self._send_budget,
+            "step": self._compute,
+            "clear": self._clear,
+        }
+        handlers[kind](value)
+
+    def _build(self, sizes: Sizes) -> None:
+        """Build the forward path. It replaces the previous path."""
+        self._path = None  # The memory of the previous path must be free.
+        self._path = self._shard.spec.build(sizes)
+        self._decoder = PlanDecoder()
+
+    def _send_budget(self, activations: int) -> None:
+        """Compute the size of this rank's KV cache, and send the size to all ranks.
+
+        `activations` is the memory that one step needs, in bytes.
+        """
+        self._rank.smallest(kv_cache_budget(self._config, self._rank.device, activations))
+
+    def _compute(self, message: StepMessage) -> None:
+        """Compute this rank's part of a step."""
         assert self._path is not None, "the first message builds the path"
-        if kind == "step":
-            self._path.forward(self._decoder.decode(value))
-        else:
-            sequence = empty_sequence()
-            sequence.block_table = value
-            self._path.clear(sequence)
+        self._path.forward(self._decoder.decode(message))
+
+    def _clear(self, blocks: list[int]) -> None:
+        """Set blocks of the KV cache to zero."""
+        assert self._path is not None, "the first message builds the path"
+        sequence = empty_sequence()
+        sequence.block_table = blocks
+        self._path.clear(sequence)
 
 
 def main() -> NoReturn:

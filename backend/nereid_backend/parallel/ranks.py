@@ -229,18 +229,17 @@ class Ranks:
         The process of a failed rank has sent a message before it ended, and the process of a dead
         rank has not. Example: "rank 2 of the model ended (signal 9)".
         """
-        failures = []
-        deaths = []
+        failures: list[str] = []
+        deaths: list[str] = []
         for number, connection in enumerate(self._connections, 1):
-            has_message_or_end = connection.poll()
-            if not has_message_or_end:
+            is_running = not connection.poll()
+            if is_running:
                 continue
             end = self._describe_end(number, connection)
-            description = f"rank {number} of the model {end}"
-            if FAILED in description:
-                failures.append(description)
-            else:
-                deaths.append(description)
+            has_sent_reason = FAILED in end
+            descriptions = failures if has_sent_reason else deaths
+            descriptions.append(f"rank {number} of the model {end}")
+        # If a rank has died, the failures of the other ranks are only consequences.
         return "; ".join(deaths or failures)
 
     def _describe_end(self, number: int, connection: Connection) -> str:

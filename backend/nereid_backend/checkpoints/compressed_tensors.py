@@ -109,13 +109,13 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
     `schemes` contains the quantisation schemes of the settings. Each scheme may have its own
     format.
     """
-    names = {settings.get("format"), *(scheme.get("format") for scheme in schemes)}
-    unknown = sorted(name for name in names if name and name not in _FORMATS)
-    if unknown:
-        raise UnknownVariantError(
-            f"the compressed-tensors format {unknown[0]} is not supported. The supported formats "
-            f"are {', '.join(_FORMATS)}"
-        )
+    for owner in (settings, *schemes):
+        format_name = owner.get("format")
+        if format_name and format_name not in _FORMATS:
+            raise UnknownVariantError(
+                f"the compressed-tensors format {format_name} is not supported. The supported "
+                f"formats are {', '.join(_FORMATS)}"
+            )
     sparsity = settings.get("sparsity_config") or {}
     sparse_layout = sparsity.get("format", "dense")
     if sparse_layout != "dense":
@@ -127,8 +127,12 @@ def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> 
 
 def _common_group_size(weights: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the group size of the schemes, or None if there is no common group size."""
-    sizes = {arguments.get("group_size") for arguments in weights} - {None, -1}
-    return sizes.pop() if len(sizes) == 1 else None
+    sizes = {arguments.get("group_size") for arguments in weights}
+    sizes -= {None, -1}  # the values of schemes without groups
+    if len(sizes) != 1:
+        return None
+    (common_size,) = sizes
+    return common_size
 
 
 def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None:

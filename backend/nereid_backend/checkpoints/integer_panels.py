@@ -160,7 +160,8 @@ def round_weights(
 
 def linear_names(model: nn.Module) -> set[str]:
     """Return the names of the weights of linear layers. The output layer is not included."""
-    output_layer = getattr(model, "get_output_embeddings", lambda: None)()
+    find_output_layer = getattr(model, "get_output_embeddings", None)
+    output_layer = None if find_output_layer is None else find_output_layer()
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
@@ -238,9 +239,12 @@ def fill_placeholders(
         if type(module) is not nn.Linear:
             continue
         placeholder = placeholders.pop(module.weight.data_ptr(), None)
-        if placeholder is not None:
-            num_layers_with_panels += _fill_layer(module, placeholder.weight)
-            freed_memory.add(placeholder.weight.num_elements)
+        if placeholder is None:
+            continue
+        has_panels = _fill_layer(module, placeholder.weight)
+        if has_panels:
+            num_layers_with_panels += 1
+        freed_memory.add(placeholder.weight.num_elements)
     if placeholders:
         raise ModelError(
             f"{len(placeholders)} quantised weights do not belong to linear layers. Set "
@@ -251,8 +255,9 @@ def fill_placeholders(
 
 def _names_of_shared(model: nn.Module) -> set[str]:
     """Return the names of the parameters that several modules share. Example: tied embeddings."""
-    has_ties = bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))
-    if not has_ties:
+    config = getattr(model, "config", None)
+    has_tied_weights = getattr(config, "tie_word_embeddings", False)
+    if not has_tied_weights:
         return set()
     # Depending on the model, the attribute is a list of names, or maps a name to its source.
     tied_names = getattr(model, "_tied_weights_keys", None) or {}
@@ -308,14 +313,17 @@ def _check_shape(shape: Sequence[int], layer: nn.Linear) -> None:
 
 def _fits_panels(weight: IntegerWeight) -> bool:
     """Return whether the panels of the CPU kernels can store a weight without further rounding."""
-    in_features = weight.values.shape[1]
     if weight.input_groups is not None:
+        # The kernels support only groups of consecutive inputs.
         return False
     # The kernels process UNIT inputs together. These inputs must have the same scale, so they must
     # belong to the same group.
-    if weight.group_size < in_features and weight.group_size % UNIT:
+    in_features = weight.values.shape[1]
+    has_several_groups = weight.group_size < in_features
+    if has_several_groups and weight.group_size % UNIT:
         return False
-    return _fits_half(weight.scales) and (weight.zeros is None or _fits_half(weight.zeros))
+    fits_zeros = weight.zeros is None or _fits_half(weight.zeros)
+    return fits_zeros and _fits_half(weight.scales)
 
 
 def _fits_half(numbers: Tensor) -> bool:

@@ -54,11 +54,13 @@ class IntegerWeight:
         if group_of_input is None:
             group_of_input = torch.arange(num_inputs) // self.group_size
         weight = torch.empty(num_rows, num_inputs, dtype=dtype)
+        # Some rows are computed at a time, so that the float32 numbers need little memory.
         for rows in _parts(num_rows, num_inputs):
-            part = self.values[rows].float()
+            numbers = self.values[rows].float()
             if self.zeros is not None:
-                part -= self.zeros[rows].float()[:, group_of_input]
-            weight[rows] = part.mul_(self.scales[rows].float()[:, group_of_input])
+                numbers -= self.zeros[rows].float()[:, group_of_input]
+            numbers *= self.scales[rows].float()[:, group_of_input]
+            weight[rows] = numbers
         return weight
 
 
@@ -101,26 +103,39 @@ def scale_blocks(
         dtype: the data type of the result.
         block: the rows and columns of a block. By default, all blocks have the same size.
     """
-    *stack, num_rows, num_columns = values.shape
+    num_rows, num_columns = values.shape[-2:]
     matrices = values.reshape(-1, num_rows, num_columns)
-    if scales.dim() < 2 or scales.numel() == 1:
-        scales = scales.reshape(1, -1, 1)  # one scale for each row, or one scale in total
-    scales = scales.reshape(-1, *scales.shape[-2:]).expand(len(matrices), -1, -1)
-    _num_matrices, *num_blocks = scales.shape
+    scales = _scales_of_matrices(scales, len(matrices))
+    num_row_blocks, num_column_blocks = scales.shape[1:]
     if block is None:
-        block = (math.ceil(num_rows / num_blocks[0]), math.ceil(num_columns / num_blocks[1]))
+        block = (math.ceil(num_rows / num_row_blocks), math.ceil(num_columns / num_column_blocks))
     height, width = block
-    num_needed_blocks = [math.ceil(num_rows / height), math.ceil(num_columns / width)]
+    num_blocks = (num_row_blocks, num_column_blocks)
+    num_needed_blocks = (math.ceil(num_rows / height), math.ceil(num_columns / width))
     if num_blocks != num_needed_blocks:
         raise ValueError(
-            f"the scales have the shape {tuple(num_blocks)}, but a weight of the shape "
+            f"the scales have the shape {num_blocks}, but a weight of the shape "
             f"({num_rows}, {num_columns}) with blocks of {height} x {width} needs "
-            f"{tuple(num_needed_blocks)}"
+            f"{num_needed_blocks}"
         )
     weight = torch.empty(matrices.shape, dtype=dtype)
     for matrix, matrix_scales, result in zip(matrices, scales, weight, strict=True):
         _scale_matrix(matrix, _as_float(matrix_scales), block, result)
-    return weight.view(*stack, num_rows, num_columns)
+    return weight.view(values.shape)
+
+
+def _scales_of_matrices(scales: Tensor, num_matrices: int) -> Tensor:
+    """Return scales in the shape [num_matrices, row blocks, column blocks].
+
+    `scale_blocks` describes the shapes that `scales` can have. Scales without the first dimension
+    apply to every matrix.
+    """
+    if scales.dim() < 2 or scales.numel() == 1:
+        # There is one scale for each row, or one scale in total.
+        scales = scales.reshape(-1, 1)
+    num_row_blocks, num_column_blocks = scales.shape[-2:]
+    scales = scales.reshape(-1, num_row_blocks, num_column_blocks)
+    return scales.expand(num_matrices, -1, -1)
 
 
 def _scale_matrix(values: Tensor, scales: Tensor, block: tuple[int, int], result: Tensor) -> None:
@@ -182,10 +197,16 @@ def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
 
     Example: with 3 bits, the bytes [0b11010001, 0b01011000] contain [1, 2, 3, 4, 5].
     """
-    starts = torch.arange(row_bytes.shape[1] * 8 // bits) * bits
+    num_bytes = row_bytes.shape[1]
+    num_integers = num_bytes * 8 // bits
+    # The position of each integer's lowest bit in the row.
+    start_bits = torch.arange(num_integers) * bits
+    first_bytes = start_bits // 8
+    # Two bytes are read for each integer. The last byte has no successor, so the row is padded.
     padded = torch.nn.functional.pad(row_bytes, (0, 1))
-    pairs = padded[:, starts // 8].int() | (padded[:, starts // 8 + 1].int() << 8)
-    values: Tensor = ((pairs >> (starts % 8)) & (2**bits - 1)).to(torch.uint8)
+    pairs = padded[:, first_bytes].int() | (padded[:, first_bytes + 1].int() << 8)
+    mask = 2**bits - 1
+    values: Tensor = ((pairs >> (start_bits % 8)) & mask).to(torch.uint8)
     return values
 
 

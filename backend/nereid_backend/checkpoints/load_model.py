@@ -191,9 +191,11 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
     """
     candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
-    # If transformers has no class for the model, return True. The model is then loaded, and
-    # `from_pretrained` raises an error that contains the reason.
-    return not classes or any(one._can_set_attn_implementation() for one in classes)
+    if not classes:
+        # transformers has no class for the model. The model is loaded nevertheless, because
+        # `from_pretrained` then raises an error that contains the reason.
+        return True
+    return any(candidate._can_set_attn_implementation() for candidate in classes)
 
 
 @contextmanager

@@ -194,8 +194,10 @@ def quantisation_settings(config: Any) -> dict[str, Any] | None:  # noqa: ANN401
     """
     for owner in (config, config.get_text_config(decoder=True)):
         settings = getattr(owner, "quantization_config", None)
+        if isinstance(settings, Mapping) and settings:
+            return dict(settings)
         if settings:
-            return dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+            return dict(settings.to_dict())
     return None
 
 
@@ -276,8 +278,12 @@ def _tensors_of_weight(
 
     The names of these tensors begin with `stem`. Example: "model.layers.0.mlp.up_proj".
     """
-    suffixes = (layout.main, *layout.others, *layout.optional)
-    return {suffix: stored[stem + suffix] for suffix in suffixes if stem + suffix in stored}
+    tensors: dict[str, StoredTensor] = {}
+    for suffix in (layout.main, *layout.others, *layout.optional):
+        tensor = stored.get(stem + suffix)
+        if tensor is not None:
+            tensors[suffix] = tensor
+    return tensors
 
 
 def _is_leftover(tensor: StoredTensor) -> bool:

@@ -25,7 +25,8 @@ _CONVERSION_CODE = (
     "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
     "T.from_pretrained(p).save_pretrained(p + '-safetensors')"
 )
-# Maps the name of a data type in safetensors to the number of bytes of one number.
+# Maps the name of a data type in safetensors to the number of bytes of one number. The other data
+# types have 1 or 2 bytes.
 _NUMBER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BOOL": 1}
 
 
@@ -77,8 +78,9 @@ class StoredTensor:
     @property
     def number_bytes(self) -> int:
         """The number of bytes of one number."""
-        small = 1 if "8" in self.dtype else 2
-        return _NUMBER_BYTES.get(self.dtype, small)
+        # Examples: "F8_E4M3" and "U8" have 1 byte, and "BF16" and "I16" have 2 bytes.
+        bytes_of_small_number = 1 if "8" in self.dtype else 2
+        return _NUMBER_BYTES.get(self.dtype, bytes_of_small_number)
 
 
 def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredTensor]:

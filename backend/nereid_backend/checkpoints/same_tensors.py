@@ -52,9 +52,9 @@ def check_same_layout(old: Layout, new: Layout) -> None:
                 f"the new checkpoint has the tensor {name}, which the served model does not have. "
                 f"{_REMEDY}"
             )
-        old_shape, old_dtype = old[name]
-        new_shape, new_dtype = new[name]
         if old[name] != new[name]:
+            old_shape, old_dtype = old[name]
+            new_shape, new_dtype = new[name]
             raise ModelError(
                 f"the tensor {name} of the new checkpoint has the shape {list(new_shape)} and the "
                 f"type {new_dtype}, but the served model needs the shape {list(old_shape)} and the "

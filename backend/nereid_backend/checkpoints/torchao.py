@@ -14,6 +14,7 @@ classes in torchao/quantization/quantize_/workflows.
 weight = (integer - zero) * scale. For Int4Tensor, weight = integer * scale + zero.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -60,14 +61,21 @@ def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors 
 
 
 def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
+    """Decode the integers of a weight that are stored as int8.
+
+    The integers may have only 4 bits (torchao's class IntxUnpackedToInt8Tensor).
+    """
     values = tensors[_MAIN]
-    scales = by_row(tensors[_SCALE], len(values))
+    num_rows, num_inputs = values.shape
+    scales = by_row(tensors[_SCALE], num_rows)
     zeros = tensors.get(_ZERO)
     if zeros is not None:
-        zeros = by_row(zeros, len(values)) if bool(zeros.any()) else None
-    is_small = bool(values.min() >= -8) and bool(values.max() <= 7)
-    group_size = -(-values.shape[1] // scales.shape[1])
-    return IntegerWeight(values, scales, zeros, group_size, bits=4 if is_small else 8)
+        has_nonzero = bool(zeros.any())
+        zeros = by_row(zeros, num_rows) if has_nonzero else None
+    fits_4_bits = bool(values.min() >= -8) and bool(values.max() <= 7)
+    num_groups = scales.shape[1]
+    group_size = math.ceil(num_inputs / num_groups)
+    return IntegerWeight(values, scales, zeros, group_size, bits=4 if fits_4_bits else 8)
 
 
 def _decode_float8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -215,10 +215,12 @@ def _has_bfloat16(file: GgufFile) -> bool:
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ids of the special tokens. The end-of-turn token is an EOS token, too."""
     prefix = "tokenizer.ggml."
-    ends = [metadata.get(f"{prefix}{name}_token_id") for name in ("eos", "eot", "eom")]
+    # The tokens that end a text, a turn or a message.
+    end_names = [f"{prefix}{end}_token_id" for end in ("eos", "eot", "eom")]
+    end_ids = sorted({metadata[name] for name in end_names if metadata.get(name) is not None})
     return {
         "bos_token_id": metadata.get(f"{prefix}bos_token_id"),
-        "eos_token_id": sorted({token for token in ends if token is not None}) or None,
+        "eos_token_id": end_ids or None,
         "pad_token_id": metadata.get(f"{prefix}padding_token_id"),
     }
 

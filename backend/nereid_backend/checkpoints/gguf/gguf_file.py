@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -138,7 +138,8 @@ def _read_header(content: mmap.mmap) -> tuple[dict[str, Any], list[GgufTensor]]:
     entries = [reader.tensor() for _ in range(num_tensors)]
     alignment = _read_alignment(metadata)
     # The numbers of the tensors begin at the next multiple of the alignment.
-    data_start = -(-reader.place // alignment) * alignment
+    padding = -reader.place % alignment
+    data_start = reader.place + padding
     tensors = [_locate_tensor(entry, data_start) for entry in entries]
     _check_positions(tensors, len(content))
     return metadata, tensors
@@ -156,6 +157,22 @@ def _read_alignment(metadata: Mapping[str, Any]) -> int:
             f"general.alignment must be a number from 1 to {_MAX_ALIGNMENT}, but it is {alignment}"
         )
     return alignment
+
+
+class _TensorEntry(NamedTuple):
+    """The description of a tensor, as it is stored in the header.
+
+    Attributes:
+        name: the name of the tensor.
+        shape: the shape, in the order of torch.
+        kind: the number of the type, see `GGMLQuantizationType`.
+        offset: the offset of the first byte from the position of the first tensor in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
 
 
 class _Reader:
@@ -221,16 +238,20 @@ class _Reader:
         self.check(num_elements * _STRING_LENGTH_BYTES)
         return [self.string() for _ in range(num_elements)]
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return the next tensor: the name, the shape, the type and the offset."""
-        name, num_dimensions = self.string(), self.number(_UINT32)
+    def tensor(self) -> _TensorEntry:
+        """Return the next description of a tensor."""
+        name = self.string()
+        num_dimensions = self.number(_UINT32)
         if num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(
                 f"the tensor {name} has {num_dimensions} dimensions, but at most {_MAX_DIMENSIONS} "
                 "are supported"
             )
         dimensions = self._numbers(_UINT64, num_dimensions)
-        return name, tuple(reversed(dimensions)), self.number(_UINT32), self.number(_UINT64)
+        kind = self.number(_UINT32)
+        offset = self.number(_UINT64)
+        # The file contains the last dimension of the shape first.
+        return _TensorEntry(name, tuple(reversed(dimensions)), kind, offset)
 
     def _numbers(self, code: str, count: int) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{code}") * count
@@ -240,29 +261,34 @@ class _Reader:
         return numbers
 
 
-def _locate_tensor(entry: tuple[str, tuple[int, ...], int, int], data_start: int) -> GgufTensor:
+def _locate_tensor(entry: _TensorEntry, data_start: int) -> GgufTensor:
     """Create the description of a tensor, with its size and its position in the file.
 
     The numbers of a tensor are stored in blocks. Example: a block of the type Q4_0 contains 32
     numbers in 18 bytes.
 
     Args:
-        entry: the name, the shape, the number of the type, and the offset from `data_start`.
+        entry: the description of the tensor in the header.
         data_start: the position of the first tensor in the file.
 
     Raises:
         ValueError: if the type is unknown, or if a row cannot be divided into whole blocks.
     """
-    name, shape, kind_number, offset = entry
-    kind = GGMLQuantizationType(kind_number)
+    kind = GGMLQuantizationType(entry.kind)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    if not shape or shape[-1] % block_size:
+    if not entry.shape or entry.shape[-1] % block_size:
         raise ValueError(
-            f"the rows of the tensor {name}, which has the shape {shape}, cannot be divided into "
-            f"blocks of {block_size} numbers"
+            f"the rows of the tensor {entry.name}, which has the shape {entry.shape}, cannot be "
+            f"divided into blocks of {block_size} numbers"
         )
-    num_bytes = prod(shape) // block_size * block_bytes
-    return GgufTensor(name, shape, kind, data_start + offset, num_bytes)
+    num_blocks = prod(entry.shape) // block_size
+    return GgufTensor(
+        name=entry.name,
+        shape=entry.shape,
+        kind=kind,
+        start=data_start + entry.offset,
+        num_bytes=num_blocks * block_bytes,
+    )
 
 
 def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
@@ -272,8 +298,9 @@ def _check_positions(tensors: list[GgufTensor], file_bytes: int) -> None:
         ValueError: if a tensor ends after the end of the file, if two tensors overlap, or if two
             tensors have the same name.
     """
+    by_position = sorted(tensors, key=lambda tensor: tensor.start)
     previous_end = 0
-    for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+    for tensor in by_position:
         if tensor.start < previous_end:
             raise ValueError(f"the tensor {tensor.name} overlaps another tensor")
         end = tensor.start + tensor.num_bytes

@@ -119,11 +119,12 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
-    values: dict[str, Any] = {
-        name: file.metadata[f"tokenizer.{key}"]
-        for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()
-        if f"tokenizer.{key}" in file.metadata
-    }
+    # The metadata of the tokenizer, by the names that transformers uses.
+    values: dict[str, Any] = {}
+    for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items():
+        metadata_key = f"tokenizer.{key}"
+        if metadata_key in file.metadata:
+            values[name] = file.metadata[metadata_key]
     backend = _tokenizer_backend(file, values)
     # If the file does not contain the setting add_bos_token, the default is True for sentencepiece
     # vocabularies, and False for other vocabularies.

@@ -96,6 +96,8 @@ class DecodeGroup:
     def _compute_visible(self, window: LayerWindow) -> VisibleBlocks:
         """Return the blocks that the decodes read, and the bias for the positions in these blocks.
 
+        A decode is a sequence with one new token, which attends to itself and to earlier tokens.
+
         Example: a block and the window have 4 tokens each. A decode with 11 tokens and the block
         table [8, 3, 6] attends to the positions 7 to 10. The blocks [3, 6] are read, which contain
         the positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11.
@@ -104,10 +106,9 @@ class DecodeGroup:
         first_positions = _first_visible(lens - 1, window)
         blocks, first_blocks = self._blocks_in_window(first_positions, window)
         num_read_tokens = blocks.shape[1] * self.block_size
+        offsets = torch.arange(num_read_tokens, device=blocks.device)
         # For each token that is read, its position in the sequence, [num_decodes, num_read_tokens].
-        positions = first_blocks * self.block_size + torch.arange(
-            num_read_tokens, device=blocks.device
-        )
+        positions = first_blocks * self.block_size + offsets
         is_hidden = positions >= lens
         if not window.is_full:
             is_hidden |= positions < first_positions
@@ -186,6 +187,8 @@ class AttentionBatch:
 
     def prefill_mask(self, index: int, window: LayerWindow) -> Tensor:
         """Return the attention mask of the prefill `prefills[index]`.
+
+        A prefill is a sequence with several new tokens. The earlier tokens are in the cache.
 
         The mask is [num_new_tokens, seq_len] bool. Element [i, j] is True if the new token i
         attends to the token j of the sequence. The mask is cached, because several layers have the

@@ -74,6 +74,8 @@ def cache_type(block_size: int, dtype: torch.dtype, device: torch.device) -> typ
 def stored_type(kind: type[KVCache], kv_cache_dtype: str) -> type[KVCache]:
     """Return the class of the KV cache that the setting kv_cache_dtype selects.
 
+    Example: GpuKVCache and "int8" give GpuInt8KVCache, which stores 8-bit integers.
+
     Args:
         kind: the class for unrounded keys and values.
         kv_cache_dtype: the value of the setting: "auto", "int8" or "fp8".

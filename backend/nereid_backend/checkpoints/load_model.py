@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the transformers class of a model, and loads the weights of the model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from nereid_backend.checkpoints.integer_panels import (
+    LazyWeight,
+    Placeholder,
     fill_placeholders,
     round_weights,
     use_placeholders,
@@ -94,11 +96,7 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         )
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
-        with torch.device("meta"):
-            empty_model = model_class(config)(arguments["config"])
-        if rounded_bits is not None:
-            weights = round_weights(weights, empty_model, rounded_bits)
-        weights = use_placeholders(weights, empty_model, dtype)
+        weights = _keep_integers(weights, arguments["config"], dtype, rounded_bits)
         arguments["state_dict"] = weights
     arguments |= {
         "dtype": dtype,
@@ -112,6 +110,24 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     if not reads_folder:
         restore_generation_config(model, folder)
     return model
+
+
+def _keep_integers(
+    weights: Mapping[str, LazyWeight],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    rounded_bits: int | None,
+) -> dict[str, LazyWeight | Placeholder]:
+    """Return `weights`, in which placeholders replace the weights that remain integers.
+
+    transformers loads the placeholders, which take no memory. `fill_placeholders` then stores the
+    integers in the layers. `load_model` describes `rounded_bits`.
+    """
+    with torch.device("meta"):
+        empty_model = model_class(config)(config)
+    if rounded_bits is not None:
+        weights = round_weights(weights, empty_model, rounded_bits)
+    return use_placeholders(weights, empty_model, dtype)
 
 
 def _from_pretrained(
@@ -148,13 +164,17 @@ def _from_pretrained(
             f"the weights in {folder} cannot be read ({first_line(error)}). Download the "
             "checkpoint again."
         ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
+    _check_missing_weights(folder, sorted(report["missing_keys"]))
+    return model  # type: ignore[no-any-return]
+
+
+def _check_missing_weights(folder: Path, names: list[str]) -> None:
+    """Raise a ModelError if a checkpoint lacks weights. `names` are the names of these weights."""
+    if names:
         raise ModelError(
-            f"{folder} lacks {len(missing)} weights, such as {missing[0]}, so the model's output "
+            f"{folder} lacks {len(names)} weights, such as {names[0]}, so the model's output "
             "would be random. Download the checkpoint again."
         )
-    return model  # type: ignore[no-any-return]
 
 
 def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers' are untyped

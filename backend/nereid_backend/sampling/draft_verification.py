@@ -64,7 +64,8 @@ def sampling_of(plan: StepPlan) -> Sampling:
     positions: list[Position] = []
     rows: list[int] = []
     counts: list[int] = []
-    # The row after the rows of the current chunk. Its last rows are the rows of its positions.
+    # The index after the last row of the current chunk. The last rows of a chunk belong to its
+    # sampling positions.
     end_row = 0
     for chunk in plan.chunks:
         end_row += chunk.num_logits

@@ -128,12 +128,14 @@ class LogitsParams:
     def _last_tokens_of_bad_words(self, position: Position) -> list[int]:
         """Return the last tokens of the bad words that the next token could complete.
 
-        Example: the bad word is [5, 7, 9], and the output ends with [5, 7]. The result is [9].
+        The attribute `bad_words` contains the bad words by their second-to-last token. Example: the
+        bad word is [5, 7, 9], and the output ends with [5, 7]. The result is [9].
         """
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
-        # Before this position, there are the known tokens, followed by the draft tokens.
+        # Before this position, there are the known tokens, followed by the draft tokens, which are
+        # guesses.
         known = self.owner.token_ids
         drafts = position.drafts
         newest = drafts[-1] if drafts else known[-1]
@@ -174,8 +176,8 @@ class LogitsProcessor:
             logits: [n, vocab_size], any float dtype. Not changed.
             positions: the position of each row.
             changed: the rows whose requests have a parameter that changes logits.
-            masks: maps the index of a row to the token mask of its guide. A guide forbids no token
-                in rows without an entry.
+            masks: maps the index of a row to the token mask of its guide. A guide is the state of a
+                request's grammar. It forbids no token in rows without an entry.
 
         Returns:
             `logits` itself if no parameter and no mask applies; otherwise a new tensor in float32.

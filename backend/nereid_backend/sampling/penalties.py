@@ -76,8 +76,8 @@ class TokenCounts:
         [0, 1, 2].
 
         Args:
-            rows: the row of each position. If a row belonged to another request before, the row is
-                built again.
+            rows: for each position, the row of the tables that belongs to its request. If a row
+                belonged to another request before, the row is built again.
             positions: the positions. The positions of one request are consecutive.
 
         Returns:
@@ -88,7 +88,7 @@ class TokenCounts:
             num_distinct = self._count(row, position.sequence)
             max_distinct = max(max_distinct, num_distinct)
         max_drafts = max(len(position.drafts) for position in positions)
-        # The requests of all positions may have no token yet, but the result has at least 1 column.
+        # If no request has a token yet, the result nevertheless has one column.
         width = max(1, max_distinct + max_drafts)
         self._widen(width)
         # Indexing with a list of rows copies the rows.
@@ -105,8 +105,8 @@ class TokenCounts:
     def _count(self, row: int, sequence: Sequence) -> int:
         """Count the tokens that a request has got since the last call for the request.
 
-        If the row belonged to another request before, all output tokens of the new request are
-        counted.
+        `row` is the row of the tables that belongs to the request. If the row belonged to another
+        request before, all output tokens of the new request are counted.
 
         Returns:
             The number of distinct tokens in the row of the request.

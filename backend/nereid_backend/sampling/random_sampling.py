@@ -6,7 +6,7 @@ token from these cumulative sums. The tokens are not sorted by probability, beca
 then swap two tokens with nearly equal probabilities.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,11 +18,15 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.probability_filters import (
+    column,
+    filter_rows,
+    keep_top_k,
+    keep_top_p,
+)
 from nereid_backend.sampling.random_numbers import uniform_numbers
 from nereid_backend.sampling.sampling_table import SamplingRows
 from nereid_backend.sampling.weighted_selection import select_indices
-
-Numbers = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64]
 
 # The number of likeliest tokens that the first attempt to sample a token examines. Usually, top_k
 # and top_p remove all other tokens.
@@ -170,7 +174,7 @@ def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return the probabilities after the temperature is applied, [n, vocab_size] float32."""
-    return (logits.float() / _column(batch.temperature, logits)).softmax(-1)
+    return (logits.float() / column(batch.temperature, logits)).softmax(-1)
 
 
 def _sample_filtered(
@@ -189,8 +193,8 @@ def _sample_filtered(
         is None.
     """
     if defers:
-        first = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
-        return first.token_ids, first.is_certain
+        deferred = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
+        return deferred.token_ids, deferred.is_certain
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
         _try_again(logits, batch, attempt)
@@ -276,7 +280,7 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
         The smallest probability that the filters keep, [n, 1] float32, and a tensor [n, 1] bool.
         The second tensor is False for a row if the filters may keep tokens that are not in `probs`.
     """
-    top_p = _column(batch.top_p, probs)
+    top_p = column(batch.top_p, probs)
     smallest = probs[:, -1:]
     floor, is_certain = _top_k_min_p_threshold(probs, batch)
     kept = probs * (probs >= floor)
@@ -312,13 +316,13 @@ def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor,
         remove no token of the row, and also if they keep only tokens that are in `probs`.
     """
     width = probs.shape[1]
-    top_k = _column(batch.top_k, probs)
+    top_k = column(batch.top_k, probs)
     kth_largest = probs.gather(1, top_k.clamp(1, width) - 1)
     # If top_k exceeds `width`, `probs` does not include the smallest probability that top_k keeps.
     is_in_probs = (top_k > 0) & (top_k <= width)
     top_k_threshold = torch.where(is_in_probs, kth_largest, 0)
     largest, smallest = probs[:, :1], probs[:, -1:]
-    min_p_threshold = largest * _column(batch.min_p, probs)
+    min_p_threshold = largest * column(batch.min_p, probs)
     threshold = torch.maximum(top_k_threshold, min_p_threshold)
     removes_nothing = (threshold == 0) & (top_k <= 0)
     keeps_only_probs = smallest < threshold
@@ -326,93 +330,23 @@ def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor,
 
 
 def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample one token for each row after applying min_p, top_k and top_p to all tokens."""
+    """Sample one token for each row after applying min_p, top_k and top_p to all tokens.
+
+    `probs` is [n, vocab_size]. The result is [n] int64.
+    """
     vocab_size = probs.shape[1]
     if batch.min_p.any():
-        floor = probs.amax(-1, keepdim=True) * _column(batch.min_p, probs)
+        floor = probs.amax(-1, keepdim=True) * column(batch.min_p, probs)
         probs = probs.masked_fill(probs < floor, 0.0)
     needs_top_k = batch.has_top_k(vocab_size)
     if needs_top_k.any():
-        probs = _filter_rows(probs, needs_top_k, _keep_top_k, batch.top_k)
+        probs = filter_rows(probs, needs_top_k, keep_top_k, batch.top_k)
     needs_top_p = batch.top_p < 1
     if needs_top_p.any():
-        probs = _filter_rows(probs, needs_top_p, _keep_top_p, batch.top_p)
+        probs = filter_rows(probs, needs_top_p, keep_top_p, batch.top_p)
     return _select(probs, batch)
 
 
 def _select(weights: Tensor, batch: SamplingBatch) -> Tensor:
     """Select one index in each row of `weights` by the row's random number. Returns [n] int64."""
-    return select_indices(weights, _column(batch.uniform, weights))
-
-
-def _column(values: Numbers, like: Tensor) -> Tensor:
-    """Upload one number for each row to the device of `like`.
-
-    The result is a column of the shape [n, 1].
-    """
-    return upload(values, like.device)[:, None]
-
-
-def _filter_rows(
-    probs: Tensor,
-    is_selected: NDArray[np.bool_],
-    keep: Callable[[Tensor, Numbers], Tensor],
-    values: Numbers,
-) -> Tensor:
-    """Apply a filter only to the selected rows, and return all rows.
-
-    Args:
-        probs: [n, vocab_size]. Not changed.
-        is_selected: [n] bool.
-        keep: the filter, `_keep_top_k` or `_keep_top_p`.
-        values: [n], the parameter of the filter for each row.
-    """
-    if is_selected.all():
-        return keep(probs, values)
-    rows = upload(np.flatnonzero(is_selected), probs.device)
-    filtered_rows = keep(probs[rows], values[is_selected])
-    return probs.index_copy(0, rows, filtered_rows)
-
-
-def _keep_top_k(probs: Tensor, top_k: Numbers) -> Tensor:
-    """Keep the `top_k` likeliest tokens of each row. Set the other probabilities to 0.
-
-    If a token has the same probability as the last kept token, this token is kept, too. Example:
-    top_k=2 turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
-
-    Shapes: probs [n, vocab_size], top_k [n].
-    """
-    max_top_k = int(top_k.max())
-    largest = probs.topk(max_top_k, dim=-1).values
-    smallest_kept = largest.gather(1, _column(top_k - 1, probs))
-    return probs.masked_fill(probs < smallest_kept, 0.0)
-
-
-def _keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
-    """Keep the tokens in the nucleus of each row. Set the other probabilities to 0.
-
-    The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least `top_p`
-    times the sum of the row. If a token has the same probability as the last token of the nucleus,
-    this token is kept, too. Example: top_p=0.8 turns [0.1, 0.6, 0.3] into [0, 0.6, 0.3].
-
-    Shapes: probs [n, vocab_size], top_p [n].
-    """
-    ascending = _sorted(probs)
-    cumulated = ascending.cumsum(-1)
-    # A token belongs to the nucleus if the total probability of all likelier tokens is less than
-    # top_p times the total probability of all tokens. This is the case if the total of the token
-    # and all less likely tokens is more than `rest`.
-    total = cumulated[:, -1:]
-    rest = (1 - _column(top_p, probs)) * total
-    # The index of the least likely token of the nucleus in `ascending`.
-    first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
-    smallest_kept = ascending.gather(1, first)
-    return probs * (probs >= smallest_kept)
-
-
-def _sorted(probs: Tensor) -> Tensor:
-    """Return the probabilities of each row in ascending order."""
-    if probs.device.type != "cpu":
-        return probs.sort(dim=-1).values
-    # On a CPU, numpy sorts with vector instructions and is more than ten times as fast as torch.
-    return torch.from_numpy(np.sort(probs.numpy(), axis=-1))
+    return select_indices(weights, column(batch.uniform, weights))

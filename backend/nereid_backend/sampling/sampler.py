@@ -11,23 +11,26 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.device_transfer import HostCopy, upload
-from nereid_backend.grammar.vocabulary import TokenMask
 from nereid_backend.sampling import gpu_sampling
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsProcessor, explain_no_token
 from nereid_backend.sampling.native_logits import argmax, argmax_logsumexp
 from nereid_backend.sampling.random_sampling import SamplingBatch, UncertainRows, sample_or_defer
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_tokens, slices
-from nereid_backend.sampling.sampling_table import SamplingRows, SamplingTable
+from nereid_backend.sampling.sampling_table import SamplingTable
+from nereid_backend.sampling.step_slices import (
+    PendingSlice,
+    SampledRows,
+    SliceInputs,
+    concatenate,
+    true_indices,
+)
 from nereid_backend.sampling.token_masks import StepMasks
 
 NOT_FINITE = (
@@ -56,73 +59,6 @@ class SampledTokens:
     top: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
-class _SliceInputs(NamedTuple):
-    """The positions of a slice of the step, with their sampling parameters and masks.
-
-    Attributes:
-        start: the index of the slice's first position among all positions of the step.
-        positions: the n positions.
-        params: [n] `sampling_table.ROW`, the sampling parameters of the request at each position.
-        masks: maps indices of `positions` to token masks. Every token is allowed at positions
-            without an entry.
-    """
-
-    start: int
-    positions: abc.Sequence[Position]
-    params: SamplingRows
-    masks: abc.Mapping[int, TokenMask]
-
-    @property
-    def ranked(self) -> list[int]:
-        """The indices of the positions whose requests ask for log-probabilities."""
-        return _true_indices(self.params["has_logprobs"])
-
-    def select(self, indices: list[int]) -> "_SliceInputs":
-        """Return the inputs of only those positions whose indices are in `indices`.
-
-        These positions need not be consecutive, so `start` of the result is meaningless.
-        """
-        positions = [self.positions[i] for i in indices]
-        masks = {new: self.masks[i] for new, i in enumerate(indices) if i in self.masks}
-        return _SliceInputs(0, positions, self.params[indices], masks)
-
-
-class _SampledRows(NamedTuple):
-    """The token that was sampled for each row of logits, still on the device.
-
-    Attributes:
-        token_ids: [n] int64, the sampled tokens.
-        logprobs: [n] float32, the log-probabilities of the sampled tokens under the model's own
-            distribution. If the logits of a row are invalid, its value is not finite.
-        has_allowed: [n] bool, whether at least one token of the row was allowed.
-    """
-
-    token_ids: Tensor
-    logprobs: Tensor
-    has_allowed: Tensor
-
-
-class _PendingSlice(NamedTuple):
-    """The sampling results for a slice of a step, before they are copied to the host.
-
-    A slice consists of consecutive positions.
-
-    Attributes:
-        inputs: the positions, their sampling parameters and their masks.
-        sampled: the sampled token of each position.
-        ranked: the log-probabilities at the positions `inputs.ranked`; None if `inputs.ranked` is
-            empty.
-        uncertain: the rows that may have to be sampled again; see `UncertainRows`.
-        logits: [n, vocab_size], a copy of the model's own logits. None if no row is uncertain.
-    """
-
-    inputs: _SliceInputs
-    sampled: _SampledRows
-    ranked: RankedRows | None
-    uncertain: UncertainRows | None = None
-    logits: Tensor | None = None
-
-
 class PendingTokens:
     """The sampled tokens of a step, which are being copied from the device to the host.
 
@@ -130,7 +66,7 @@ class PendingTokens:
         token_ids: [num_positions] int64, the sampled tokens on the device.
     """
 
-    def __init__(self, sampler: "Sampler", parts: list[_PendingSlice]) -> None:
+    def __init__(self, sampler: "Sampler", parts: list[PendingSlice]) -> None:
         """Start to copy the results of all slices to the host.
 
         Args:
@@ -139,7 +75,7 @@ class PendingTokens:
         """
         self._sampler = sampler
         self._parts = parts
-        sampled = _concatenated([part.sampled for part in parts])
+        sampled = concatenate([part.sampled for part in parts])
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
         # For each slice, the copy of its log-probabilities, and the copy of `is_certain` of its
@@ -161,7 +97,7 @@ class PendingTokens:
             of `token_ids` on the device, from which the next step may already have read its input.
             The token ids in the two items differ only in rows that were sampled again.
         """
-        sampled = _SampledRows(*self._sampled_copy.wait())
+        sampled = SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()
         sampled_tokens = SampledTokens(list(device_token_ids), sampled.logprobs.tolist())
         self._read_top(sampled_tokens)
@@ -210,7 +146,7 @@ class PendingTokens:
                 sampled_tokens.errors[index] = explain_no_token(position.sequence)
 
     def _sample_again(
-        self, part: _PendingSlice, rows: list[int], sampled_tokens: SampledTokens
+        self, part: PendingSlice, rows: list[int], sampled_tokens: SampledTokens
     ) -> None:
         """Sample some rows of a slice a second time, and replace their tokens.
 
@@ -268,13 +204,13 @@ class Sampler:
         is_on_gpu = logits.device.type != "cpu"
         defers = is_on_gpu if self.defers is None else self.defers
         masks = masks or StepMasks()
-        pending: list[_PendingSlice] = []
+        pending: list[PendingSlice] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
-            inputs = _SliceInputs(rows.start, positions[rows], params[rows], masks.of_slice(rows))
+            inputs = SliceInputs(rows.start, positions[rows], params[rows], masks.of_slice(rows))
             pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
         return PendingTokens(self, pending)
 
-    def sample_again(self, part: _PendingSlice, rows: list[int]) -> SampledTokens:
+    def sample_again(self, part: PendingSlice, rows: list[int]) -> SampledTokens:
         """Sample some rows of a slice again. All tokens of the vocabulary are examined.
 
         Args:
@@ -287,8 +223,8 @@ class Sampler:
         return PendingTokens(self, [again]).result()[0]
 
     def _launch_slice(
-        self, model_logits: Tensor, inputs: _SliceInputs, *, defers: bool
-    ) -> _PendingSlice:
+        self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
+    ) -> PendingSlice:
         """Launch the sampling of one token for each row of logits.
 
         Args:
@@ -300,18 +236,18 @@ class Sampler:
             return self._launch_with_kernel(model_logits, inputs)
         return self._launch_without_kernel(model_logits, inputs, defers=defers)
 
-    def _launch_with_kernel(self, model_logits: Tensor, inputs: _SliceInputs) -> _PendingSlice:
+    def _launch_with_kernel(self, model_logits: Tensor, inputs: SliceInputs) -> PendingSlice:
         """Launch the sampling with the GPU kernel; see `_launch_slice`."""
         logits = model_logits.float()
         processed = self._process(logits, inputs)
         settings = _kernel_settings(inputs)
-        sampled = _SampledRows(*gpu_sampling.sample(processed, logits, settings))
+        sampled = SampledRows(*gpu_sampling.sample(processed, logits, settings))
         ranked = _rank_positions(model_logits, sampled.token_ids, inputs)
-        return _PendingSlice(inputs, sampled, ranked)
+        return PendingSlice(inputs, sampled, ranked)
 
     def _launch_without_kernel(
-        self, model_logits: Tensor, inputs: _SliceInputs, *, defers: bool
-    ) -> _PendingSlice:
+        self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
+    ) -> PendingSlice:
         """Launch the sampling with torch or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
@@ -323,28 +259,17 @@ class Sampler:
         logprobs = _logits_of(token_ids, model_logits).float() - logsumexp
         # If every token of a row is forbidden, the sampled token has the logit -inf.
         has_allowed = _logits_of(token_ids, processed) > float("-inf")
-        sampled = _SampledRows(token_ids, logprobs, has_allowed)
+        sampled = SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # If any row is uncertain, copy the logits, because the next forward pass may overwrite them
         # before the row is sampled again.
         saved_logits = None if uncertain is None else model_logits.clone()
-        return _PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
+        return PendingSlice(inputs, sampled, ranked, uncertain, saved_logits)
 
-    def _process(self, logits: Tensor, inputs: _SliceInputs) -> Tensor:
+    def _process(self, logits: Tensor, inputs: SliceInputs) -> Tensor:
         """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
-        changed = _true_indices(inputs.params["changes_logits"])
+        changed = true_indices(inputs.params["changes_logits"])
         return self._processor.process(logits, inputs.positions, changed, inputs.masks)
-
-
-def _concatenated(parts: list[_SampledRows]) -> _SampledRows:
-    """Return the rows of several slices as one `_SampledRows`."""
-    if len(parts) == 1:
-        return parts[0]
-    return _SampledRows(
-        torch.cat([part.token_ids for part in parts]),
-        torch.cat([part.logprobs for part in parts]),
-        torch.cat([part.has_allowed for part in parts]),
-    )
 
 
 def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
@@ -353,7 +278,7 @@ def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
 
 
 def _rank_positions(
-    logits: Tensor, token_ids: Tensor, inputs: _SliceInputs, logsumexp: Tensor | None = None
+    logits: Tensor, token_ids: Tensor, inputs: SliceInputs, logsumexp: Tensor | None = None
 ) -> RankedRows | None:
     """Compute the log-probabilities at the positions whose requests ask for log-probabilities.
 
@@ -382,7 +307,7 @@ def _rank_positions(
 
 
 def _sample_rows(
-    logits: Tensor, likeliest: Tensor | None, inputs: _SliceInputs, *, defers: bool
+    logits: Tensor, likeliest: Tensor | None, inputs: SliceInputs, *, defers: bool
 ) -> tuple[Tensor, UncertainRows | None]:
     """Return one token for each row: the likeliest token of a greedy row, otherwise a random token.
 
@@ -416,16 +341,10 @@ def _sample_rows(
     return likeliest_ids.index_copy(0, device_rows, sampled_ids), uncertain
 
 
-def _kernel_settings(inputs: _SliceInputs) -> gpu_sampling.Settings:
+def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:
     """Return the argument `settings` of `gpu_sampling.sample`, [5, n]."""
     batch = SamplingBatch.of(inputs.positions, inputs.params)
     temperature = np.where(inputs.params["is_greedy"], 0.0, batch.temperature)
     # The kernel reads top_k as int32.
     top_k = batch.top_k.clip(max=np.iinfo(np.int32).max)
     return np.stack([temperature, batch.top_p, top_k, batch.min_p, batch.uniform])
-
-
-def _true_indices(flags: NDArray[np.bool_]) -> list[int]:
-    """Return the indices of the true elements of an array."""
-    indices: list[int] = np.flatnonzero(flags).tolist()
-    return indices

@@ -144,9 +144,9 @@ class _FillJob:
     def result(self) -> StepMasks:
         """Fill and return the masks.
 
-        The masks of the first positions do not depend on draft tokens. Therefore, these masks are
-        filled together for all sequences. The masks of the other positions are then filled for one
-        sequence at a time.
+        The first position of a sequence follows its last known token, and the other positions
+        follow draft tokens (guesses). The masks of the first positions are filled together for all
+        sequences. The masks of the other positions are then filled for one sequence at a time.
         """
         masks = StepMasks()
         started = time.thread_time()
@@ -207,9 +207,9 @@ class _FillJob:
     def _fill_drafts(self, group: abc.Sequence[int], masks: StepMasks) -> None:
         """Fill the masks of all positions of one sequence except the first position.
 
-        Each of these positions follows a draft token. Stop at the first draft token that the
-        grammar does not allow. The mask of the position before this token forbids the token, so the
-        tokens that are sampled at later positions are discarded.
+        Each of these positions follows a draft token, which is a guess for the next token. Stop at
+        the first draft token that the grammar does not allow. The mask of the position before this
+        token forbids the token, so the tokens that are sampled at later positions are discarded.
         """
         first_index, *draft_indices = group
         sequence = self.positions[first_index].sequence
@@ -263,6 +263,8 @@ class MaskFiller:
     def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
         """Start to fill the masks of some positions. `join` waits for the masks.
 
+        A mask marks the tokens that the grammar of a request allows at a position.
+
         If filling takes long, the sequences are divided into jobs, and threads run the jobs.
         Example: on a machine with 4 CPUs, 40 sequences with a grammar are divided into 4 jobs of 10
         sequences. Otherwise, there is one job, which runs when `join` is called. All masks are
@@ -314,6 +316,8 @@ class MaskFiller:
 
 def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
     """Return the logits. The logit of every token that is not allowed is replaced by -inf.
+
+    A mask contains one bit for each token, and the bit 1 allows the token.
 
     Example: the logits are [[1.5, 0.2, 3.0]], and the mask of the row allows the tokens 0 and 2.
     The result is [[1.5, -inf, 3.0]].

@@ -135,7 +135,7 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
     Mutates: out.
     """
     query = _with_contiguous_rows(query)
-    spec = layer[1]
+    _, spec = layer
     if out is None:
         out = query.new_empty(query.shape[1], spec.num_heads, spec.value_dim)
     call = _call(layer, cache, scale, sinks)
@@ -166,15 +166,17 @@ def _call(
 def _launch(situation: Situation, inputs: LayerInputs, out: Tensor) -> None:
     """Compute the decodes or the prefills of a step with the project's kernels. Mutates: out."""
     call = inputs.call
+    rows = inputs.rows
+    is_decode = situation is Situation.DECODE
+    kernel = "decode" if is_decode else "prefill"
     device = device_of(inputs.query.device)
-    if situation is Situation.DECODE:
-        assert inputs.rows.decodes is not None
-        tuning = device.tuning("decode", _largest_dim(call.spec), call.keys.itemsize)
-        decode(inputs.query, call, inputs.rows.decodes, out, tuning)
+    tuning = device.tuning(kernel, _largest_dim(call.spec), call.keys.itemsize)
+    if is_decode:
+        assert rows.decodes is not None, "the situation applies only to steps with decodes"
+        decode(inputs.query, call, rows.decodes, out, tuning)
     else:
-        assert inputs.rows.prefills is not None
-        tuning = device.tuning("prefill", _largest_dim(call.spec), call.keys.itemsize)
-        prefill(inputs.query, call, inputs.rows.prefills, out, tuning)
+        assert rows.prefills is not None, "the situation applies only to steps with prefills"
+        prefill(inputs.query, call, rows.prefills, out, tuning)
 
 
 def _largest_dim(spec: LayerSpec) -> int:
@@ -218,6 +220,9 @@ def device_of(device: torch.device) -> Device:
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
     """Return the arguments `scales` and `float8` of `AttentionCall` for one layer.
+
+    The first item contains the factors of the keys and of the values, by which 8-bit numbers are
+    multiplied. The second item is the method that converts 8-bit floating point numbers.
 
     Args:
         cache: the KV cache.

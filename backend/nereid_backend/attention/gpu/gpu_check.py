@@ -166,7 +166,8 @@ def check(
 def compare(trial: Trial, computed: Tensor) -> float:
     """Compare the result of a trial with the reference.
 
-    The stored keys and values and the attention are compared.
+    A trial is one attention layer in one step, computed by the GPU kernels. Both the stored keys
+    and values and the attention are compared.
 
     Args:
         trial: the trial, after a call of `Trial.attend`.
@@ -300,12 +301,15 @@ def _stored(
 ) -> tuple[Tensor, Tensor]:
     """Read the keys and values of the step from the cache.
 
-    The results are float32 tensors. They have the same shapes as the tensors in `written`.
+    The results are float32 tensors. They have the same shapes as the tensors in `written`:
+    [num_kv_heads, num_tokens, dim].
     """
+    key, value = written
     blocks = batch.slots // block_size
-    places = batch.slots % block_size
-    keys = cache.keys[0][blocks, :, places].transpose(0, 1).reshape(written[0].shape)
-    values = cache.values[0][blocks, :, places].transpose(0, 1).reshape(written[1].shape)
+    places_in_block = batch.slots % block_size
+    # The selected vectors have the shape [num_tokens, num_kv_heads, dim].
+    keys = cache.keys[0][blocks, :, places_in_block].transpose(0, 1).reshape(key.shape)
+    values = cache.values[0][blocks, :, places_in_block].transpose(0, 1).reshape(value.shape)
     return keys, values
 
 

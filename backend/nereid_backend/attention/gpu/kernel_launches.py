@@ -170,9 +170,11 @@ def prefill(
     from nereid_backend.attention.gpu.triton_prefill import prefill_kernel
 
     spec = call.spec
-    heads = min(call.group_size, tuning.rows)
     tiles = rows.tiles(prefill_tiling(spec, tuning))
-    programs_per_tile = spec.num_kv_heads * divide_up(call.group_size, heads)
+    # A program computes several query heads that share a key head, so that the keys are read only
+    # once.
+    heads_per_program = min(call.group_size, tuning.rows)
+    programs_per_tile = spec.num_kv_heads * divide_up(call.group_size, heads_per_program)
     # Triton needs a valid pointer for the sinks even if the kernel does not read them.
     sinks = out if call.sinks is None else call.sinks
     query_strides = (query.stride(0), query.stride(1))
@@ -189,7 +191,7 @@ def prefill(
         *call.window_limits,
         GROUP=call.group_size,
         ROWS=tuning.rows,
-        HEADS=heads,
+        HEADS=heads_per_program,
         TILE=tuning.tile,
         HAS_CAP=spec.softcap is not None,
         HAS_SINKS=call.sinks is not None,

@@ -14,46 +14,46 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def block_numbers(table, places, is_read, BLOCK_SIZE: tl.constexpr):
+def block_numbers(table, key_positions, is_read, BLOCK_SIZE: tl.constexpr):
     """Return, for each given position, the number of the block that contains the position.
 
-    table points to the block table of the sequence. places [n] contains the positions. If is_read
-    is false for a position, nothing is read, and the result for this position is 0.
+    table points to the block table of the sequence. key_positions [n] contains positions in the
+    sequence. If is_read is false for a position, nothing is read, and the result is 0.
 
     The kernels call this function for a tile one iteration before they load the keys and values of
     the tile. The addresses of the keys and values are then known early, so the tile can be loaded
     while the kernel still computes the products of the previous tile.
     """
-    return tl.load(table + places // BLOCK_SIZE, mask=is_read, other=0).to(tl.int32)
+    return tl.load(table + key_positions // BLOCK_SIZE, mask=is_read, other=0).to(tl.int32)
 
 
 @triton.jit
-def key_cells(blocks, places, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def cache_rows(blocks, key_positions, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Return the cache rows of one key head for some tokens of a sequence.
 
-    The cache is viewed as a matrix of rows, [..., dim]. places [n] contains the positions of the
-    tokens, and blocks [n] contains the numbers of their blocks.
+    The cache is viewed as a matrix of rows, [..., dim]. key_positions [n] contains the positions of
+    the tokens, and blocks [n] contains the numbers of their blocks.
     """
-    return (blocks.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE + places % BLOCK_SIZE
+    return (blocks.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE + key_positions % BLOCK_SIZE
 
 
 @triton.jit
 def load_rows(
-    base, rows, is_real, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    base, rows, is_read, START: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load WIDTH columns, beginning with the column START, from some rows of a matrix.
 
-    The result is padded with zeros to [n, PADDED]. If IS_MASKED is true, rows for which is_real is
+    The result is padded with zeros to [n, PADDED]. If IS_MASKED is true, rows for which is_read is
     false are not read, and the result contains zeros for these rows.
     """
     columns = tl.arange(0, PADDED)
     pointers = base + rows[:, None] * STRIDE + (START + columns)[None, :]
     if IS_MASKED:
         if WIDTH == PADDED:
-            tile = tl.load(pointers, mask=is_real[:, None], other=0.0)
+            tile = tl.load(pointers, mask=is_read[:, None], other=0.0)
         else:
-            tile = tl.load(pointers, mask=is_real[:, None] & (columns < WIDTH)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=is_read[:, None] & (columns < WIDTH)[None, :], other=0.0)
     elif WIDTH == PADDED:
         tile = tl.load(pointers)
     else:
@@ -62,15 +62,17 @@ def load_rows(
 
 
 @triton.jit
-def load_scales(scales, cells, is_real, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
+def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.constexpr):
     """Load the factors of some rows of an 8-bit cache, [n] float32.
 
-    To restore a number, multiply the result of `converted` by the factor of the row.
+    key_rows [n] contains the indices of the rows. To restore a number, multiply the result of
+    `converted` by the factor of its row. FLOAT8 is a value of `gpu_call.Float8`. If FLOAT8 is 2,
+    `converted` returns numbers that are divided by 256, so the factors are multiplied by 256.
     """
     if IS_MASKED:
-        factors = tl.load(scales + cells, mask=is_real, other=0.0)
+        factors = tl.load(scales + key_rows, mask=is_read, other=0.0)
     else:
-        factors = tl.load(scales + cells)
+        factors = tl.load(scales + key_rows)
     if FLOAT8 == 2:
         factors *= 256.0
     return factors
@@ -98,7 +100,7 @@ def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
 
 @triton.jit
 def tile_scores(
-    query, query_rest, keys, key_scales, cells, is_real, scale, cap,
+    query, query_rest, keys, key_scales, key_rows, is_read, scale, cap,
     KEY_DIM: tl.constexpr, MAIN: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, IS_MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
@@ -113,14 +115,14 @@ def tile_scores(
     If HAS_CAP is true, `scale` has been divided by the softcap, and `cap` is the softcap times
     log2(e). If HAS_SCALES is true, each score is multiplied by the factor of its key.
     """
-    key = load_rows(keys, cells, is_real, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
+    key = load_rows(keys, key_rows, is_read, 0, MAIN, DIM, KEY_DIM, IS_MASKED)
     scores = tl.dot(query, tl.trans(converted(key, query.dtype, FLOAT8)), input_precision="ieee")
     if REST > 0:
-        rest = load_rows(keys, cells, is_real, MAIN, REST, REST_PADDED, KEY_DIM, IS_MASKED)
+        rest = load_rows(keys, key_rows, is_read, MAIN, REST, REST_PADDED, KEY_DIM, IS_MASKED)
         rest = converted(rest, query.dtype, FLOAT8)
         scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee")
     if HAS_SCALES:
-        scores *= load_scales(key_scales, cells, is_real, IS_MASKED, FLOAT8)[None, :]
+        scores *= load_scales(key_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
     scores *= scale
     if HAS_CAP:
         # This is cap * tanh(scores). If the exponential overflows, the result is still correct.
@@ -130,7 +132,7 @@ def tile_scores(
 
 @triton.jit
 def add_tile(
-    top, total, acc, scores, value, value_scales, cells, is_real,
+    top, total, acc, scores, value, value_scales, key_rows, is_read,
     IS_MASKED: tl.constexpr, HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to a running softmax. Return the new values of `top`, `total` and `acc`.
@@ -148,7 +150,7 @@ def add_tile(
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:
-        weights *= load_scales(value_scales, cells, is_real, IS_MASKED, FLOAT8)[None, :]
+        weights *= load_scales(value_scales, key_rows, is_read, IS_MASKED, FLOAT8)[None, :]
     value = converted(value, dtype, FLOAT8)
     acc = tl.dot(weights.to(dtype), value, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc

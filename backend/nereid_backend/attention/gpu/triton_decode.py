@@ -13,7 +13,7 @@ from nereid_backend.attention.gpu.triton_common import (
     LOG2E,
     add_tile,
     block_numbers,
-    key_cells,
+    cache_rows,
     load_rows,
     tile_scores,
 )
@@ -126,39 +126,39 @@ def decode_kernel(  # noqa: PLR0915 - each input and output needs a statement
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_PADDED], tl.float32)
-    places = start + tl.arange(0, TILE)
-    is_visible = (places >= first) & (places < end)
-    numbers = block_numbers(blocks, places, is_visible, BLOCK_SIZE)
+    key_positions = start + tl.arange(0, TILE)
+    is_visible = (key_positions >= first) & (key_positions < end)
+    numbers = block_numbers(blocks, key_positions, is_visible, BLOCK_SIZE)
     for position in tl.range(start, end, TILE):
-        places = position + tl.arange(0, TILE)
-        is_visible = (places >= first) & (places < end)
-        cells = key_cells(numbers, places, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        next_places = places + TILE
-        numbers = block_numbers(blocks, next_places, next_places < end, BLOCK_SIZE)
+        key_positions = position + tl.arange(0, TILE)
+        is_visible = (key_positions >= first) & (key_positions < end)
+        key_rows = cache_rows(numbers, key_positions, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        next_positions = key_positions + TILE
+        numbers = block_numbers(blocks, next_positions, next_positions < end, BLOCK_SIZE)
         scores = tile_scores(
-            query_tile, query_rest, keys, key_scales, cells, is_visible, scale, cap,
+            query_tile, query_rest, keys, key_scales, key_rows, is_visible, scale, cap,
             KEY_DIM, MAIN, DIM, REST, REST_PADDED, True, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
         scores = tl.where(is_visible[None, :], scores, float("-inf"))
-        value = load_rows(values, cells, is_visible, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)
+        value = load_rows(values, key_rows, is_visible, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, True)
         top, total, acc = add_tile(
-            top, total, acc, scores, value, value_scales, cells, is_visible,
+            top, total, acc, scores, value, value_scales, key_rows, is_visible,
             True, HAS_SCALES, FLOAT8, query_tile.dtype,
         )  # fmt: skip
     columns = tl.arange(0, VALUE_PADDED)
     mask = is_member[:, None] & (columns < VALUE_DIM)[None, :]
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS
     if IS_SPLIT:
-        places = (sequence * num_heads + heads) * max_splits + split
-        tl.store(weights_log + places, top + tl.log2(total), mask=is_member)
-        cells = places[:, None] * VALUE_DIM + columns[None, :]
-        tl.store(parts + cells, acc / total[:, None], mask=mask)
+        part_numbers = (sequence * num_heads + heads) * max_splits + split
+        tl.store(weights_log + part_numbers, top + tl.log2(total), mask=is_member)
+        offsets = part_numbers[:, None] * VALUE_DIM + columns[None, :]
+        tl.store(parts + offsets, acc / total[:, None], mask=mask)
     else:
         if HAS_SINKS:
             sink = tl.load(sinks + heads, mask=is_member, other=0.0).to(tl.float32)
             total += tl.exp2(sink * LOG2E - top)
-        cells = (token * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]
-        tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+        offsets = (token * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]
+        tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["window", "chunk", "split_tokens", "max_splits"])
@@ -184,9 +184,9 @@ def reduce_kernel(
     if READS_LONGEST:
         split_tokens = part_tokens(longest, window, chunk, max_splits, TILE, HAS_WINDOW, HAS_CHUNK)
     num_splits = (length - base + split_tokens - 1) // split_tokens
-    place = (sequence * NUM_HEADS + head) * max_splits
+    first_part = (sequence * NUM_HEADS + head) * max_splits
     splits = tl.arange(0, SPLITS_PADDED)
-    logs = tl.load(weights_log + place + splits, mask=splits < num_splits, other=float("-inf"))
+    logs = tl.load(weights_log + first_part + splits, mask=splits < num_splits, other=float("-inf"))
     top = tl.max(logs, 0)
     total = tl.sum(tl.exp2(logs - top), 0)
     columns = tl.arange(0, VALUE_PADDED)
@@ -195,13 +195,14 @@ def reduce_kernel(
     for begin in tl.range(0, num_splits, STEP):
         step_splits = begin + tl.arange(0, STEP)
         is_split = step_splits < num_splits
-        step_logs = tl.load(weights_log + place + step_splits, mask=is_split, other=float("-inf"))
-        pointers = parts + (place + step_splits)[:, None] * VALUE_DIM + columns[None, :]
+        step_parts = first_part + step_splits
+        step_logs = tl.load(weights_log + step_parts, mask=is_split, other=float("-inf"))
+        pointers = parts + step_parts[:, None] * VALUE_DIM + columns[None, :]
         tile = tl.load(pointers, mask=is_split[:, None] & is_column[None, :], other=0.0)
         acc += tl.sum(tile * tl.exp2(step_logs - top)[:, None], 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         total += tl.exp2(sink * LOG2E - top)
     token = tl.load(tokens + sequence).to(tl.int64)
-    cells = (token * NUM_HEADS + head) * VALUE_DIM + columns
-    tl.store(out + cells, (acc / total).to(out.dtype.element_ty), mask=is_column)
+    offsets = (token * NUM_HEADS + head) * VALUE_DIM + columns
+    tl.store(out + offsets, (acc / total).to(out.dtype.element_ty), mask=is_column)

@@ -9,7 +9,7 @@ from nereid_backend.attention.gpu.triton_common import (
     LOG2E,
     add_tile,
     block_numbers,
-    key_cells,
+    cache_rows,
     load_rows,
     tile_scores,
 )
@@ -45,29 +45,31 @@ def add_keys(
     If IS_MASKED is false, every row must attend to all keys in [begin, end), and no mask is
     computed.
     """
-    places = begin + tl.arange(0, TILE)
-    is_real = (places >= first) & (places < end)
-    numbers = block_numbers(blocks, places, is_real, BLOCK_SIZE)
+    key_positions = begin + tl.arange(0, TILE)
+    is_read = (key_positions >= first) & (key_positions < end)
+    numbers = block_numbers(blocks, key_positions, is_read, BLOCK_SIZE)
     for position in tl.range(begin, end, TILE):
-        places = position + tl.arange(0, TILE)
-        is_real = (places >= first) & (places < length)
-        cells = key_cells(numbers, places, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        next_places = places + TILE
-        numbers = block_numbers(blocks, next_places, next_places < end, BLOCK_SIZE)
+        key_positions = position + tl.arange(0, TILE)
+        is_read = (key_positions >= first) & (key_positions < length)
+        key_rows = cache_rows(numbers, key_positions, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+        next_positions = key_positions + TILE
+        numbers = block_numbers(blocks, next_positions, next_positions < end, BLOCK_SIZE)
         scores = tile_scores(
-            query_tile, query_rest, keys, key_scales, cells, is_real, scale, cap,
+            query_tile, query_rest, keys, key_scales, key_rows, is_read, scale, cap,
             KEY_DIM, MAIN, DIM, REST, REST_PADDED, IS_MASKED, HAS_CAP, HAS_SCALES, FLOAT8,
         )  # fmt: skip
         if IS_MASKED:
-            is_visible = places[None, :] <= positions[:, None]
+            is_visible = key_positions[None, :] <= positions[:, None]
             if HAS_WINDOW:
-                is_visible &= places[None, :] > positions[:, None] - window
+                is_visible &= key_positions[None, :] > positions[:, None] - window
             if HAS_CHUNK:
-                is_visible &= places[None, :] >= (positions // chunk * chunk)[:, None]
+                is_visible &= key_positions[None, :] >= (positions // chunk * chunk)[:, None]
             scores = tl.where(is_visible, scores, float("-inf"))
-        value = load_rows(values, cells, is_real, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, IS_MASKED)
+        value = load_rows(
+            values, key_rows, is_read, 0, VALUE_DIM, VALUE_PADDED, VALUE_DIM, IS_MASKED
+        )
         top, total, acc = add_tile(
-            top, total, acc, scores, value, value_scales, cells, is_real,
+            top, total, acc, scores, value, value_scales, key_rows, is_read,
             IS_MASKED, HAS_SCALES, FLOAT8, query_tile.dtype,
         )  # fmt: skip
     return top, total, acc
@@ -169,6 +171,6 @@ def prefill_kernel(  # noqa: PLR0915 - each input and output needs a statement
     total = tl.where(is_row, total, 1.0)
     columns = tl.arange(0, VALUE_PADDED)
     num_heads: tl.constexpr = GROUP * NUM_KV_HEADS
-    cells = (tokens * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]
+    offsets = (tokens * num_heads + heads)[:, None] * VALUE_DIM + columns[None, :]
     mask = is_row[:, None] & (columns < VALUE_DIM)[None, :]
-    tl.store(out + cells, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

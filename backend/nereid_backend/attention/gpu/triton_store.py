@@ -38,13 +38,13 @@ def float8_bits(scaled):
 
 @triton.jit
 def store_rows(
-    source, cache, scales, cells, is_head, head_stride,
+    source, cache, scales, rows, is_head, head_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr, IS_FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Copy some heads of one token's key or value into the cache.
 
-    The cache is viewed as a matrix of rows, [..., DIM]. cells [n] contains the row of each head in
-    this matrix. source points to the first head, and head_stride is the distance between two heads.
+    The cache is viewed as a matrix, [..., DIM]. rows [n] contains the row of each head in this
+    matrix. source points to the first head, and head_stride is the distance between two heads.
     If is_head is false for a head, the head is not copied.
 
     If HAS_SCALES is true, the numbers of each head are scaled, and then converted to integers up to
@@ -53,7 +53,7 @@ def store_rows(
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]
-    heads = tl.arange(0, cells.shape[0]).to(tl.int64)
+    heads = tl.arange(0, rows.shape[0]).to(tl.int64)
     new = tl.load(source + heads[:, None] * head_stride + columns[None, :], mask=mask, other=0.0)
     if HAS_SCALES:
         limit: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0
@@ -61,7 +61,7 @@ def store_rows(
         is_not_finite = (wide != wide) | (tl.abs(wide) == float("inf"))
         largest = tl.max(tl.abs(tl.where(is_not_finite, 0.0, wide)), 1)
         is_finite = tl.max(is_not_finite.to(tl.int32), 1) == 0
-        tl.store(scales + cells, tl.where(is_finite, largest / limit, float("nan")), mask=is_head)
+        tl.store(scales + rows, tl.where(is_finite, largest / limit, float("nan")), mask=is_head)
         # If all numbers of a head are almost 0, the factor would be infinite. Therefore, these
         # numbers are not scaled, and they are stored as 0.
         ALMOST_ZERO: tl.constexpr = 1e-35
@@ -71,9 +71,9 @@ def store_rows(
             stored = float8_bits(tl.clamp(scaled, -limit, limit))
         else:
             stored = (scaled + ROUNDING - ROUNDING).to(tl.int8)
-        tl.store(cache + cells[:, None] * DIM + columns[None, :], stored, mask=mask)
+        tl.store(cache + rows[:, None] * DIM + columns[None, :], stored, mask=mask)
     else:
-        tl.store(cache + cells[:, None] * DIM + columns[None, :], new, mask=mask)
+        tl.store(cache + rows[:, None] * DIM + columns[None, :], new, mask=mask)
 
 
 @triton.jit
@@ -98,12 +98,12 @@ def store_kernel(
     if slot < 0:
         return
     is_head = heads < NUM_KV_HEADS
-    cells = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+    rows = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
     store_rows(
-        key + token * key_token_stride + first * key_head_stride, keys, key_scales, cells,
+        key + token * key_token_stride + first * key_head_stride, keys, key_scales, rows,
         is_head, key_head_stride, KEY_DIM, KEY_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
     store_rows(
-        value + token * value_token_stride + first * value_head_stride, values, value_scales, cells,
+        value + token * value_token_stride + first * value_head_stride, values, value_scales, rows,
         is_head, value_head_stride, VALUE_DIM, VALUE_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip

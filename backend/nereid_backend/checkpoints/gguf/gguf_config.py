@@ -132,9 +132,8 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     values = _architecture_values(file, allowed={*fields, *_REDUNDANT})
     config = {field: values[name] for name, field in fields.items() if name in values}
     num_heads = config["num_attention_heads"]
-    hidden_size = config["hidden_size"]
     config.setdefault("num_key_value_heads", num_heads)
-    config.setdefault("head_dim", hidden_size // num_heads)
+    config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
     config |= {
         "model_type": architecture.model_type,
@@ -146,12 +145,28 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         "rope_parameters": _rope(file, values, rope_factors),
         **_token_ids(file.metadata),
     }
+    config |= _fields_of_architecture(architecture, config, values)
+    return config
+
+
+def _fields_of_architecture(
+    architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of the config that only some architectures have.
+
+    Args:
+        architecture: the architecture of the file.
+        config: the other fields of the config.
+        values: the metadata of the architecture; see `_architecture_values`.
+    """
+    fields: dict[str, Any] = {}
     if architecture.num_layers_with_hidden_scale:
         has_hidden_scale = values["block_count"] == architecture.num_layers_with_hidden_scale
-        scale = hidden_size // num_heads if has_hidden_scale else config["head_dim"]
-        config["query_pre_attn_scalar"] = scale
+        hidden_size_per_head = config["hidden_size"] // config["num_attention_heads"]
+        scale = hidden_size_per_head if has_hidden_scale else config["head_dim"]
+        fields["query_pre_attn_scalar"] = scale
     if architecture.has_local_rope:
-        config["rope_parameters"] = {
+        fields["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
             "sliding_attention": {
                 "rope_type": "default",
@@ -160,8 +175,8 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
         }
     if architecture.more_fields is _EXPERTS:
         # llama.cpp always divides the weights of the chosen experts by their sum.
-        config["norm_topk_prob"] = True
-    return config
+        fields["norm_topk_prob"] = True
+    return fields
 
 
 def _architecture_values(file: GgufFile, allowed: Set[str]) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class Tuning:
                 f"rows and tile must be among {sizes}, but rows is {self.rows} and tile is "
                 f"{self.tile}."
             )
-        if self.num_warps not in _NUM_WARPS or not 1 <= self.num_stages <= _MAX_STAGES:
+        has_valid_stages = 1 <= self.num_stages <= _MAX_STAGES
+        if self.num_warps not in _NUM_WARPS or not has_valid_stages:
             warps = ", ".join(map(str, _NUM_WARPS))
             raise ConfigError(
                 f"num_warps must be among {warps}, and num_stages must be from 1 to "

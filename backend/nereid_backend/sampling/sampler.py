@@ -203,10 +203,10 @@ class Sampler:
         params = self._table.read(positions)
         is_on_gpu = logits.device.type != "cpu"
         defers = is_on_gpu if self.defers is None else self.defers
-        masks = masks or StepMasks()
         pending: list[PendingSlice] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
-            inputs = SliceInputs(rows.start, positions[rows], params[rows], masks.of_slice(rows))
+            slice_masks = {} if masks is None else masks.of_slice(rows)
+            inputs = SliceInputs(rows.start, positions[rows], params[rows], slice_masks)
             pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
         return PendingTokens(self, pending)
 
@@ -254,11 +254,12 @@ class Sampler:
         # If `_process` has changed the logits, other tokens may be the likeliest.
         likeliest = model_likeliest if processed is model_logits else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
+        column = token_ids[:, None]
         # Log-probabilities are reported for the model's own distribution, before masks and
         # penalties.
-        logprobs = _logits_of(token_ids, model_logits).float() - logsumexp
+        logprobs = model_logits.gather(1, column).squeeze(1).float() - logsumexp
         # If every token of a row is forbidden, the sampled token has the logit -inf.
-        has_allowed = _logits_of(token_ids, processed) > float("-inf")
+        has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
         sampled = SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # If any row is uncertain, copy the logits, because the next forward pass may overwrite them
@@ -270,11 +271,6 @@ class Sampler:
         """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
         changed = true_indices(inputs.params["changes_logits"])
         return self._processor.process(logits, inputs.positions, changed, inputs.masks)
-
-
-def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
-    """Return the logit of the given token in each row, [n]."""
-    return logits.gather(1, token_ids[:, None]).squeeze(1)
 
 
 def _rank_positions(
@@ -323,7 +319,7 @@ def _sample_rows(
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
     """
-    random_rows = np.flatnonzero(~inputs.params["is_greedy"])
+    (random_rows,) = (~inputs.params["is_greedy"]).nonzero()
     if len(random_rows) == len(inputs.positions):
         batch = SamplingBatch.of(inputs.positions, inputs.params)
         return sample_or_defer(logits, batch, defers=defers)

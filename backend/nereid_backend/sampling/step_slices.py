@@ -102,5 +102,6 @@ def concatenate(parts: list[SampledRows]) -> SampledRows:
 
 def true_indices(flags: NDArray[np.bool_]) -> list[int]:
     """Return the indices of the true elements of an array."""
-    indices: list[int] = np.flatnonzero(flags).tolist()
-    return indices
+    (indices,) = flags.nonzero()
+    result: list[int] = indices.tolist()
+    return result

@@ -60,6 +60,10 @@ class _PrefixRead:
     is_cancelled: bool = False
     future: "Future[None] | None" = None
 
+    def is_ready(self, now: float) -> bool:
+        """Return whether the thread has finished, or the deadline has passed at the time `now`."""
+        return now >= self.deadline or (self.future is not None and self.future.done())
+
 
 class DiskTier:
     """Copies blocks and snapshots between the prefix cache in memory and the files on disk.
@@ -79,7 +83,9 @@ class DiskTier:
         self._cache = cache
         self._prefixes = prefixes
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="prefix-disk")
+        # The unfinished reads, by request id.
         self._reads: dict[str, _PrefixRead] = {}
+        # The cache calls `_save_block` before the content of an unsaved block is overwritten.
         cache.save_on_disk(before_reuse=self._save_block)
 
     def begin(self, sequence: Sequence) -> bool:
@@ -88,16 +94,19 @@ class DiskTier:
         Return False if there is nothing to read, for example because all blocks are in memory.
         """
         if sequence.params.prompt_logprobs is not None:
+            # Log-probabilities of the prompt are computed from the prompt's logits. The cache
+            # contains no logits, so the whole prompt must be computed.
             return False
         hashes = self._available_prefix(sequence)
         if not hashes:
             return False
-        missing = [one for one in hashes if self._cache.block_of(one) is None]
+        missing = [block_hash for block_hash in hashes if not self._is_in_memory(block_hash)]
         snapshots = self._cache.snapshots
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing and not needs_snapshot:
             return False
-        read = _PrefixRead(hashes, missing, needs_snapshot, time.monotonic() + _MAX_WAIT_S)
+        deadline = time.monotonic() + _MAX_WAIT_S
+        read = _PrefixRead(hashes, missing, needs_snapshot, deadline)
         read.future = self._readers.submit(self._read_files, read)
         self._reads[sequence.request_id] = read
         return True
@@ -109,11 +118,9 @@ class DiskTier:
         result ends at the last block whose snapshot is in memory or on disk.
         """
         hashes = list(itertools.takewhile(self._has_block, self._cache.prefix_hashes(sequence)))
-        snapshots = self._cache.snapshots
-        if snapshots is None:
-            return hashes
-        while hashes and hashes[-1] not in snapshots and _state(hashes[-1]) not in self._store:
-            hashes.pop()
+        if self._cache.snapshots is not None:
+            while hashes and not self._has_snapshot(hashes[-1]):
+                hashes.pop()
         return hashes
 
     def take_ready(self) -> list[str]:
@@ -122,11 +129,7 @@ class DiskTier:
         Return the ids of the requests.
         """
         now = time.monotonic()
-        ready = [
-            request_id
-            for request_id, read in self._reads.items()
-            if now >= read.deadline or (read.future is not None and read.future.done())
-        ]
+        ready = [request_id for request_id, read in self._reads.items() if read.is_ready(now)]
         for request_id in ready:
             self.finish(request_id)
         return ready
@@ -147,21 +150,33 @@ class DiskTier:
             # A recurrent model can use these blocks only together with the snapshot of the last
             # block.
             return
+        self._insert_blocks(read.hashes, contents)
+        is_complete = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
+        if read.state is not None and is_complete:
+            self._insert_snapshot(read.hashes[-1], read.state)
+
+    def _insert_blocks(self, hashes: list[bytes], contents: dict[bytes, bytes]) -> None:
+        """Add blocks that were read from disk to the prefix cache in memory.
+
+        Example: the block "a" is in memory, and "b" and "d" were read from disk. For the hashes
+        [a, b, c, d], only "b" is added, because the block "c" before "d" is not available.
+
+        Args:
+            hashes: the hashes of the blocks of a prefix, in the order of the tokens.
+            contents: the bytes of the blocks that were read, by the hash of the block.
+        """
 
         def is_available(block_hash: bytes) -> bool:
-            return block_hash in contents or self._cache.block_of(block_hash) is not None
+            return block_hash in contents or self._is_in_memory(block_hash)
 
         # The cache can use a block only if all earlier blocks are in the cache, too. Therefore,
         # only the blocks before the first missing block are added.
-        usable_hashes = list(itertools.takewhile(is_available, read.hashes))
+        usable_hashes = list(itertools.takewhile(is_available, hashes))
         new_blocks = self._cache.insert(usable_hashes)
         self._prefixes.write_blocks(
             [block for _, block in new_blocks],
             [contents[block_hash] for block_hash, _ in new_blocks],
         )
-        is_complete = all(self._cache.block_of(one) is not None for one in read.hashes)
-        if read.state is not None and is_complete:
-            self._insert_snapshot(read.hashes[-1], read.state)
 
     def cancel(self, request_id: str) -> None:
         """Stop reading the prefix of a request. Do nothing if no prefix is being read for it."""
@@ -193,11 +208,13 @@ class DiskTier:
 
         Return False if too many bytes are waiting to be written. The next call then passes the
         remaining blocks.
+
+        Mutates: `unsaved` of the cache. Each block that was passed is removed.
         """
         unsaved = self._cache.unsaved
         assert unsaved is not None
         while unsaved:
-            block_hash = next(iter(unsaved))
+            block_hash = next(iter(unsaved))  # the oldest block
             block = self._cache.block_of(block_hash)
             if block is not None and not self._save_block(block_hash, block):
                 return False
@@ -208,14 +225,19 @@ class DiskTier:
         """Pass the new snapshots to the writer thread.
 
         Stop if too many bytes are waiting to be written. The next call passes the other snapshots.
+
+        Mutates: `unsaved` of the snapshots. Each snapshot that was passed is removed.
         """
         snapshots = self._cache.snapshots
-        while snapshots is not None and snapshots.unsaved:
-            block_hash = next(iter(snapshots.unsaved))
-            snapshot_id = snapshots.id_of(block_hash)
-            if snapshot_id is not None and _state(block_hash) not in self._store:
-                content = self._prefixes.read_snapshot(snapshot_id)
-                if not self._store.write(_state(block_hash), content):
+        if snapshots is None:
+            return
+        while snapshots.unsaved:
+            block_hash = next(iter(snapshots.unsaved))  # the oldest snapshot
+            key = _state(block_hash)
+            snapshot_id = snapshots.id_of(block_hash)  # None if the snapshot was evicted
+            if snapshot_id is not None and key not in self._store:
+                is_written = self._store.write(key, self._prefixes.read_snapshot(snapshot_id))
+                if not is_written:
                     return
             del snapshots.unsaved[block_hash]
 
@@ -238,9 +260,19 @@ class DiskTier:
         """
         return (
             not self._prefixes.has_blocks
-            or self._cache.block_of(block_hash) is not None
+            or self._is_in_memory(block_hash)
             or _block(block_hash) in self._store
         )
+
+    def _is_in_memory(self, block_hash: bytes) -> bool:
+        """Return whether a block is in the prefix cache in memory."""
+        return self._cache.block_of(block_hash) is not None
+
+    def _has_snapshot(self, block_hash: bytes) -> bool:
+        """Return whether the snapshot after a block is in memory or on disk."""
+        snapshots = self._cache.snapshots
+        assert snapshots is not None
+        return block_hash in snapshots or _state(block_hash) in self._store
 
     def _save_block(self, block_hash: bytes, block: int) -> bool:
         """Pass a block to the writer thread. Return False if too many bytes are waiting there."""
@@ -259,22 +291,27 @@ class DiskTier:
             self._prefixes.write_snapshot(snapshot_id, state)
 
     def _read_files(self, read: _PrefixRead) -> None:
-        """Read the files of a request. This method runs in a reader thread."""
+        """Read the files of a request into `read.state` and `read.contents`.
+
+        This method runs in a reader thread.
+        """
         if read.needs_snapshot:
             read.state = self._store.read(_state(read.hashes[-1]))
             if read.state is None:
                 return
-        is_usable = True
+        has_damaged_block = False
         for block_hash in read.missing:
             if read.is_cancelled:
                 return
+            # The blocks of a model without a KV cache contain no data.
             content = self._store.read(_block(block_hash)) if self._prefixes.has_blocks else b""
+            if content is None:
+                has_damaged_block = True
+            elif not has_damaged_block:
+                read.contents.append(content)
             # After a damaged block, no later block of this request can be used. The later blocks
             # are read nevertheless: `DiskStore.read` deletes a file if it is damaged, so that the
             # block is written again.
-            is_usable = is_usable and content is not None
-            if is_usable and content is not None:
-                read.contents.append(content)
 
 
 def prepare_folder(folder: str) -> None:
@@ -283,12 +320,14 @@ def prepare_folder(folder: str) -> None:
     Raises:
         ConfigError: if the folder cannot be created, read or written.
     """
+    reason = None
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        reason = "" if os.access(folder, os.R_OK | os.W_OK | os.X_OK) else "Permission denied"
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            reason = "Permission denied"
     except OSError as error:
         reason = error.strerror or str(error)
-    if reason:
+    if reason is not None:
         raise ConfigError(
             f"prefix_cache_disk: the folder {folder} cannot be used: {reason}. Choose a folder "
             "that can be created, read and written."
@@ -327,8 +366,10 @@ def model_digest(model: str) -> str:
     The names, sizes and modification times of the files are hashed, because hashing the content of
     large checkpoints would take minutes.
     """
-    path = Path(model)
-    files = [path] if path.is_file() else [one for glob in _MODEL_FILES for one in path.glob(glob)]
+    path = Path(model)  # a folder, or one GGUF file
+    files = [path]
+    if not path.is_file():
+        files = [file for pattern in _MODEL_FILES for file in path.glob(pattern)]
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         stat = file.stat()

@@ -82,15 +82,13 @@ class Engine:
         parts = self._parts
         if parts.ranks is not None:
             parts.ranks.check()
-        if parts.swap is not None:
-            parts.swap.advance()
-            if parts.swap.is_done:
-                parts.swap = None
+        parts.advance_swap()
         parts.preparation.start_prepared()
         updates = parts.loop.step()
         if parts.disk is not None:
             parts.disk.save()
         if not updates and parts.scheduler.num_running == 0:
+            # All requests are being prepared. Waiting here prevents a busy loop of the caller.
             parts.preparation.wait()
         return updates
 

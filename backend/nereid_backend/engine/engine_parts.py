@@ -118,6 +118,16 @@ class EngineParts:
             return TextProcessor(folder, self.images.reason)
         return ChatProcessor(folder, self.images.config)
 
+    def advance_swap(self) -> None:
+        """Test or activate the compiled forward pass if the compiler has finished.
+
+        Mutates: `swap`, which becomes None when no work is left.
+        """
+        if self.swap is not None:
+            self.swap.advance()
+            if self.swap.is_done:
+                self.swap = None
+
     def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter; see `Engine.load_lora`."""
         if not name or set(name) & set("=,"):

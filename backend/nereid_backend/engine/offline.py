@@ -120,7 +120,9 @@ def _completion(updates: list[RequestUpdate], decode: Decode) -> CompletionOutpu
     last = updates[-1]
     assert last.finish_reason is not None
     token_ids = [token_id for update in updates for token_id in update.new_token_ids]
-    text_token_ids = token_ids[:-1] if last.finish_reason == "stop" else token_ids
+    text_token_ids = token_ids
+    if last.finish_reason == "stop":
+        text_token_ids = token_ids[:-1]  # without the stop token
     logprobs = None
     if any(update.logprobs is not None for update in updates):
         logprobs = [entry for update in updates for entry in update.logprobs or ()]

@@ -45,7 +45,9 @@ class PrefixSessions:
         cache = self._cache
         sessions = self._matching(client_id, None)
         snapshots = None if cache is None else cache.snapshots
-        last_to_expire = sorted(sessions, key=lambda session: -session.expires_in_s)[:_MAX_LISTED]
+        # Only the sessions that expire last are listed, because there may be very many sessions.
+        last_first = sorted(sessions, key=lambda session: session.expires_in_s, reverse=True)
+        listed = last_first[:_MAX_LISTED]
         return {
             "num_blocks": self._pool.num_blocks,
             "num_used_blocks": self._pool.num_used,
@@ -55,15 +57,7 @@ class PrefixSessions:
             "num_queried_tokens": cache.num_queried_tokens if cache is not None else 0,
             "num_hit_tokens": cache.num_hit_tokens if cache is not None else 0,
             "num_sessions": len(sessions),
-            "sessions": [
-                {
-                    "client_id": session.key.client_id,
-                    "prompt_cache_key": session.key.prompt_cache_key,
-                    "num_tokens": session.num_items * self._block_size,
-                    "expires_in_s": round(session.expires_in_s, 3),
-                }
-                for session in last_to_expire
-            ],
+            "sessions": [self._describe(session) for session in listed],
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
@@ -121,6 +115,15 @@ class PrefixSessions:
             "cache: the value must be statistics, drop, or extend with a prompt_cache_key, but it "
             f"is {operation!r}."
         )
+
+    def _describe(self, session: SessionUse) -> dict[str, Any]:
+        """Return a session as JSON; see the example of `statistics`."""
+        return {
+            "client_id": session.key.client_id,
+            "prompt_cache_key": session.key.prompt_cache_key,
+            "num_tokens": session.num_items * self._block_size,
+            "expires_in_s": round(session.expires_in_s, 3),
+        }
 
     def _matching(self, client_id: str | None, prompt_cache_key: str | None) -> list[SessionUse]:
         """Return the sessions with this client and this `prompt_cache_key`.

@@ -78,14 +78,26 @@ class RequestPreparation:
         grammar is prepared when its cached prefix has been read from disk. If reading takes too
         long, the request starts without the rest of the prefix.
         """
-        self.compiled = []
         if self._disk is not None:
-            for request_id in self._disk.take_ready():
-                if request_id not in self._pending_grammars:
-                    self._scheduler.start(request_id, None)
-        for request_id, future, added in self._pending_grammars.take_done():
-            self.compiled.append((request_id, added, time.monotonic()))
+            self._start_after_reading(self._disk)
+        self._start_after_compiling()
+
+    def _start_after_reading(self, disk: DiskTier) -> None:
+        """Start the requests without a grammar whose prefix has been read from disk."""
+        for request_id in disk.take_ready():
+            if request_id not in self._pending_grammars:
+                self._scheduler.start(request_id, None)
+
+    def _start_after_compiling(self) -> None:
+        """Start the requests whose grammar has been compiled, and end those with invalid grammars.
+
+        Mutates: `compiled`, which then contains the requests of this call.
+        """
+        self.compiled = []
+        for request_id, future, time_added in self._pending_grammars.take_done():
+            self.compiled.append((request_id, time_added, time.monotonic()))
             if self._disk is not None:
+                # The request starts now, with the part of its prefix that has been read so far.
                 self._disk.finish(request_id)
             error = future.exception()
             if error is None:

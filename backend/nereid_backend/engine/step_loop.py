@@ -116,7 +116,7 @@ class StepLoop:
             sequences of the next step follow.
         """
         next_step = self._start_next(step) if self._is_async else None
-        result: StepResult | None = None  # None if the step fails
+        result: StepResult | None = None  # stays None if the step fails
         try:
             result = self._runner.finish(step)
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
@@ -125,7 +125,9 @@ class StepLoop:
             self._num_failures = 0
             self._scheduler.add_time(step.plan, time.perf_counter() - self._start_time)
             updates = self._scheduler.commit(step.plan, result)
-        return updates if next_step is None else updates + self._sample_next(next_step, result)
+        if next_step is None:
+            return updates
+        return updates + self._sample_next(next_step, result)
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
         """Start the next step while `step` is still running.
@@ -156,7 +158,11 @@ class StepLoop:
         """
         if isinstance(step.running, Exception):
             return self._fail(step.plan, step.running)
-        if before is None or any(sampled.error is not None for sampled in before.sampled):
+        has_failed_sequence = before is not None and any(
+            sampled.error is not None for sampled in before.sampled
+        )
+        if before is None or has_failed_sequence:
+            # The forward pass of the next step used tokens that were not sampled correctly.
             self._scheduler.drop(step.plan)
             return []
         plan = self._scheduler.settle(step.plan, before.device_token_ids)
@@ -169,6 +175,8 @@ class StepLoop:
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestUpdate]:
         """After a failed step, end its sequences with an error message. Return their last updates.
+
+        Mutates: `_num_failures`.
 
         Raises:
             EngineError: the GPU is lost, or too many consecutive steps have failed.

@@ -43,6 +43,10 @@ class PendingPlans:
         """Return whether an uncommitted plan contains a sequence."""
         return any(sequence is chunk.sequence for plan in self._plans for chunk in plan.chunks)
 
+    def keep_until_commit(self, sequence: Sequence) -> None:
+        """Keep the row and blocks of an ended sequence until its plans are committed."""
+        self.leaving[sequence] = None
+
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:
         """Plan the next step while the current step is still running.
 

@@ -256,10 +256,12 @@ class Scheduler:
         """
         updates = self._take_ended()
         self._pending_plans.remove(plan)
+        # The sequences that ended while the step was running.
         ended_sequences = self._pending_plans.leaving
         for chunk_index, logprobs in result.prompt_logprobs.items():
             plan.chunks[chunk_index].sequence.prompt_logprobs += logprobs
-        sampled = iter(result.sampled)  # one entry for each chunk that samples
+        # `result.sampled` has one entry for each sampling chunk, in the order of the chunks.
+        sampled = iter(result.sampled)
         for chunk in plan.chunks:
             outcome = next(sampled) if chunk.samples else None
             if outcome is not None and outcome.error is not None:
@@ -302,11 +304,13 @@ class Scheduler:
             return
         # A decode chunk needs the logits of all its tokens: the last known token and the draft
         # tokens. A prefill chunk needs fewer logits than it has tokens.
-        are_all_decodes = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
-        if are_all_decodes:
+        has_only_decodes = all(chunk.num_tokens == chunk.num_logits for chunk in plan.chunks)
+        if has_only_decodes:
             num_sequences = len(plan.chunks)
+            # Each chunk has one known token. All other tokens are draft tokens.
             num_drafts = plan.num_tokens - num_sequences
-            self.drafter.lengths.costs.add_step(num_sequences, num_drafts, seconds)
+            draft_costs = self.drafter.lengths.costs
+            draft_costs.add_step(num_sequences, num_drafts, seconds)
 
     def check(self) -> None:
         """Check that the block tables, the reference counts and the rows are consistent.
@@ -335,7 +339,8 @@ class Scheduler:
     def _commit_chunk(self, chunk: Chunk, outcome: Sampled | None) -> RequestUpdate | None:
         """Apply the result of one chunk to its sequence, and return the update of the sequence.
 
-        If the chunk does not sample, `outcome` is None and the method returns None.
+        If the chunk does not sample, `outcome` is None and the method returns None. In both cases,
+        the full blocks of the sequence are added to the prefix cache.
         """
         # Unpacking a tuple takes less time than reading its fields by name.
         sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
@@ -346,7 +351,7 @@ class Scheduler:
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
         update = None
         if outcome is not None:
-            update = self._append(sequence, outcome)
+            update = self._append(sequence, outcome)  # also adds the blocks to the cache
         elif self.cache is not None:
             self.cache.add(sequence)
         if self._has_windows:
@@ -356,7 +361,8 @@ class Scheduler:
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens to a sequence, and return the update of the sequence.
 
-        The sequence ends at a stop token, at its length limit, or if no token could be sampled.
+        The full blocks of the sequence are added to the prefix cache. The sequence ends at a stop
+        token, at its length limit, or if no token could be sampled.
         Example: the sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the
         tokens [5, 2], and its finish_reason is "stop".
         """
@@ -373,6 +379,7 @@ class Scheduler:
             self._requests.share_prompt(sequence)
         top_logprobs = sampled.top
         if top_logprobs is not None:
+            # The tokens after a stop token are not part of the update.
             top_logprobs = top_logprobs[: len(new_token_ids)]
         update = make_update(sequence, new_token_ids, top_logprobs)
         if reason is None:
@@ -415,7 +422,8 @@ class Scheduler:
         if sequence.row is None:
             return
         if sequence in self._pending_plans:
-            self._pending_plans.leaving[sequence] = None
+            # The running step may still write to the row and the blocks.
+            self._pending_plans.keep_until_commit(sequence)
         else:
             self._planner.release(sequence)
 

@@ -350,9 +350,12 @@ class StepPlanner:
         The number is at most the rest of the client's share of the budget, but at least 1. If only
         one client has prompts, there are no shares, and the result is `num_tokens`.
 
-        Mutates: `self.shares`. The result is subtracted from the client's share.
+        Mutates: `self.shares`. The result is subtracted from the client's share, unless
+            `num_tokens` is 1.
         """
         if num_tokens <= 1 or not self.shares:
+            # The budget for shares already excludes one token of each running sequence, so a chunk
+            # of one token is not subtracted.
             return num_tokens
         client = sequence.params.client_id
         remaining_share = self.shares.get(client, num_tokens)

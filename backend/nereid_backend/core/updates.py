@@ -55,6 +55,8 @@ def make_update(
 ) -> RequestUpdate:
     """Create the update that reports new tokens of a sequence to the caller of the engine.
 
+    The first update of a sequence also contains the fields about the prompt.
+
     Args:
         sequence: the sequence.
         new_token_ids: the new tokens; empty if the sequence ended without a new token.

@@ -202,6 +202,7 @@ class BlockTables:
         The null block replaces each freed block in the block table of the group.
         """
         table = sequence.block_tables[group]
+        # The number of leading blocks that earlier calls have freed.
         num_dropped = sequence.num_dropped_blocks[group]
         # The block table may end before the window starts, because the block of the next token is
         # not allocated yet.

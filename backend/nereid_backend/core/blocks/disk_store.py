@@ -108,8 +108,14 @@ class DiskStore:
         if data is None:
             return None
         header, content = _split_header(data)
-        if header == self._header(key, content):
-            return content
+        is_valid = header == self._header(key, content)  # the header contains a checksum
+        if not is_valid:
+            self._delete_damaged(name)
+            return None
+        return content
+
+    def _delete_damaged(self, name: str) -> None:
+        """Delete a damaged file, and log a warning for the first such file."""
         path = self._folder / name
         self._warn(
             f"The file {path} of the prefix cache is damaged or belongs to another model, so it is "
@@ -117,7 +123,6 @@ class DiskStore:
         )
         path.unlink(missing_ok=True)
         self._forget(name)
-        return None
 
     def _read_file(self, name: str) -> bytes | None:
         """Return the content of a file, and set its modification time to the current time.
@@ -219,7 +224,8 @@ class DiskStore:
         """Write the bytes `data` to the file `name`. If `data` is None, delete the file.
 
         If the folder would become too large, the least recently used files are deleted first. Bytes
-        that exceed the size limit of the whole folder are not written.
+        that exceed the size limit of the whole folder are not written, and an earlier file with
+        this name stays.
         """
         path = self._folder / name
         if data is None:
@@ -246,6 +252,7 @@ class DiskStore:
             (self._folder / name).unlink(missing_ok=True)
 
     def _forget(self, name: str) -> None:
+        """Subtract the size of a file from the size of the folder. The file itself stays."""
         with self._lock:
             self._num_bytes -= self._sizes.pop(name, 0)
 

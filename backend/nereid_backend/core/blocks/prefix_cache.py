@@ -108,14 +108,14 @@ class PrefixCache:
             block_table.append(block)
         if self.snapshots is None:
             return [block_table]
-        # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
-        # are computed again. Because `branch_position` is set, a new snapshot is saved at the end
-        # of the cached blocks. The next request with this prefix can then reuse all these blocks.
+        # Because `branch_position` is set, a new snapshot is saved at the end of the cached blocks.
+        # The next request with this prefix can then reuse all these blocks.
         sequence.branch_position = len(block_table) * self._block_size
-        num_blocks = len(block_table)
-        while num_blocks > 0 and hashes[num_blocks - 1] not in self.snapshots:
-            num_blocks -= 1
-        return [block_table[:num_blocks]]
+        # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
+        # are computed again.
+        while block_table and hashes[len(block_table) - 1] not in self.snapshots:
+            block_table.pop()
+        return [block_table]
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
         """Record the hashes of new blocks in `unsaved`, so that the blocks can be saved on disk.
@@ -160,18 +160,28 @@ class PrefixCache:
             first blocks are added.
         """
         cached_blocks = self._blocks[0]
-        # `hold` protects the cached blocks of the sequence, because `allocate` evicts unused ones.
-        held_blocks = [cached_blocks[one] for one in hashes if one in cached_blocks]
+        # `allocate` can evict cached blocks that no sequence uses. While a block is held, it cannot
+        # be evicted.
+        held_blocks = [cached_blocks[h] for h in hashes if h in cached_blocks]
         self._pool.hold(held_blocks)
-        missing_hashes = [one for one in hashes if one not in cached_blocks]
+        missing_hashes = [h for h in hashes if h not in cached_blocks]
         new_hashes = missing_hashes[: self._pool.num_free]
         new_blocks = self._pool.allocate(len(new_hashes))
         for block_hash, block in zip(new_hashes, new_blocks, strict=True):
-            cached_blocks[block_hash] = block
-            self._hashes[block] = block_hash
-            self._pool.mark_cached(block)
+            self._mark_cached(cached_blocks, block_hash, block)
+        # No sequence uses the blocks yet. Because they are marked as cached, they become idle and
+        # keep their content until they are evicted.
         self._pool.release([*held_blocks, *new_blocks])
         return list(zip(new_hashes, new_blocks, strict=True))
+
+    def _mark_cached(self, cached_blocks: dict[bytes, int], block_hash: bytes, block: int) -> None:
+        """Add a block to the cache.
+
+        Mutates: `cached_blocks`, the dict of the block's group of layers.
+        """
+        cached_blocks[block_hash] = block
+        self._hashes[block] = block_hash
+        self._pool.mark_cached(block)
 
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
         """Return the ids of the cached blocks whose hashes are in `hashes`."""
@@ -198,10 +208,7 @@ class PrefixCache:
                 if block_hash in cached_blocks:
                     # Another request has computed the same tokens. Its block remains in the cache.
                     continue
-                block = table[index]
-                cached_blocks[block_hash] = block
-                self._hashes[block] = block_hash
-                self._pool.mark_cached(block)
+                self._mark_cached(cached_blocks, block_hash, table[index])
                 if self.unsaved is not None:
                     self.unsaved[block_hash] = None
         sequence.num_findable_blocks = num_full_blocks
@@ -290,7 +297,7 @@ class PrefixCache:
 
         # In these tables, the null block replaces each block that is not cached.
         null = self._pool.null_block
-        tables = [[blocks.get(one, null) for one in hashes] for blocks in self._blocks]
+        tables = [[blocks.get(h, null) for h in hashes] for blocks in self._blocks]
         return self._window_search.longest_prefix(tables, can_end_after)
 
     def _drop(self, block: int) -> None:

@@ -159,7 +159,7 @@ class StateSnapshots:
                 saves.append((chunk_index, sequence.unsaved_snapshot_id))
         max_old_snapshots = self._max_snapshots - len(saves)
         while self._ids and len(self._ids) > max_old_snapshots:
-            self._evict()
+            self._evict()  # appends the id of the snapshot to `_deleted`
         deleted = self._deleted
         self._deleted = []
         return SnapshotPlan(loads, saves, deleted)
@@ -179,12 +179,7 @@ class StateSnapshots:
         sequence.unsaved_snapshot_id = None
         position = sequence.num_computed_tokens
         block_hash = self._hash_before(sequence, position)
-        if block_hash in self._ids:
-            self._deleted.append(snapshot_id)
-            self._note_use(block_hash)
-        else:
-            self._ids[block_hash] = snapshot_id
-            self._order.add(block_hash)
+        self._set_snapshot(block_hash, snapshot_id)
         if position <= sequence.num_prompt_tokens:
             self._write_to_disk_later(block_hash)
         # The next turn of the chat continues after the whole answer, so only the last snapshot of
@@ -193,6 +188,15 @@ class StateSnapshots:
         if previous_position > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
             self.delete(self._hash_before(sequence, previous_position))
         sequence.num_snapshot_tokens = position
+
+    def _set_snapshot(self, block_hash: bytes, snapshot_id: int) -> None:
+        """Add a snapshot under a hash. If the hash already has one, delete the new snapshot."""
+        if block_hash in self._ids:
+            self._deleted.append(snapshot_id)
+            self._note_use(block_hash)
+        else:
+            self._ids[block_hash] = snapshot_id
+            self._order.add(block_hash)
 
     def discard(self, sequence: Sequence) -> None:
         """Delete the snapshot that the running step saves for a sequence, if there is one.
@@ -227,6 +231,7 @@ class StateSnapshots:
             The id; None if running sequences use the whole memory for states.
         """
         if self._max_snapshots < 1:
+            # `_max_snapshots` is the number of states minus the number of running sequences.
             return None
         while len(self._ids) >= self._max_snapshots:
             self._evict()

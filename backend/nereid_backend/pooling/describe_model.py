@@ -88,9 +88,11 @@ def _dimension(loaded: LoadedModel) -> int:
     if spec.loader == RETRIEVAL:
         return int(model_config.embedding_dim)
     text = model_config.get_text_config()
-    # In some configs, the attribute `d_model` contains the size of the token vectors.
-    hidden_size = int(getattr(text, "hidden_size", 0) or getattr(text, "d_model", 0))
-    size = _output_size(loaded.layers.tokens, hidden_size)
+    hidden_size: Any = getattr(text, "hidden_size", None)
+    if not hidden_size:
+        # In some configs, the attribute `d_model` contains the size of the token vectors.
+        hidden_size = getattr(text, "d_model", 0)
+    size = _output_size(loaded.layers.tokens, int(hidden_size))
     if "dense" in spec.kinds:
         # If there are several pooling methods, their vectors are concatenated.
         size *= len(loaded.poolers)
@@ -98,7 +100,11 @@ def _dimension(loaded: LoadedModel) -> int:
 
 
 def _describe_pooling(loaded: LoadedModel) -> str:
-    """Return a readable description of the pooling method."""
+    """Return a readable description of the pooling method.
+
+    Pooling combines the token vectors of a text into one vector. Example: "cls+mean" for a model
+    that concatenates the vectors of two pooling methods.
+    """
     spec = loaded.spec
     if spec.loader == MASKED:
         return "splade"
@@ -108,7 +114,9 @@ def _describe_pooling(loaded: LoadedModel) -> str:
         return "the model's head"
     if spec.loader == TOWERS:
         return "the model's projection"
-    return "none" if spec.kinds == ("multi_vector",) else "+".join(loaded.poolers)
+    if spec.kinds == ("multi_vector",):
+        return "none"
+    return "+".join(loaded.poolers)
 
 
 def _output_size(layers: Sequence[Layer], size: int) -> int:

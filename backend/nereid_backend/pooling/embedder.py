@@ -43,7 +43,11 @@ class _OfflineModel:
         return self._engine.info
 
     def _run(self, items: list[PoolingItem]) -> list[Value]:
-        """Compute the values of items, and return the values in the order of the items."""
+        """Compute the values of items, and return the values in the order of the items.
+
+        Raises:
+            EngineError: an item failed. The other items are then not computed.
+        """
         request_id = str(next(self._numbers))
         self._engine.add(request_id, items)
         values: dict[int, Value] = {}
@@ -175,15 +179,24 @@ class Reranker(_OfflineModel):
         return np.array(self._run(items), dtype=np.float32)
 
 
-def _item(one: Input, options: dict[str, Any]) -> PoolingItem:
-    """Convert one input of `Embedder.encode` to a PoolingItem."""
-    if isinstance(one, str):
-        return PoolingItem(text=one, **options)
-    if isinstance(one, dict):
-        unknown = set(one) - {"text", "image"}
-        if unknown:
+def _item(value: Input, options: dict[str, Any]) -> PoolingItem:
+    """Convert one input of `Embedder.encode` to a PoolingItem.
+
+    Args:
+        value: a text, a list of token ids, or a dict with a text, an image or both. Example:
+            {"text": "a red car", "image": b"..."}.
+        options: the other fields of the item.
+
+    Raises:
+        RequestError: the dict has an unknown key.
+    """
+    if isinstance(value, str):
+        return PoolingItem(text=value, **options)
+    if isinstance(value, dict):
+        unknown_keys = sorted(set(value) - {"text", "image"})
+        if unknown_keys:
             raise RequestError(
-                f"input: the key {sorted(unknown)[0]!r} is not known. Use text or image."
+                f"input: the key {unknown_keys[0]!r} is not known. Use text or image."
             )
-        return PoolingItem(text=one.get("text"), image=one.get("image"), **options)
-    return PoolingItem(token_ids=list(one), **options)
+        return PoolingItem(text=value.get("text"), image=value.get("image"), **options)
+    return PoolingItem(token_ids=list(value), **options)

@@ -116,7 +116,7 @@ class PoolingEngine:
             # Catch every exception, because an error of the model must be returned as a result.
             if len(queued_items) > 1:
                 # Compute each item alone, so that only the items that cause an error fail.
-                return [result for queued in queued_items for result in self._compute([queued])]
+                return [self._compute([queued])[0] for queued in queued_items]
             message = f"{type(error).__name__}: {error}".splitlines()[0]
             return [_result(queued_items[0], None, f"the model failed: {message}")]
         return [

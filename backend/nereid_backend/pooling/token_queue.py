@@ -73,6 +73,7 @@ class TokenQueue:
         taken: list[QueuedItem] = []
         num_left = budget  # tokens
         while self._waiting:
+            # The first request of the dict has its turn.
             request_id, queued_items = next(iter(self._waiting.items()))
             if taken and queued_items[0].prepared.num_tokens > num_left:
                 break
@@ -80,7 +81,7 @@ class TokenQueue:
             taken.append(queued)
             num_left -= queued.prepared.num_tokens
             if queued_items:
-                self._waiting.move_to_end(request_id)
+                self._waiting.move_to_end(request_id)  # the next turn belongs to another request
             else:
                 del self._waiting[request_id]
         self.num_items -= len(taken)

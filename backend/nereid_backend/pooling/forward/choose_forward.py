@@ -46,6 +46,8 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 # Test texts consist of random tokens. If the tokenizer has fewer than `_MIN_TEST_IDS` tokens, token
 # ids below `_MIN_TEST_IDS` are also used, unless the model's vocabulary is smaller.
 _MIN_TEST_IDS = 8
+# The smallest divisor of a relative error. It prevents a division by zero if all numbers are 0.
+_MIN_SCALE = 1e-12
 # A model's code raises one of the errors in `_MODEL_ERRORS` if the code does not support a method
 # or an input.
 _MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -90,8 +92,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         ModelError: the model's vectors are not finite numbers.
         UnsupportedModelError: no method is exact.
     """
-    lens = tuple(min(n, max_len) for n in SELF_CHECK_LENS)
-    batch = random_batch(encoder, lens)
+    batch = random_batch(encoder, _test_lens(max_len))
     expected = _vectors_of_single_texts(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, expected)
     if encoder.takes_hook:
@@ -102,11 +103,12 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     prepack_linears(encoder.model)
     # Maps the name of each method to the reason why the method is not exact.
     reasons = {"packed": "it does not use transformers' attention interface"}
-    for path, forward in _methods(encoder, hook, is_causal=is_causal):
-        difference, reasons[path] = _compare(forward, batch, expected)
+    for method, forward in _methods(encoder, hook, is_causal=is_causal):
+        difference, reason = _compare(forward, batch, expected)
         if difference <= _TOLERANCE[encoder.dtype]:
-            return ChosenForward(forward, path, is_causal, difference)
-    listed = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
+            return ChosenForward(forward, method, is_causal, difference)
+        reasons[method] = reason
+    listed = "; ".join(f"{method}: {reason}" for method, reason in reasons.items())
     raise UnsupportedModelError(
         f"{name} is not supported, because its vectors for texts in a batch differ from its "
         f"vectors for the same texts computed one by one ({listed})."
@@ -154,10 +156,12 @@ def choose_head(
     Raises:
         UnsupportedModelError: the head's output for a batch is wrong with every method.
     """
-    batch = random_batch(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
+    batch = random_batch(encoder, _test_lens(max_len))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    for rows in ("tokens",) if per_token else ("first", "last", "all"):
+    # Values of `Head.rows`. The methods that need one token of each text come first.
+    methods = ("tokens",) if per_token else ("first", "last", "all")
+    for rows in methods:
         head = Head(encoder, rows, per_token)
         if _why_inexact(head, hidden, batch, expected) is None:
             return head
@@ -201,14 +205,23 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
     Shapes: returns float32 [num_texts, num_labels], or [num_tokens, num_labels] if the head
     classifies single tokens.
     """
-    rows = []
+    logits_of_texts = []
     with own_attention(encoder, chosen):
         for text in batch.split():
-            extra = {} if text.type_ids is None else {"token_type_ids": text.type_ids[None]}
-            logits = encoder.model(input_ids=text.token_ids[None], **extra).logits
-            rows.append(logits.float())
-    # A head that classifies single tokens returns [1, length, num_labels] for each text.
-    return torch.cat([row[0] if row.ndim > 2 else row for row in rows])
+            arguments = {"input_ids": text.token_ids[None]}
+            if text.type_ids is not None:
+                arguments["token_type_ids"] = text.type_ids[None]
+            logits = encoder.model(**arguments).logits.float()
+            if logits.ndim == 3:
+                # A head that classifies single tokens returns [1, length, num_labels].
+                logits = logits[0]
+            logits_of_texts.append(logits)
+    return torch.cat(logits_of_texts)
+
+
+def _test_lens(max_len: int) -> tuple[int, ...]:
+    """Return the number of tokens of each test text, which is at most `max_len`."""
+    return tuple(min(length, max_len) for length in SELF_CHECK_LENS)
 
 
 def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
@@ -216,19 +229,25 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
     `lens` contains the length of each text. The texts contain no special tokens.
     """
-    special = _special_ids(encoder)
-    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
-    size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
-    # The first eighth of many vocabularies contains special, reserved and single-byte tokens.
-    plain_ids = [i for i in range(size // 8, size) if i not in special] or list(range(size))
+    plain_ids = _plain_token_ids(encoder)
     rng = random.Random(0)
-    texts = [[rng.choice(plain_ids) for _ in range(n)] for n in lens]
+    texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
     types: list[list[int] | None] = [None] * len(lens)
     num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
     if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
         # Use both type ids. Otherwise, a method that confuses the two type ids could pass the test.
-        types = [[0] * (n // 2) + [1] * (n - n // 2) for n in lens]
+        types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
     return TokenBatch.of(texts, types, encoder.device)
+
+
+def _plain_token_ids(encoder: Encoder) -> list[int]:
+    """Return the token ids for random texts: ids of ordinary tokens, if the vocabulary has some."""
+    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
+    size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
+    special_ids = _special_ids(encoder)
+    # The first eighth of many vocabularies contains special, reserved and single-byte tokens.
+    plain_ids = [token_id for token_id in range(size // 8, size) if token_id not in special_ids]
+    return plain_ids or list(range(size))
 
 
 def _special_ids(encoder: Encoder) -> set[int]:
@@ -257,7 +276,8 @@ def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
     Shapes: actual and expected [num_rows, size]; returns [num_rows].
     """
     errors = (actual.float() - expected.float()).square().mean(-1).sqrt()
-    return errors / expected.float().square().mean().sqrt().clamp(min=1e-12)
+    scale = expected.float().square().mean().sqrt()
+    return errors / scale.clamp(min=_MIN_SCALE)
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:
@@ -341,11 +361,29 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
 def _batch_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
 ) -> TokenBatch | None:
-    """Return a copy of a batch with additional texts that test the sliding windows.
+    """Return a batch of longer texts that also test the sliding windows.
 
-    Each additional text is longer than one of the model's sliding windows.
+    The batch has texts with the lengths of `batch`, and one text for each of the model's sliding
+    windows, which is longer than the window.
 
-    Return None if no text is added, or if the model cannot compute packed batches.
+    Return None if no text is added, or if the model cannot compute packed batches. All other
+    methods use the model's own attention, so the sliding windows need not be tested.
+    """
+    windows = _sliding_windows(encoder, hook, batch, is_causal)
+    longest_allowed = min(_LONGEST_TEXT, max_len)
+    lens = {window + _BEYOND_WINDOW for window in windows}
+    new_lens = sorted(length for length in lens if max(batch.lens) < length <= longest_allowed)
+    if not new_lens:
+        return None
+    return random_batch(encoder, (*batch.lens, *new_lens))
+
+
+def _sliding_windows(
+    encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool
+) -> set[int]:
+    """Return the sizes of the model's sliding windows.
+
+    The set is empty if the model has no windows, or cannot compute packed batches.
     """
     # Each attention layer passes the size of its sliding window to `attention`. A packed forward
     # pass therefore collects the sizes of all windows. The computed vectors are not used.
@@ -355,15 +393,10 @@ def _batch_beyond_windows(
     try:
         forward.run(batch, attention)
     except _MODEL_ERRORS:
-        # The model cannot compute packed batches. All other methods use the model's own attention,
-        # so the sliding windows need not be tested.
-        return None
+        return set()
     finally:
         encoder.model.set_attn_implementation(encoder.own_attention)
-    longer = {window + _BEYOND_WINDOW for window in attention.windows}
-    longer = {length for length in longer if length > max(batch.lens)}
-    testable = sorted(length for length in longer if length <= min(_LONGEST_TEXT, max_len))
-    return random_batch(encoder, (*batch.lens, *testable)) if testable else None
+    return attention.windows
 
 
 def _compare(forward: Forward, batch: TokenBatch, expected: Tensor) -> tuple[float, str]:
@@ -399,10 +432,12 @@ def own_attention(encoder: Encoder, chosen: ChosenForward) -> Iterator[None]:
 
     If the chosen method already uses the model's own attention, the context changes nothing.
     """
-    if isinstance(chosen.forward, PackedForward):
-        encoder.model.set_attn_implementation(encoder.own_attention)
+    forward = chosen.forward
+    if not isinstance(forward, PackedForward):
+        yield
+        return
+    encoder.model.set_attn_implementation(encoder.own_attention)
     try:
         yield
     finally:
-        if isinstance(chosen.forward, PackedForward):
-            encoder.model.set_attn_implementation(chosen.forward.hook.name)
+        encoder.model.set_attn_implementation(forward.hook.name)

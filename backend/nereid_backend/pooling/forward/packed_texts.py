@@ -81,13 +81,14 @@ class TokenBatch:
         """Return the groups of neighbouring texts with the same length.
 
         Each group is (index of the group's first token, number of texts, length of each text).
+        Example: texts with 5, 5 and 13 tokens return [(0, 2, 5), (10, 1, 13)].
         """
         groups = []
-        start = 0
-        for length, run in itertools.groupby(self.lens):
-            count = len(list(run))
-            groups.append((start, count, length))
-            start += count * length
+        first_token = 0
+        for length, equal_lens in itertools.groupby(self.lens):
+            num_texts = len(list(equal_lens))
+            groups.append((first_token, num_texts, length))
+            first_token += num_texts * length
         return groups
 
     def split(self) -> list["TokenBatch"]:
@@ -178,12 +179,15 @@ class PackedAttention:
             )
             # The new part has the shape [count * length, num_heads, value_dim].
             parts.append(output.transpose(1, 2).flatten(0, 1))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return packed.unsqueeze(0)
 
     def _group_attention(
         self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
     ) -> "_GroupAttention":
-        """Return an object that computes the attention of one layer. `kwargs` contains the options.
+        """Return an object that computes the attention of one layer.
+
+        `kwargs` contains the options that transformers passes to the attention of a layer.
 
         Raises:
             ValueError: the layer uses an option that is not supported.
@@ -245,11 +249,12 @@ class _GroupAttention:
         length, dim]; returns [count, num_heads, length, value_dim].
         """
         length = query.shape[2]
-        block = self._block(query)
-        needs_mask = self._needs_mask(query, block)
+        # The queries are computed in blocks, which limits the memory.
+        block_len = self._block(query)
+        needs_mask = self._needs_mask(query, block_len)
         parts = []
-        for start in range(0, length, block):
-            end = min(length, start + block)
+        for start in range(0, length, block_len):
+            end = min(length, start + block_len)
             first, last = self._visible_keys(start, end, length)
             mask = None
             if needs_mask:
@@ -345,20 +350,26 @@ class _GroupAttention:
         )
 
     def _stepwise(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute attention by its definition, with separate matrix products."""
+        """Compute attention by its definition, with separate matrix products.
+
+        torch's own function supports neither a softcap nor sinks. A softcap limits the scores. A
+        sink is a learned score for each head, which increases the divisor of the softmax.
+        """
         if query.shape[1] != key.shape[1]:
-            groups = query.shape[1] // key.shape[1]
-            key = key.repeat_interleave(groups, dim=1)
-            value = value.repeat_interleave(groups, dim=1)
+            queries_per_key_head = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(queries_per_key_head, dim=1)
+            value = value.repeat_interleave(queries_per_key_head, dim=1)
         scores = (query * self.scale) @ key.transpose(2, 3)
         if self.softcap is not None:
             scores = torch.tanh(scores.float() / self.softcap) * self.softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if self.sinks is not None:
-            shape = (*scores.shape[:3], 1)
-            column = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(shape)
-            weights = torch.cat([scores, column], dim=-1).float().softmax(-1)[..., :-1]
+            # Append the sink as the score of an additional key, and remove the weight of this key.
+            column_shape = (*scores.shape[:3], 1)
+            sink_column = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(column_shape)
+            weights_and_sink = torch.cat([scores, sink_column], dim=-1).float().softmax(-1)
+            weights = weights_and_sink[..., :-1]
         else:
             weights = scores.softmax(-1)
         return weights.to(value.dtype) @ value

@@ -35,7 +35,7 @@ def dense_outputs(
     outputs: list[Value | None] = []
     for row, prepared in zip(_array(vectors), items, strict=True):
         item = prepared.item
-        vector = row[: item.dimensions]
+        vector = row[: item.dimensions]  # the whole row if `dimensions` is None
         is_normalized = normalizes if item.normalize is None else item.normalize
         if is_normalized:
             norm = float(np.linalg.norm(vector.astype(np.float64)))
@@ -124,7 +124,7 @@ def splade_outputs(
             # that belong to the tokens from `start` to `end`.
             text_logits = logits[max(0, start - first) : max(0, end - first)]
             if len(text_logits) == 0:
-                continue
+                continue  # the slice contains no token of this text
             if strategy == "max":
                 weights[number] = torch.maximum(weights[number], text_logits.amax(0))
             else:
@@ -166,7 +166,8 @@ def multi_vector_output(
 ) -> Value | None:
     """Return the token vectors of a text, float32 [n, dimension].
 
-    Return None if a vector is not finite.
+    Some tokens get no vector, such as punctuation in a document for ColBERT. Return None if a
+    vector is not finite.
 
     Args:
         token_vectors: [num_tokens, hidden_size] float32.
@@ -178,9 +179,13 @@ def multi_vector_output(
         # the whole text.
         token_vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
     elif layers.skipped and prepared.skips_words:
-        kept = [i for i, t in enumerate(prepared.token_ids) if t not in layers.skipped]
-        index = torch.tensor(kept, dtype=torch.int64, device=token_vectors.device)
-        token_vectors = token_vectors[index]
+        kept = [
+            index
+            for index, token_id in enumerate(prepared.token_ids)
+            if token_id not in layers.skipped
+        ]
+        kept_indices = torch.tensor(kept, dtype=torch.int64, device=token_vectors.device)
+        token_vectors = token_vectors[kept_indices]
     dimensions = prepared.item.dimensions
     if dimensions is not None:
         token_vectors = functional.normalize(token_vectors[:, :dimensions], dim=-1)

@@ -74,8 +74,10 @@ class ItemChecker:
         kinds "score" and "classify" accept a pair.
         """
         sources = (item.text, item.token_ids, item.pair, item.image)
-        is_mixed = self._is_vision_language and None not in (item.text, item.image)
-        if sum(source is not None for source in sources) != 1 + is_mixed:
+        num_sources = sum(source is not None for source in sources)
+        has_text_and_image = item.text is not None and item.image is not None
+        num_allowed = 2 if self._is_vision_language and has_text_and_image else 1
+        if num_sources != num_allowed:
             both = ", or both a text and an image" if self._is_vision_language else ""
             raise RequestError(
                 "input: an input must contain exactly one of the following: text, token ids, a "
@@ -87,25 +89,15 @@ class ItemChecker:
             raise RequestError(
                 f"input: the kind {kind} requires one text, but the request has a pair."
             )
-        has_image = item.image is not None or (item.pair and isinstance(item.pair[1], bytes))
+        has_image_document = item.pair is not None and isinstance(item.pair[1], bytes)
+        has_image = item.image is not None or has_image_document
         if has_image and not self._info.accepts_images:
             raise RequestError(f"image: {self._info.architecture} does not accept images.")
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
         """Raise a RequestError if the model does not accept an option of an item."""
         if item.dimensions is not None:
-            size = self._info.dimension
-            requested = item.dimensions
-            if kind not in ("dense", "multi_vector"):
-                raise RequestError(
-                    f"dimensions: this field requires dense vectors, but the kind is {kind}."
-                )
-            is_integer = isinstance(requested, int) and not isinstance(requested, bool)
-            if not is_integer or not 1 <= requested <= size:
-                raise RequestError(
-                    f"dimensions: the value must be an integer from 1 to {size}, but the request "
-                    f"has {requested!r}."
-                )
+            self._check_dimensions(item.dimensions, kind)
         if item.activation is not None and item.activation not in ACTIVATIONS:
             raise RequestError(
                 f"activation: the value must be one of {', '.join(ACTIVATIONS)}, but the request "
@@ -115,6 +107,20 @@ class ItemChecker:
             raise RequestError(
                 f"instruction: this field requires a generative reranker, but the model is "
                 f"{self._info.architecture}. Leave the field out."
+            )
+
+    def _check_dimensions(self, dimensions: int, kind: str) -> None:
+        """Raise a RequestError if vectors of this kind cannot be truncated to this size."""
+        if kind not in ("dense", "multi_vector"):
+            raise RequestError(
+                f"dimensions: this field requires dense vectors, but the kind is {kind}."
+            )
+        largest = self._info.dimension
+        is_integer = isinstance(dimensions, int) and not isinstance(dimensions, bool)
+        if not is_integer or not 1 <= dimensions <= largest:
+            raise RequestError(
+                f"dimensions: the value must be an integer from 1 to {largest}, but the request "
+                f"has {dimensions!r}."
             )
 
     def _check_prompt_fields(self, item: PoolingItem) -> None:
@@ -140,7 +146,8 @@ class ItemChecker:
         Return None if the item has its own prompt or no prompt. `_check_prompt_fields` must have
         accepted the item.
         """
-        if item.prompt is not None or not (has_text(item) or self._is_vision_language):
+        can_have_prompt = has_text(item) or self._is_vision_language
+        if item.prompt is not None or not can_have_prompt:
             return None
         name = item.prompt_name
         if name is None:
@@ -157,7 +164,8 @@ class ItemChecker:
 
         If a text exceeds the limit, but the item does not permit truncation, raise a RequestError.
         """
-        texts = tuple(one for one in item.pair or (item.text,) if isinstance(one, str))
+        fields = (item.text,) if item.pair is None else item.pair
+        texts = [field for field in fields if isinstance(field, str)]  # a document can be an image
         if all(self._text_limit.fits(text) for text in texts):
             return item
         if not item.truncate:

@@ -109,6 +109,16 @@ class GenerativeReranker:
         ids = self._encode(self._render(query, document, instruction))
         if limit is None or len(ids) <= limit:
             return ids
+        return self._truncated_tokens(query, document, instruction, limit)
+
+    def _truncated_tokens(
+        self, query: str, document: str, instruction: str | None, limit: int
+    ) -> list[int]:
+        """Return the token ids of a prompt, with only the beginning of the document.
+
+        The document is shortened until the prompt has at most `limit` tokens. `tokens` describes
+        the arguments and the error.
+        """
         num_other = len(self._encode(self._render(query, "", instruction)))
         document_ids = self._encode(document)
         # The prompt of a truncated document can have more tokens than expected (see _SPARE_TOKENS).

@@ -173,6 +173,13 @@ class ItemPreparer:
         if len(ids) > self._info.max_model_len:
             self._refuse_length(item, len(ids), self._info.max_model_len)
             ids = ids[: self._info.max_model_len]
+        self._check_token_ids(ids)
+        # The input has no text, so no characters belong to the tokens.
+        offsets = np.zeros((len(ids), 2), dtype=np.int32)
+        return Prepared(item, list(ids), num_tokens=len(ids), offsets=offsets)
+
+    def _check_token_ids(self, ids: Sequence[int]) -> None:
+        """Raise a RequestError unless all token ids are integers in the vocabulary."""
         for token_id in ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise RequestError(
@@ -183,9 +190,6 @@ class ItemPreparer:
                     f"input: each token id must be from 0 to {self._info.vocab_size - 1}, but one "
                     f"is {token_id}."
                 )
-        # The input has no text, so no characters belong to the tokens.
-        offsets = np.zeros((len(ids), 2), dtype=np.int32)
-        return Prepared(item, list(ids), num_tokens=len(ids), offsets=offsets)
 
     def _tokenise(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
         """Tokenise texts and pairs, and yield the tokens of each item.
@@ -198,21 +202,31 @@ class ItemPreparer:
             return
         # One call of the tokenizer accepts either single texts or pairs, so two calls may be
         # necessary.
-        for has_pair in (False, True):
-            some = {i: item for i, item in items.items() if (item.pair is not None) == has_pair}
-            if some:
-                # For texts, the tokenizer gets one list. For pairs, the tokenizer gets the list of
-                # the first texts and the list of the second texts.
-                texts = [_texts_of(item) for item in some.values()]
-                lists = [list(column) for column in zip(*texts, strict=True)]
-                encoded: Any = self._tokenizer(
-                    *lists,
-                    return_attention_mask=False,
-                    return_token_type_ids=self._wants_types,
-                    verbose=False,
-                )
-                types = encoded.get("token_type_ids") or [None] * len(some)
-                yield from zip(some, encoded["input_ids"], types, strict=True)
+        single_texts = {index: item for index, item in items.items() if item.pair is None}
+        pairs = {index: item for index, item in items.items() if item.pair is not None}
+        for uniform_items in (single_texts, pairs):
+            if uniform_items:
+                yield from self._tokenise_uniform(uniform_items)
+
+    def _tokenise_uniform(self, items: Mapping[int, PoolingItem]) -> Iterator[_Tokens]:
+        """Tokenise items in one call, and yield the tokens of each item.
+
+        Args:
+            items: the items by their index in the request. All items are single texts, or all items
+                are pairs. There is at least one item.
+        """
+        # For texts, the tokenizer gets one list. For pairs, the tokenizer gets the list of the
+        # first texts and the list of the second texts.
+        texts = [_texts_of(item) for item in items.values()]
+        lists = [list(column) for column in zip(*texts, strict=True)]
+        encoded: Any = self._tokenizer(
+            *lists,
+            return_attention_mask=False,
+            return_token_type_ids=self._wants_types,
+            verbose=False,
+        )
+        types = encoded.get("token_type_ids") or [None] * len(items)
+        yield from zip(items, encoded["input_ids"], types, strict=True)
 
     def _rerank_tokens(
         self, reranker: GenerativeReranker, items: Mapping[int, PoolingItem]
@@ -251,13 +265,14 @@ class ItemPreparer:
             )
         prompt_len = 0
         if item.prompt and not self._spec.include_prompt:
+            # At least one token must be pooled.
             prompt_len = min(self._prompt_len(item.prompt), len(ids) - 1)
         ids, types, num_attended = self._rules.expand(item, ids, types)
         return Prepared(
             item,
-            ids,
-            types,
-            prompt_len,
+            token_ids=ids,
+            type_ids=types,
+            prompt_len=prompt_len,
             num_tokens=len(ids),
             num_attended=num_attended,
             skips_words=self._rules.skips_words(item),
@@ -290,7 +305,9 @@ class ItemPreparer:
         if length is None:
             encoded: Any = self._tokenizer(prompt, verbose=False)
             ids = encoded["input_ids"]
-            length = len(ids) - (bool(ids) and ids[-1] in self._tokenizer.all_special_ids)
+            length = len(ids)
+            if ids and ids[-1] in self._tokenizer.all_special_ids:
+                length -= 1
             if len(self._prompt_lens) >= _MAX_CACHED_PROMPTS:
                 self._prompt_lens.clear()
             self._prompt_lens[prompt] = length

@@ -156,16 +156,18 @@ def read_late_interaction(
         values["skiplist_tasks"] = mask.get("skiplist_tasks")
     expansion = _expansion(root, values.get("query_expansion"))
     query_length = _length(root, "query_length", values.get("query_length"))
-    if expansion is not None:
-        query_length = expansion.length if expansion.is_limit else query_length
-    tasks = values.get("skiplist_tasks") or (DOCUMENT,)
+    if expansion is not None and expansion.is_limit:
+        query_length = expansion.length
+    skip_roles = values.get("skiplist_tasks") or (DOCUMENT,)
+    if isinstance(skip_roles, str):
+        skip_roles = (skip_roles,)
     return LateInteraction(
         query_length=query_length,
         document_length=_length(root, "document_length", values.get("document_length")),
         expansion=expansion,
         markers=tuple((role, text) for role, text in values.get("markers", ()) if text),
         skip_words=tuple(values.get("skiplist_words") or ()),
-        skip_roles=(tasks,) if isinstance(tasks, str) else tuple(tasks),
+        skip_roles=tuple(skip_roles),
     )
 
 
@@ -194,17 +196,21 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: saved.get(name) for name in (*_SETTINGS, "skiplist_words")}
     if is_pylate(saved) and values["skiplist_words"] is None:
         values["skiplist_words"] = list(string.punctuation)
-    if not _PYLATE_KEYS.isdisjoint(saved):
-        prefixes = ((QUERY, "query_prefix"), (DOCUMENT, "document_prefix"))
-        values["markers"] = [(role, saved.get(key) or "") for role, key in prefixes]
-        if "query_expansion" not in saved and saved.get("do_query_expansion") is not False:
-            values["query_expansion"] = {
-                "strategy": "fixed",
-                "attend": bool(
-                    saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
-                ),
-                "length": saved.get("query_length") or _DEFAULT_QUERY_LENGTH,
-            }
+    if _PYLATE_KEYS.isdisjoint(saved):
+        return values
+    values["markers"] = [
+        (QUERY, saved.get("query_prefix") or ""),
+        (DOCUMENT, saved.get("document_prefix") or ""),
+    ]
+    is_expansion_off = saved.get("do_query_expansion") is False
+    if "query_expansion" not in saved and not is_expansion_off:
+        # A file of PyLate contains one of these two names.
+        attends = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
+        values["query_expansion"] = {
+            "strategy": "fixed",
+            "attend": bool(attends),
+            "length": saved.get("query_length") or _DEFAULT_QUERY_LENGTH,
+        }
     return values
 
 
@@ -214,6 +220,9 @@ def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
     The keys are the names that sentence-transformers uses.
     """
     skips_punctuation = metadata.get("mask_punctuation", True)
+    # The tokens that precede queries and documents.
+    query_token = metadata.get("query_token_id") or "[unused0]"
+    document_token = metadata.get("doc_token_id") or "[unused1]"
     return {
         "document_length": metadata.get("doc_maxlen"),
         "query_expansion": {
@@ -223,8 +232,8 @@ def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
         },
         "skiplist_words": list(string.punctuation) if skips_punctuation else [],
         "markers": [
-            (QUERY, (metadata.get("query_token_id") or "[unused0]") + " "),
-            (DOCUMENT, (metadata.get("doc_token_id") or "[unused1]") + " "),
+            (QUERY, query_token + " "),
+            (DOCUMENT, document_token + " "),
         ],
     }
 

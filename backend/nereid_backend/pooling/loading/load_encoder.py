@@ -174,12 +174,8 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"the tokenizer in {spec.folder} cannot be loaded: {first_line(error)}"
         ) from error
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if spec.lower_case and backend is not None:
-        parts: list[Normalizer] = [Lowercase()]
-        if backend.normalizer is not None:
-            parts.append(backend.normalizer)
-        backend.normalizer = Sequence(parts)
+    if spec.lower_case:
+        _convert_to_lower_case(tokenizer)
     if spec.loader == TOKENS and not tokenizer.is_fast:
         raise UnsupportedModelError(
             f"{spec.architecture} requires a tokenizer that reports the characters of each token, "
@@ -187,6 +183,20 @@ def load_tokenizer(spec: CheckpointSpec) -> PreTrainedTokenizerBase:
         )
     _register_markers(tokenizer, spec)
     return tokenizer
+
+
+def _convert_to_lower_case(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Change the tokenizer, so that it converts each text to lower case first.
+
+    Do nothing if the tokenizer is not a fast tokenizer, which has a `backend_tokenizer`.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return
+    parts: list[Normalizer] = [Lowercase()]
+    if backend.normalizer is not None:
+        parts.append(backend.normalizer)
+    backend.normalizer = Sequence(parts)
 
 
 def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) -> None:
@@ -200,9 +210,9 @@ def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) 
     for _, marker in spec.late_interaction.markers:
         # The marker ends with a space. The vocabulary may contain the marker with or without this
         # space.
-        known = next((text for text in (marker, marker.strip()) if text in vocabulary), None)
-        if known is not None and tokenizer.tokenize(known) != [known]:
-            token = AddedToken(known, normalized=False, special=True)
+        entry = marker if marker in vocabulary else marker.strip()
+        if entry in vocabulary and tokenizer.tokenize(entry) != [entry]:
+            token = AddedToken(entry, normalized=False, special=True)
             tokenizer.add_tokens([token], special_tokens=True)
 
 
@@ -286,7 +296,7 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
         ModelError: weights are missing.
         UnsupportedModelError: weights are unused, and transformers has no class for the model.
     """
-    missing = sorted(k for k in report["missing_keys"] if not k.endswith(_NOT_SAVED))
+    missing = sorted(key for key in report["missing_keys"] if not key.endswith(_NOT_SAVED))
     if missing:
         raise ModelError(
             f"{spec.folder} lacks {len(missing)} weights that the task {spec.task} needs, such as "
@@ -340,7 +350,8 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
     # Load the model without its own pooler. The pooler is not used, and the weights of the pooler
     # are often untrained.
     has_pooler = "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
-    return model_class.from_pretrained, {"add_pooling_layer": False} if has_pooler else {}
+    arguments = {"add_pooling_layer": False} if has_pooler else {}
+    return model_class.from_pretrained, arguments
 
 
 def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - classes of transformers

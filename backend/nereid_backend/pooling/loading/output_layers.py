@@ -90,5 +90,7 @@ def _skipped_tokens(
         special_ids = (getattr(encoder.tokenizer, name, None) for name in _TOKENS_WITHOUT_WEIGHT)
         skipped = {token_id for token_id in special_ids if token_id is not None}
     words = spec.late_interaction.skip_words
-    vocabulary = encoder.tokenizer.get_vocab() if words else {}
-    return frozenset(skipped | {vocabulary[word] for word in words if word in vocabulary})
+    if words:
+        vocabulary = encoder.tokenizer.get_vocab()
+        skipped |= {vocabulary[word] for word in words if word in vocabulary}
+    return frozenset(skipped)

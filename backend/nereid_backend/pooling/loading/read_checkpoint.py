@@ -235,6 +235,7 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
     if path is None:
         return None
     known = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+    # Example of a path: "torch.nn.modules.activation.Sigmoid".
     name = str(path).rsplit(".", 1)[-1]
     if name not in known:
         raise UnsupportedModelError(
@@ -300,19 +301,20 @@ def _describe_multi_vector(
     is_stanford = base.architecture == STANFORD_ARCHITECTURE
     saved = read_json(root / _SAVED_FILE)
     mask = find_config(later, "MultiVectorMask")
-    maps_tokens = any(module.maps_tokens for module in later)
-    if not (mask is not None or maps_tokens or is_stanford or is_pylate(saved)):
+    names_format = is_stanford or is_pylate(saved)
+    has_token_modules = mask is not None or any(module.maps_tokens for module in later)
+    if not names_format and not has_token_modules:
         raise UnsupportedModelError(
             f"{root}/modules.json: the file has no Pooling module and no module that maps "
             "token vectors, so the pooling method is not known. Set pooling."
         )
-    if (mask or {}).get("keep_only_token_ids"):
+    if mask is not None and mask.get("keep_only_token_ids"):
         raise UnsupportedModelError(
             f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported."
         )
     settings = _read_settings(base.folder)
     late = read_late_interaction(root, base.architecture, settings, saved, later)
-    if is_stanford or is_pylate(saved):
+    if names_format:
         # The files of these two formats do not name the module Normalize.
         dense = tuple(module for module in later if module.kind == "Dense")
         normalize = ModuleSpec("Normalize", root, {})

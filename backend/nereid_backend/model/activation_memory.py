@@ -116,5 +116,8 @@ def _status_bytes(name: str) -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    kibibytes = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return int(kibibytes[0]) * 1024 if kibibytes else None
+    for line in lines:
+        if line.startswith(f"{name}:"):  # such as "VmRSS:     9216 kB"
+            kibibytes = int(line.split()[1])
+            return kibibytes * 1024
+    return None

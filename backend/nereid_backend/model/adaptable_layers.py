@@ -51,9 +51,9 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     finally:
         for hook in hooks:
             hook.remove()
-    return {
-        name: sizes[name] for name, layer_calls in calls.items() if layer_calls and all(layer_calls)
-    }
+    # A layer without a call has an empty list and is left out.
+    names = [name for name, computed_all in calls.items() if computed_all and all(computed_all)]
+    return {name: sizes[name] for name in names}
 
 
 def _sizes_of(module: nn.Module) -> LayerSizes | None:

@@ -74,11 +74,14 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
     if not type(module).__name__.endswith("RMSNorm"):
         return None
     weight = getattr(module, "weight", None)
+    # Different model types use one of these two names.
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return None
-    has_other_parts = bool(list(module.children())) or len(list(module.parameters())) != 1
-    if has_other_parts or weight.dim() != 1 or weight.dtype not in _TOLERANCE:
+    has_children = bool(list(module.children()))
+    has_other_parameters = len(list(module.parameters())) != 1
+    is_plain_vector = weight.dim() == 1 and weight.dtype in _TOLERANCE
+    if has_children or has_other_parameters or not is_plain_vector:
         return None
     # The RMSNorm classes of some model types add 1 to the weight.
     for candidate_weight in (weight, weight.detach() + 1.0):

@@ -182,6 +182,8 @@ def _longest_request(
 ) -> int:
     """Return max_model_len. If it is not set, return the largest length that the memory allows.
 
+    The length is a number of tokens.
+
     Args:
         config: the settings.
         limit: the length limit of the model.
@@ -196,6 +198,7 @@ def _longest_request(
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
     if configured_len is None:
+        # The memory must be enough for at least one block.
         required_len = min(config.block_size, limit.num_tokens)
         longest_len = min(limit.num_tokens, fitting_len)
     else:
@@ -294,7 +297,7 @@ def kv_cache_budget(config: EngineConfig, device: torch.device, activations: int
     """Return the number of bytes for the KV cache.
 
     The number is the setting kv_cache_memory. Without this setting, the number is a share of the
-    memory.
+    memory, and at least 0.
 
     On a GPU, gpu_memory_utilization limits only the memory of this process. The processes of the
     embedding model and of the reranker have their own limits, and may be started before or after
@@ -348,19 +351,30 @@ def _gpu_memory(config: EngineConfig, device: torch.device, activations: int) ->
 
 def available_memory() -> int:
     """Return the free main memory in bytes, within the limit of the container."""
-    available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        # This number is better, because it includes memory that the operating system can free.
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                kibibytes = int(line.split()[1])
-                available_bytes = kibibytes * 1024
+    available_bytes = _available_in_meminfo()
+    if available_bytes is None:
+        available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container_limit = _read_number("memory.max")
     container_used = _read_number("memory.current")
     if container_limit is not None and container_used is not None:
         available_bytes = min(available_bytes, max(0, container_limit - container_used))
     return available_bytes
+
+
+def _available_in_meminfo() -> int | None:
+    """Return the available memory that Linux reports in /proc/meminfo, in bytes.
+
+    This number is better than the number of free pages, because it includes memory that the
+    operating system can free. Return None if the file does not contain the number.
+    """
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):  # such as "MemAvailable:   16384 kB"
+            kibibytes = int(line.split()[1])
+            return kibibytes * 1024
+    return None
 
 
 def usable_cpus() -> int:

@@ -49,30 +49,53 @@ def load_weights(
         ModelError: if the checkpoint is missing or broken, or the architecture is not supported.
     """
     _check_weight_dtype(config, device)
-    rounded_bits = None
-    if check_weight_memory(config, device):
-        rounded_bits = 4 if config.weight_dtype == "int4" else 8
-    checkpoint = _load(config, device, hook, progress, rounded_bits)
-    if rounded_bits is not None:
-        quantise_linears(checkpoint.model, rounded_bits, progress)
-        progress(
-            f"the weights of linear layers were rounded to {config.weight_dtype} while they were "
-            "read, because the unrounded weights do not fit into the memory"
-        )
-        checkpoint = replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+    must_round_while_reading = check_weight_memory(config, device)
+    if must_round_while_reading:
+        checkpoint = _load_rounded(config, device, hook, progress)
     elif config.weight_dtype != "auto":
+        checkpoint = _load(config, device, hook, progress)
         checkpoint = _quantise(checkpoint, config.weight_dtype, progress)
     elif config.prepack:
-        is_usable = _rearrange(checkpoint, progress)
-        if not is_usable:
-            # The packed weights do not work for this model. Packing has replaced the original
-            # weights, so the original weights are read from the checkpoint again.
-            checkpoint = _load(config, device, hook, progress)
-        # If the output layer shares its weight with the embedding, the packed output layer may have
-        # its own copy of this weight.
-        checkpoint = replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+        checkpoint = _load_prepacked(config, device, hook, progress)
+    else:
+        checkpoint = _load(config, device, hook, progress)
     move_weights(checkpoint.model)
     return checkpoint
+
+
+def _load_rounded(
+    config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
+) -> Checkpoint:
+    """Load the weights, and round each weight to 4 or 8 bits while it is read.
+
+    `load_weights` describes the arguments. The setting weight_dtype is int4 or int8.
+    """
+    rounded_bits = 4 if config.weight_dtype == "int4" else 8
+    checkpoint = _load(config, device, hook, progress, rounded_bits)
+    quantise_linears(checkpoint.model, rounded_bits, progress)
+    progress(
+        f"the weights of linear layers were rounded to {config.weight_dtype} while they were "
+        "read, because the unrounded weights do not fit into the memory"
+    )
+    return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
+
+
+def _load_prepacked(
+    config: EngineConfig, device: torch.device, hook: AttentionHook, progress: Progress
+) -> Checkpoint:
+    """Load the weights, and rearrange them for fast matrix products if the model permits this.
+
+    `load_weights` describes the arguments.
+    """
+    checkpoint = _load(config, device, hook, progress)
+    is_usable = _rearrange(checkpoint, progress)
+    if not is_usable:
+        # The packed weights do not work for this model. Packing has replaced the original
+        # weights, so the original weights are read from the checkpoint again.
+        checkpoint = _load(config, device, hook, progress)
+    # If the output layer shares its weight with the embedding, the packed output layer may have
+    # its own copy of this weight.
+    return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
 
 
 def _check_weight_dtype(config: EngineConfig, device: torch.device) -> None:

@@ -329,12 +329,8 @@ def _run_in_steps(path: ForwardPath, trial: Trial) -> Generator[None, None, Tens
         logits = path.forward(StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks)))
         sampling_chunks = [chunk for chunk in chunks if chunk.samples]
         for chunk, chunk_logits in zip(sampling_chunks, logits, strict=True):
-            sequence = chunk.sequence
-            rows_by_sequence[sequence].append(chunk_logits.float())
-            # Append the next token of the test sequence instead of sampling a token.
-            next_index = chunk.start + chunk.num_tokens
-            if next_index < len(test_tokens[sequence]):
-                sequence.token_ids.append(test_tokens[sequence][next_index])
+            rows_by_sequence[chunk.sequence].append(chunk_logits.float())
+            _append_next_token(chunk, test_tokens[chunk.sequence])
         for chunk in chunks:
             chunk.sequence.num_computed_tokens += chunk.num_tokens
         yield
@@ -350,6 +346,18 @@ def _step_budget(trial: Trial) -> int:
         return _BUDGET
     max_len = max(len(tokens) for tokens, _ in trial.sequences)
     return max(_BUDGET, max_len // 3)
+
+
+def _append_next_token(chunk: Chunk, test_tokens: list[int]) -> None:
+    """Append the next token of a test sequence to its computed sequence, instead of sampling.
+
+    Do nothing after the last token of the test sequence.
+
+    Mutates: `chunk.sequence`.
+    """
+    next_index = chunk.start + chunk.num_tokens
+    if next_index < len(test_tokens):
+        chunk.sequence.token_ids.append(test_tokens[next_index])
 
 
 def _prompt_sequences(trial: Trial) -> list[Sequence]:

@@ -49,19 +49,29 @@ def has_exact_snapshots(
     if half_len < _MIN_HALF_LEN:
         return False
     try:
-        original = _make_sequence(trial, row=0)
-        first_half = Chunk(
-            original, start=0, num_tokens=half_len, samples=False, is_first=True, num_logits=0
-        )
-        _run_chunk(path, first_half, SnapshotPlan([], [(0, _SNAPSHOT)], []))
-        expected = _continue_from(path, original, half_len, None)
-        restore = SnapshotPlan([(0, _SNAPSHOT)], [], [])
-        for row in (1, 0):
-            copy = _make_sequence(trial, row)
-            if not torch.equal(_continue_from(path, copy, half_len, restore), expected):
-                return False
+        return _continues_exactly(path, trial, half_len)
     except Exception:  # noqa: BLE001 - a model's code can raise any exception
         return False
+
+
+def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
+    """Return whether a snapshot after `half_len` tokens gives the same bits as the state itself.
+
+    The snapshot is restored in another row first, and then in the row that it was saved from.
+    `has_exact_snapshots` describes the other arguments.
+    """
+    original = _make_sequence(trial, row=0)
+    first_half = Chunk(
+        original, start=0, num_tokens=half_len, samples=False, is_first=True, num_logits=0
+    )
+    save = SnapshotPlan(loads=[], saves=[(0, _SNAPSHOT)], deleted=[])
+    _run_chunk(path, first_half, save)
+    expected = _continue_from(path, original, half_len, None)
+    restore = SnapshotPlan(loads=[(0, _SNAPSHOT)], saves=[], deleted=[])
+    for row in (1, 0):
+        copy = _make_sequence(trial, row)
+        if not torch.equal(_continue_from(path, copy, half_len, restore), expected):
+            return False
     return True
 
 

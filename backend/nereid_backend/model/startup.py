@@ -350,7 +350,8 @@ def _block_shape(
         itemsize = torch.int8.itemsize
         scale_bytes = torch.float32.itemsize
     # The first layers of all groups use the same tensors, the second layers of all groups use the
-    # same tensors, and so on. Layers that share tensors are therefore counted only once.
+    # same tensors, and so on. Layers that share tensors are therefore counted only once: the dict
+    # contains one layer for each place in a group.
     layer_at = {place: layer for layer, (_, place) in zip(spec.layers, groups.places, strict=True)}
     layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in layer_at.values())
     return BlockShape(

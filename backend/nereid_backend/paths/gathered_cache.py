@@ -224,9 +224,7 @@ class GatheredStep:
         starts = torch.tensor([chunk.start for chunk in chunks])
         longest = int(starts.max()) + num_tokens
         num_blocks = math.ceil(longest / block_size)
-        padding = [cache.null_block] * num_blocks
-        padded_tables = [chunk.sequence.block_table[:num_blocks] + padding for chunk in chunks]
-        blocks = torch.tensor([table[:num_blocks] for table in padded_tables])
+        blocks = _padded_block_tables(chunks, num_blocks, cache.null_block)
         new_positions = starts[:, None] + torch.arange(num_tokens)
         new_blocks = blocks.gather(1, new_positions // block_size)
         slots = new_blocks * block_size + new_positions % block_size
@@ -243,6 +241,17 @@ class GatheredStep:
             num_past_tokens=longest - num_tokens,
             block_size=block_size,
         )
+
+
+def _padded_block_tables(chunks: list[Chunk], num_blocks: int, null_block: int) -> Tensor:
+    """Return the first `num_blocks` blocks of each chunk's sequence, [num_chunks, num_blocks].
+
+    If a sequence has fewer blocks, the null block fills the rest. Example: for 3 blocks, the block
+    tables [7, 3, 9, 4] and [8] give [[7, 3, 9], [8, null, null]].
+    """
+    padding = [null_block] * num_blocks
+    tables = [(chunk.sequence.block_table + padding)[:num_blocks] for chunk in chunks]
+    return torch.tensor(tables)
 
 
 class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transformers' is untyped

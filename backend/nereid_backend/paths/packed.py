@@ -124,7 +124,9 @@ class PackedPath:
                 # Captured graphs and the compiled forward pass do not call the hooks of layers.
                 return self._run_model(batch, self._attention(batch))
             logits = self._replay(batch)
-            return self.run(batch) if logits is None else logits
+            if logits is None:  # no graph can replay the step
+                logits = self.run(batch)
+            return logits
 
     def _replay(self, batch: StepBatch) -> Tensor | None:
         """Replay a step from CUDA graphs, and return its logits.

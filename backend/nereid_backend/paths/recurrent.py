@@ -124,7 +124,8 @@ class RowsPath:
         decodes: list[int] = []
         prefills: list[int] = []
         for index, chunk in enumerate(plan.chunks):
-            if chunk.num_tokens == 1 and chunk.start > 0 and self._has_state(chunk):
+            is_single_token = chunk.num_tokens == 1 and chunk.start > 0
+            if is_single_token and self._has_state(chunk):
                 decodes.append(index)
             else:
                 prefills.append(index)

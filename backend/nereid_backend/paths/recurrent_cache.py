@@ -145,7 +145,8 @@ def _cut_row(value: Any, row: int, num_rows: int) -> Any:  # noqa: ANN401 - any 
 
     Example: for row 1 of 3 rows, a tensor [3, 8] gives its second row as [1, 8].
     """
-    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows:
+    has_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == num_rows
+    if has_rows:
         if num_rows == 1:
             return value
         # The part is copied, because a view would keep the memory of the whole batch allocated.

@@ -39,12 +39,13 @@ _LEFTOVER_AGE_S = 3600
 
 
 def main() -> None:
-    """Compile the model that the engine sends, and send the result."""
+    """Compile the model that the engine sends, and send the result.
+
+    The result is the reason of a failure, or "" after a success. The arguments of the command line
+    are the file descriptor of the connection to the engine, and the folder of the library.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICENESS)
-    # If the memory of the machine is exhausted, Linux kills this process before the engine.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    _lower_priority()
     connection = Connection(int(sys.argv[1]))
     folder = Path(sys.argv[2])
     try:
@@ -64,6 +65,14 @@ def main() -> None:
         connection.send_bytes(reason.encode())
     # Exit immediately. Python's cleanup would take a second, and would wait for the thread.
     os._exit(0)
+
+
+def _lower_priority() -> None:
+    """Let the engine get the CPU and the memory of the machine before this process."""
+    os.nice(_NICENESS)
+    # If the memory of the machine is exhausted, Linux kills this process before the engine.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _compile(message: bytes, folder: Path) -> None:

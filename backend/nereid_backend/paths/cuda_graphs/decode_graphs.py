@@ -114,7 +114,9 @@ class DecodeGraphs:
         num_rows = self.rows_of(batch)
         if num_rows is None or self.failure is not None:
             return None
-        graph = self._graphs.get(num_rows) or self._try_capture(num_rows, batch)
+        graph = self._graphs.get(num_rows)
+        if graph is None:
+            graph = self._try_capture(num_rows, batch)
         if graph is None or self._logits is None:
             return None
         step, replay = graph
@@ -135,7 +137,7 @@ class DecodeGraphs:
         is_decode_step = num_decodes > 0 and not batch.attention.prefills
         if not is_decode_step or batch.num_logits != num_decodes:
             return None
-        for num_rows in self._row_counts:
+        for num_rows in self._row_counts:  # in ascending order
             if num_rows >= num_decodes:
                 return num_rows
         return None

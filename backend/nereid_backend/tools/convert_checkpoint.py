@@ -67,10 +67,9 @@ def convert(source: str, target: str, dtype: Target) -> None:
     integer_names: set[str] = set()
     quantization_config = None
     if bits is not None:
-        with torch.device("meta"):  # The model is needed only for the names of its layers.
-            linear_layers = linear_names(model_class(config)(arguments["config"]))
-        integer_names = linear_layers & weights.keys()
-        quantization_config = _quantization_config(bits, linear_layers, integer_names)
+        linear_weights = _linear_weights(config, arguments["config"])
+        integer_names = linear_weights & weights.keys()
+        quantization_config = _quantization_config(bits, linear_weights, integer_names)
     new_folder.mkdir(parents=True, exist_ok=True)
     _copy_other_files(folder, new_folder)
     _write_shards(new_folder, _converted(weights, integer_names, bits, float_dtype))
@@ -82,6 +81,17 @@ def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' confi
     """Return the data type in a config, or float32 if the config has none."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _linear_weights(config: Any, model_config: Any) -> set[str]:  # noqa: ANN401 - configs of transformers
+    """Return the names of the weights of a model's linear layers, without the output layer.
+
+    Args:
+        config: the config that determines the class of the model.
+        model_config: the config with which the model is created.
+    """
+    with torch.device("meta"):  # The weights of this model need no memory.
+        return linear_names(model_class(config)(model_config))
 
 
 def _converted(

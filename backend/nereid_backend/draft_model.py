@@ -118,6 +118,7 @@ class _Draft:
             keeps_accepted: if False, the draft model also computes accepted draft tokens again.
         """
         own = self.own
+        # The tokens that the large model has chosen since the last update.
         new_tokens = self.target.token_ids[self.first + self.num_known :]
         # The draft model has computed the right tokens up to the index `num_valid`.
         num_valid = self.num_known
@@ -226,7 +227,9 @@ class DraftModel:
         length = self._draft_length(target)
         if length <= 0:
             return None
-        draft = self._drafts.get(target) or self._admit(target)
+        draft = self._drafts.get(target)
+        if draft is None:
+            draft = self._admit(target)
         if draft is None:
             return None
         draft.update(keeps_accepted=self._mtp is None)
@@ -243,8 +246,10 @@ class DraftModel:
     def _draft_length(self, target: Sequence) -> int:
         """Return how many draft tokens a sequence may get in this step; 0 or less for none."""
         num_known = len(target.token_ids)
+        has_output = target.num_output_tokens > 0
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
-        if target.num_output_tokens == 0 or not is_decoding or target.images is not None:
+        is_text_only = target.images is None
+        if not (has_output and is_decoding and is_text_only):
             return 0
         return min(
             self.lengths.next_length(target),
@@ -258,10 +263,12 @@ class DraftModel:
 
         Return None if there are not enough free blocks.
         """
-        first = 0 if self._mtp is None else 1
+        # An MTP layer combines each token with the hidden state of the previous token, so its
+        # sequence leaves out the first token.
+        first_token = 0 if self._mtp is None else 1
         own = Sequence(
             target.request_id,
-            target.token_ids[first:],
+            target.token_ids[first_token:],
             target.params,
             max_total_tokens=target.max_total_tokens,
         )
@@ -270,7 +277,7 @@ class DraftModel:
         own.row = self._free_rows.pop()
         if self._mtp is not None:
             self._mtp.follow(own, target)
-        draft = _Draft(target, own, first, num_known=len(own.token_ids))
+        draft = _Draft(target, own, first_token, num_known=len(own.token_ids))
         self._drafts[target] = draft
         return draft
 

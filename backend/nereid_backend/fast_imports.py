@@ -40,8 +40,9 @@ _SCIPY_FUNCTION = "linear_sum_assignment"
 def importing() -> Iterator[None]:
     """Return a context in which torch and transformers are imported faster.
 
-    Garbage collection is turned off in the context, because the import of torch creates about a
-    hundred thousand permanent objects and no garbage.
+    transformers reads the index of its models from a file, and does not import scipy. Garbage
+    collection is turned off in the context, because the import of torch creates about a hundred
+    thousand permanent objects and no garbage.
     """
     use_cached_index()
     placeholder = _Placeholder(_SCIPY_MODULE)
@@ -51,7 +52,7 @@ def importing() -> Iterator[None]:
         yield
     finally:
         placeholder.remove()
-        gc.freeze()
+        gc.freeze()  # later collections skip the permanent objects
         gc.enable()
 
 

@@ -266,8 +266,9 @@ def _choose_dtype(
     dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
     if isinstance(dtype, str):
         dtype = _DTYPES.get(dtype)
+    is_supported = dtype in _DTYPES.values()
     is_slow_float16 = is_cpu and dtype == torch.float16
-    if dtype not in _DTYPES.values() or is_slow_float16:
+    if not is_supported or is_slow_float16:
         return torch.float32
     if dtype == torch.bfloat16 and has_slow_bfloat16:
         logger.warning(

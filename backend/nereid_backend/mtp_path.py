@@ -87,6 +87,7 @@ class HiddenStates:
                 left unchanged.
         """
         end = start + len(rows)
+        # Each part is a pair: the position of its first hidden state, and its hidden states.
         parts = self._parts.get(sequence, [])
         for part_start, states in parts:
             copy_start = max(part_start, start)
@@ -141,8 +142,9 @@ def _append_states(parts: list[tuple[int, Tensor]], start: int, states: Tensor) 
         states: the new hidden states, [num_tokens, hidden_size].
     """
     last_start, last_states = parts[-1] if parts else (start, states[:0])
-    num_kept = start - last_start
-    if 0 <= num_kept <= len(last_states) < _MAX_APPENDED:
+    num_kept = start - last_start  # the hidden states of the last part before `start`
+    is_adjacent = 0 <= num_kept <= len(last_states)
+    if is_adjacent and len(last_states) < _MAX_APPENDED:
         parts[-1:] = [(last_start, torch.cat([last_states[:num_kept], states]))]
     else:
         # Copy the hidden states. A view would keep the hidden states of the whole step in memory.

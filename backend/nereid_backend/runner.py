@@ -214,7 +214,8 @@ class Runner:
         positions, rows, _ = step.sampling
         if not positions:
             return
-        if len(rows) < len(logits):
+        has_other_rows = len(rows) < len(logits)  # logits from which no token is sampled
+        if has_other_rows:
             logits = logits[upload(np.array(rows), logits.device)]
         step.pending = self._sampler.launch(logits, positions, step.masks)
 

@@ -9,7 +9,6 @@ refused. Every model is tested when it is loaded, because an inexact method woul
 vectors without an error.
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +26,14 @@ from nereid_backend.pooling.forward.pooling_forward import (
     PaddedForward,
     RowsForward,
 )
+from nereid_backend.pooling.forward.self_check_texts import (
+    random_batch,
+    relative_difference,
+    row_errors,
+    self_check_lens,
+)
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
-# The number of tokens in each text that is used to test the methods.
-SELF_CHECK_LENS = (5, 5, 13, 21)
 # Each sliding window is tested with one text. The text has `_BEYOND_WINDOW` more tokens than the
 # window.
 _BEYOND_WINDOW = 6
@@ -43,11 +46,6 @@ _LONGEST_TEXT = 160
 # `_TOLERANCE` from the vectors of the same texts computed one by one.
 _CAUSAL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# Test texts consist of random tokens. If the tokenizer has fewer than `_MIN_TEST_IDS` tokens, token
-# ids below `_MIN_TEST_IDS` are also used, unless the model's vocabulary is smaller.
-_MIN_TEST_IDS = 8
-# The smallest divisor of a relative error. It prevents a division by zero if all numbers are 0.
-_MIN_SCALE = 1e-12
 # A model's code raises one of the errors in `_MODEL_ERRORS` if the code does not support a method
 # or an input.
 _MODEL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AttributeError)
@@ -92,7 +90,7 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
         ModelError: the model's vectors are not finite numbers.
         UnsupportedModelError: no method is exact.
     """
-    batch = random_batch(encoder, _test_lens(max_len))
+    batch = random_batch(encoder, self_check_lens(max_len))
     expected = _vectors_of_single_texts(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, expected)
     if encoder.takes_hook:
@@ -156,7 +154,7 @@ def choose_head(
     Raises:
         UnsupportedModelError: the head's output for a batch is wrong with every method.
     """
-    batch = random_batch(encoder, _test_lens(max_len))
+    batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
     # Values of `Head.rows`. The methods that need one token of each text come first.
@@ -217,67 +215,6 @@ def _whole_model_logits(encoder: Encoder, chosen: ChosenForward, batch: TokenBat
                 logits = logits[0]
             logits_of_texts.append(logits)
     return torch.cat(logits_of_texts)
-
-
-def _test_lens(max_len: int) -> tuple[int, ...]:
-    """Return the number of tokens of each test text, which is at most `max_len`."""
-    return tuple(min(length, max_len) for length in SELF_CHECK_LENS)
-
-
-def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
-    """Return a batch of texts that consist of random tokens.
-
-    `lens` contains the length of each text. The texts contain no special tokens.
-    """
-    plain_ids = _plain_token_ids(encoder)
-    rng = random.Random(0)
-    texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
-    types: list[list[int] | None] = [None] * len(lens)
-    num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
-    if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
-        # Use both type ids. Otherwise, a method that confuses the two type ids could pass the test.
-        types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
-    return TokenBatch.of(texts, types, encoder.device)
-
-
-def _plain_token_ids(encoder: Encoder) -> list[int]:
-    """Return the token ids for random texts: ids of ordinary tokens, if the vocabulary has some."""
-    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
-    size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
-    special_ids = _special_ids(encoder)
-    # The first eighth of many vocabularies contains special, reserved and single-byte tokens.
-    plain_ids = [token_id for token_id in range(size // 8, size) if token_id not in special_ids]
-    return plain_ids or list(range(size))
-
-
-def _special_ids(encoder: Encoder) -> set[int]:
-    """Return the ids of the special tokens in the tokenizer and in the config."""
-    special = set(encoder.tokenizer.all_special_ids)
-    for config in (encoder.model.config, encoder.model.config.get_text_config()):
-        for key, value in config.to_dict().items():
-            if key.endswith("token_id") and isinstance(value, int):
-                special.add(value)
-    return special
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest relative error of all rows (see row_errors)."""
-    return row_errors(actual, expected).max().item()
-
-
-def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the relative error of each row.
-
-    The error of a row is a quotient. The dividend is the root mean square of the differences
-    between the row and the same row of `expected`. The divisor is the root mean square of all
-    elements of `expected`. Example: expected [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]]
-    return [0, 0.1].
-
-    Shapes: actual and expected [num_rows, size]; returns [num_rows].
-    """
-    errors = (actual.float() - expected.float()).square().mean(-1).sqrt()
-    scale = expected.float().square().mean().sqrt()
-    return errors / scale.clamp(min=_MIN_SCALE)
 
 
 def position_table(encoder: Encoder) -> torch.nn.Embedding | None:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from nereid_backend.errors import ModelError, UnsupportedModelError
 from nereid_backend.linear.prepack import prepack_linears
-from nereid_backend.pooling.forward.choose_forward import (
-    SELF_CHECK_LENS,
+from nereid_backend.pooling.forward.packed_texts import TokenBatch
+from nereid_backend.pooling.forward.self_check_texts import (
     random_batch,
     relative_difference,
+    self_check_lens,
 )
-from nereid_backend.pooling.forward.packed_texts import TokenBatch
 from nereid_backend.pooling.loading.load_encoder import Encoder
 
 # Limits for the test of padded batches. Each text is computed twice: in a padded batch, and alone.
@@ -85,7 +85,7 @@ def check_towers(encoder: Encoder, name: str, max_len: int) -> float:
         raise UnsupportedModelError(
             f"{name} is not supported: the model has no method get_text_features."
         )
-    batch = _random_texts(encoder, tuple(min(n, max_len) for n in SELF_CHECK_LENS))
+    batch = _random_texts(encoder, self_check_lens(max_len))
     expected = torch.cat([text_vectors(encoder, text) for text in batch.split()])
     if not expected.isfinite().all():
         raise ModelError(

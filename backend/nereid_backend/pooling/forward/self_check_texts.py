@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short texts of random tokens, with which the methods of computing a batch are tested.
+
+The module also compares the vectors of these texts.
+"""
+
+import random
+
+from torch import Tensor
+
+from nereid_backend.pooling.forward.packed_texts import TokenBatch
+from nereid_backend.pooling.loading.load_encoder import Encoder
+
+# The number of tokens in each text that is used to test the methods.
+_SELF_CHECK_LENS = (5, 5, 13, 21)
+# Test texts consist of random tokens. If the tokenizer has fewer than `_MIN_TEST_IDS` tokens, token
+# ids below `_MIN_TEST_IDS` are also used, unless the model's vocabulary is smaller.
+_MIN_TEST_IDS = 8
+# The smallest divisor of a relative error. It prevents a division by zero if all numbers are 0.
+_MIN_SCALE = 1e-12
+
+
+def self_check_lens(max_len: int) -> tuple[int, ...]:
+    """Return the number of tokens of each test text, which is at most `max_len`."""
+    return tuple(min(length, max_len) for length in _SELF_CHECK_LENS)
+
+
+def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
+    """Return a batch of texts that consist of random tokens.
+
+    `lens` contains the length of each text. The texts contain no special tokens.
+    """
+    plain_ids = _plain_token_ids(encoder)
+    rng = random.Random(0)
+    texts = [[rng.choice(plain_ids) for _ in range(length)] for length in lens]
+    types: list[list[int] | None] = [None] * len(lens)
+    num_types = getattr(encoder.model.config, "type_vocab_size", None) or 0
+    if num_types > 1 and "token_type_ids" in encoder.tokenizer.model_input_names:
+        # Use both type ids. Otherwise, a method that confuses the two type ids could pass the test.
+        types = [[0] * (length // 2) + [1] * (length - length // 2) for length in lens]
+    return TokenBatch.of(texts, types, encoder.device)
+
+
+def _plain_token_ids(encoder: Encoder) -> list[int]:
+    """Return the token ids for random texts: ids of ordinary tokens, if the vocabulary has some."""
+    # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
+    size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
+    special_ids = _special_ids(encoder)
+    # The first eighth of many vocabularies contains special, reserved and single-byte tokens.
+    plain_ids = [token_id for token_id in range(size // 8, size) if token_id not in special_ids]
+    return plain_ids or list(range(size))
+
+
+def _special_ids(encoder: Encoder) -> set[int]:
+    """Return the ids of the special tokens in the tokenizer and in the config."""
+    special = set(encoder.tokenizer.all_special_ids)
+    for config in (encoder.model.config, encoder.model.config.get_text_config()):
+        for key, value in config.to_dict().items():
+            if key.endswith("token_id") and isinstance(value, int):
+                special.add(value)
+    return special
+
+
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of all rows (see row_errors)."""
+    return row_errors(actual, expected).max().item()
+
+
+def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the relative error of each row.
+
+    The error of a row is a quotient. The dividend is the root mean square of the differences
+    between the row and the same row of `expected`. The divisor is the root mean square of all
+    elements of `expected`. Example: expected [[1, 1], [1, 1]] and actual [[1, 1], [1.1, 1.1]]
+    return [0, 0.1].
+
+    Shapes: actual and expected [num_rows, size]; returns [num_rows].
+    """
+    errors = (actual.float() - expected.float()).square().mean(-1).sqrt()
+    scale = expected.float().square().mean().sqrt()
+    return errors / scale.clamp(min=_MIN_SCALE)

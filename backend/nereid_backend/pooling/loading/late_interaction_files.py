@@ -150,6 +150,7 @@ def read_late_interaction(
     else:
         values = _pylate_values(saved)
     values |= {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
+    # The module MultiVectorMask lists the tokens that get no vector.
     mask = find_config(modules, "MultiVectorMask")
     if mask is not None:
         values["skiplist_words"] = mask.get("skiplist_words")

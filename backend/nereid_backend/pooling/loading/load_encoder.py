@@ -219,7 +219,10 @@ def _register_markers(tokenizer: PreTrainedTokenizerBase, spec: CheckpointSpec) 
 def accepts(function: Callable[..., object], name: str) -> bool:
     """Return whether a function accepts a keyword argument with the name `name`."""
     parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepts_any_name = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+    return accepts_any_name or name in parameters
 
 
 def _load_weights(spec: CheckpointSpec, dtype: torch.dtype) -> PreTrainedModel:
@@ -336,15 +339,23 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
         return retrieval_class.from_pretrained, {}
     auto = _AUTO[spec.loader]
     load_with_auto_class = (auto.from_pretrained, {"trust_remote_code": False})
-    if has_folder and spec.loader != BASE:
+    has_head = spec.loader != BASE
+    if has_head and has_folder:
         return load_with_auto_class
     model_class = _model_class(auto, spec)
     if model_class is None:
         return load_with_auto_class
-    if spec.loader != BASE:
+    if has_head:
         return model_class.from_pretrained, {}
-    # The model is loaded without a head. If an encoder-decoder model has no head, only the encoder
-    # computes the token vectors.
+    return _loader_without_head(spec, model_class)
+
+
+def _loader_without_head(
+    spec: CheckpointSpec,
+    model_class: Any,  # noqa: ANN401 - a model class
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a function that loads a model without a head, and its keyword arguments."""
+    # If an encoder-decoder model has no head, only the encoder computes the token vectors.
     if getattr(spec.config, "is_encoder_decoder", False):
         model_class = _encoder_alone(spec, model_class)
     # Load the model without its own pooler. The pooler is not used, and the weights of the pooler
@@ -362,7 +373,10 @@ def _model_class(auto: Any, spec: CheckpointSpec) -> Any:  # noqa: ANN401 - clas
         return None
     # Some configs belong to several classes.
     classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
-    return next((c for c in classes if c.__name__ == spec.architecture), classes[0])
+    for model_class in classes:
+        if model_class.__name__ == spec.architecture:
+            return model_class
+    return classes[0]
 
 
 def _encoder_alone(spec: CheckpointSpec, whole: type) -> Any:  # noqa: ANN401 - a model class
@@ -384,6 +398,7 @@ def _choose_dtype(name: str, config: PretrainedConfig, device: torch.device) -> 
     dtype: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     if isinstance(dtype, str):
         dtype = _DTYPES.get(dtype)
-    if dtype not in _DTYPES.values() or (dtype == torch.float16 and device.type == "cpu"):
+    is_slow_float16 = dtype == torch.float16 and device.type == "cpu"
+    if dtype not in _DTYPES.values() or is_slow_float16:
         return torch.float32
     return dtype  # type: ignore[no-any-return]

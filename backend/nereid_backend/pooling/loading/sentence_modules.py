@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the file modules.json, the list of modules of a sentence-transformers checkpoint."""
+"""Reads modules.json and the settings files of a sentence-transformers checkpoint."""
 
 import json
 from collections.abc import Iterable
@@ -14,6 +14,11 @@ from nereid_backend.errors import ModelError, UnsupportedModelError
 # multi-vector output.
 SPARSE_FILE = "sparse_linear.pt"
 MULTI_VECTOR_FILE = "colbert_linear.pt"
+# The file with the settings of the whole checkpoint, such as its prompts.
+SAVED_FILE = "config_sentence_transformers.json"
+# The files with the settings of the transformers model. Their names contain the architecture.
+# Example: sentence_bert_config.json.
+_SETTINGS_FILES = "sentence_*_config.json"
 
 _FIRST_MODULES = ("Transformer", "MLMTransformer", "CLIPModel")
 _LATER_MODULES = (
@@ -113,6 +118,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not contain a JSON object. Download the file again.")
     return value
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the transformers model, as stored in sentence_*_config.json.
+
+    If several such files exist, return the content of the first file that is not empty. If there is
+    no such file, return {}.
+    """
+    for path in sorted(folder.glob(_SETTINGS_FILES)):
+        content = read_json(path)
+        if content:
+            return content
+    return {}
 
 
 def _check_modules(path: Path, modules: list[ModuleSpec]) -> None:

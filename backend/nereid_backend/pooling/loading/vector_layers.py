@@ -50,16 +50,25 @@ class Layer:
         """Convert float32 vectors [..., in_features] to float32 vectors [..., out_features]."""
         if self.kind == "Normalize":
             return functional.normalize(vectors, dim=-1)
-        weight = self.weights
         if self.kind == "LayerNorm":
-            shape = weight["norm.weight"].shape
-            return functional.layer_norm(vectors, shape, weight["norm.weight"], weight["norm.bias"])
-        out = functional.linear(vectors, weight["linear.weight"], weight.get("linear.bias"))
+            weight = self.weights["norm.weight"]
+            bias = self.weights["norm.bias"]
+            return functional.layer_norm(vectors, weight.shape, weight, bias)
+        return self._dense(vectors)
+
+    def _dense(self, vectors: Tensor) -> Tensor:
+        """Compute a linear layer with its activation and its residual connection.
+
+        The residual connection adds the input to the output. If the input and the output have
+        different sizes, a second matrix converts the input first.
+        """
+        weights = self.weights
+        out = functional.linear(vectors, weights["linear.weight"], weights.get("linear.bias"))
         if self.activation is not None:
             out = self.activation(out)
         if self.residual:
-            if "residual.weight" in weight:
-                vectors = functional.linear(vectors, weight["residual.weight"])
+            if "residual.weight" in weights:
+                vectors = functional.linear(vectors, weights["residual.weight"])
             out = out + vectors
         return out
 

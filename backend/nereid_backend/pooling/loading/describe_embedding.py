@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Describes the checkpoint of an embedding model: its kinds of output and its layers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nereid_backend.errors import UnsupportedModelError
+from nereid_backend.pooling.loading.checkpoint_spec import (
+    MASKED,
+    RETRIEVAL,
+    RETRIEVAL_HEAD,
+    TOWERS,
+    CheckpointSpec,
+)
+from nereid_backend.pooling.loading.late_interaction_files import (
+    STANFORD_ARCHITECTURE,
+    is_pylate,
+    read_late_interaction,
+)
+from nereid_backend.pooling.loading.sentence_modules import (
+    MULTI_VECTOR_FILE,
+    SAVED_FILE,
+    SPARSE_FILE,
+    ModuleSpec,
+    ends_with_normalize,
+    find_config,
+    read_json,
+    read_settings,
+)
+from nereid_backend.pooling.pooling_config import POOLERS, PoolingConfig
+
+# In an older checkpoint, the config of the module Pooling has one boolean field for each pooling
+# method. This dict maps the name of each field to the pooling method.
+_LEGACY_POOLERS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+def describe_embedding(
+    base: CheckpointSpec, settings: PoolingConfig, root: Path, modules: list[ModuleSpec]
+) -> CheckpointSpec:
+    """Return the description of an embedding checkpoint.
+
+    There are four kinds of embedding models: a model with sparse output (SPLADE), a model with a
+    text and an image tower, a model with only multi-vector output, and a model with dense output.
+
+    Args:
+        base: the fields that every task has.
+        settings: the settings.
+        root: the folder of the checkpoint.
+        modules: the modules of the checkpoint; empty if the setting `pooling` replaces them.
+    """
+    if settings.pooling == "splade":
+        return replace(base, kinds=("sparse",), loader=MASKED)
+    # The modules that follow the transformers model.
+    later = [module for module in modules[1:] if module.kind != "Dropout"]
+    splade = find_config(later, "SpladePooling")
+    if splade is not None:
+        return _describe_splade(base, splade)
+    if base.architecture.endswith(RETRIEVAL_HEAD):
+        return replace(base, kinds=("multi_vector",), loader=RETRIEVAL, takes_messages=False)
+    if _has_towers(base.config) and not base.takes_messages:
+        normalizes = ends_with_normalize(later)
+        return replace(base, kinds=("dense",), loader=TOWERS, normalizes=normalizes)
+    return _describe_token_vectors(base, settings, root, later)
+
+
+def _describe_splade(base: CheckpointSpec, splade: dict[str, Any]) -> CheckpointSpec:
+    """Return the description of a checkpoint with sparse output.
+
+    `splade` is the config of the module SpladePooling.
+    """
+    # The activation log1p_relu applies log1p to the logits in addition to the pooling.
+    num_log1p = 2 if splade.get("activation_function") == "log1p_relu" else 1
+    strategy = str(splade.get("pooling_strategy", "max"))
+    return replace(base, kinds=("sparse",), loader=MASKED, splade=(strategy, num_log1p))
+
+
+def _describe_token_vectors(
+    base: CheckpointSpec, settings: PoolingConfig, root: Path, later: list[ModuleSpec]
+) -> CheckpointSpec:
+    """Return the description of a checkpoint that computes its output from token vectors.
+
+    The output consists of the token vectors themselves, or of one pooled vector. `later` contains
+    the modules that follow the transformers model.
+    """
+    token_modules = tuple(
+        module
+        for module in later
+        if module.maps_tokens and module.kind in ("Dense", "Normalize", "LayerNorm")
+    )
+    base = replace(base, token_modules=token_modules)
+    is_stanford = base.architecture == STANFORD_ARCHITECTURE
+    has_modules_without_pooling = bool(later) and find_config(later, "Pooling") is None
+    if is_stanford or has_modules_without_pooling:
+        return _describe_multi_vector(base, root, later)
+    if read_settings(base.folder).get("query_expansion"):
+        raise UnsupportedModelError(
+            f"{base.folder}: query_expansion requires a checkpoint with one vector for each token, "
+            "but this checkpoint pools its token vectors."
+        )
+    return _describe_dense(base, settings, root, later)
+
+
+def _describe_multi_vector(
+    base: CheckpointSpec, root: Path, later: list[ModuleSpec]
+) -> CheckpointSpec:
+    """Return the description of a checkpoint with only multi-vector output, such as ColBERT.
+
+    `later` contains the modules that follow the transformers model, and no Pooling module. The list
+    is empty for a checkpoint in the format of Stanford's ColBERT.
+    """
+    is_stanford = base.architecture == STANFORD_ARCHITECTURE
+    saved = read_json(root / SAVED_FILE)
+    mask = find_config(later, "MultiVectorMask")
+    names_format = is_stanford or is_pylate(saved)
+    has_token_modules = mask is not None or any(module.maps_tokens for module in later)
+    if not names_format and not has_token_modules:
+        raise UnsupportedModelError(
+            f"{root}/modules.json: the file has no Pooling module and no module that maps "
+            "token vectors, so the pooling method is not known. Set pooling."
+        )
+    if mask is not None and mask.get("keep_only_token_ids"):
+        raise UnsupportedModelError(
+            f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported."
+        )
+    settings = read_settings(base.folder)
+    late = read_late_interaction(root, base.architecture, settings, saved, later)
+    if names_format:
+        # The files of these two formats do not name the module Normalize.
+        dense = tuple(module for module in later if module.kind == "Dense")
+        normalize = ModuleSpec("Normalize", root, {})
+        base = replace(base, token_modules=(*dense, normalize))
+    return replace(
+        base,
+        kinds=("multi_vector",),
+        late_interaction=late,
+        prompts=late.mark(base.prompts),
+        max_seq_length=late.longest(base.max_seq_length),
+    )
+
+
+def _describe_dense(
+    base: CheckpointSpec, settings: PoolingConfig, root: Path, later: list[ModuleSpec]
+) -> CheckpointSpec:
+    """Return the description of a checkpoint with dense output.
+
+    The checkpoint may have sparse and multi-vector output, too. `later` contains the modules that
+    follow the transformers model. The list may be empty.
+    """
+    pooling_modules = [module for module in later if module.kind == "Pooling"]
+    pooling = pooling_modules[0] if pooling_modules else None
+    includes_prompt = pooling is None or bool(pooling.config.get("include_prompt", True))
+    vector_modules = tuple(
+        module for module in later if not module.maps_tokens and module.kind != "Pooling"
+    )
+    # None means that the files do not determine whether vectors are scaled to length 1.
+    normalizes = ends_with_normalize(later) if pooling is not None else None
+    if normalizes:
+        # `dense_outputs` first truncates the vectors to `dimensions`, and then scales them. The
+        # module Normalize must not scale the vectors before the truncation, so this module is left
+        # out of the layers.
+        vector_modules = vector_modules[:-1]
+    kinds = ["dense"]
+    if (root / SPARSE_FILE).is_file():
+        kinds.append("sparse")
+    if (root / MULTI_VECTOR_FILE).is_file():
+        kinds.append("multi_vector")
+    return replace(
+        base,
+        kinds=tuple(kinds),
+        poolers=(settings.pooling,) if settings.pooling else _poolers_of(pooling),
+        include_prompt=includes_prompt,
+        vector_modules=vector_modules,
+        normalizes=normalizes,
+    )
+
+
+def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:
+    """Return the pooling methods that are set in the config of the module `pooling`.
+
+    If `pooling` is None, the result is empty, and the model determines the method. If the config of
+    the module names no method, the result is ("mean",).
+
+    Example: {"pooling_mode": "cls"} returns ("cls",). In an older checkpoint,
+    {"pooling_mode_cls_token": true} returns ("cls",).
+
+    Raises:
+        UnsupportedModelError: a method is not supported.
+    """
+    if pooling is None:
+        return ()
+    modes = pooling.config.get("pooling_mode")
+    if modes is None:
+        modes = [name for key, name in _LEGACY_POOLERS.items() if pooling.config.get(key)]
+    if isinstance(modes, str):
+        modes = [modes]
+    names = tuple(modes) or ("mean",)
+    for name in names:
+        # The setting `pooling` may be "splade", but the config of a pooling module must not contain
+        # "splade", because such a module computes dense vectors.
+        if name not in POOLERS or name == "splade":
+            raise UnsupportedModelError(
+                f"{pooling.folder}/config.json: the pooling mode {name} is not supported. The "
+                f"supported modes are {', '.join(_LEGACY_POOLERS.values())}."
+            )
+    return names
+
+
+def _has_towers(config: PretrainedConfig) -> bool:
+    """Return whether the model has separate encoders for texts and for images, like CLIP."""
+    modules = (getattr(config, name, None) for name in ("text_config", "vision_config"))
+    return all(modules) and hasattr(config, "projection_dim")

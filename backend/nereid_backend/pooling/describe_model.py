@@ -136,4 +136,4 @@ def _labels(spec: CheckpointSpec) -> tuple[str, ...]:
         return ()
     names: dict[Any, Any] = spec.config.id2label or {}
     count = int(spec.config.num_labels or 0)
-    return tuple(str(names.get(i, f"LABEL_{i}")) for i in range(count))
+    return tuple(str(names.get(index, f"LABEL_{index}")) for index in range(count))

@@ -108,11 +108,11 @@ class Embedder(_OfflineModel):
             "truncate": truncate,
         }
         listed: list[Any] = [inputs] if isinstance(inputs, str | dict) else list(inputs)
-        if listed and all(isinstance(one, int) for one in listed):
+        if listed and all(isinstance(value, int) for value in listed):
             listed = [listed]  # a list of integers is one input: the token ids of a text
         if not listed:
             return np.zeros((0, dimensions or self.info.dimension), dtype=np.float32)
-        vectors = self._run([_item(one, options) for one in listed])
+        vectors = self._run([_item(value, options) for value in listed])
         return np.stack([np.asarray(vector) for vector in vectors])
 
     def encode_sparse(
@@ -120,7 +120,7 @@ class Embedder(_OfflineModel):
     ) -> list[dict[int, float]]:
         """Return the sparse vector of each text, as a dict from token ids to nonzero weights."""
         options = {"kind": "sparse", "prompt_name": prompt_name, "truncate": truncate}
-        values = self._run([_item(one, options) for one in inputs])
+        values = self._run([_item(text, options) for text in inputs])
         return [value for value in values if isinstance(value, dict)]
 
     def encode_multi(
@@ -131,7 +131,8 @@ class Embedder(_OfflineModel):
         The inputs have the same forms as in `encode`.
         """
         options = {"kind": "multi_vector", "prompt_name": prompt_name, "truncate": truncate}
-        return [np.asarray(value) for value in self._run([_item(one, options) for one in inputs])]
+        items = [_item(value, options) for value in inputs]
+        return [np.asarray(vectors) for vectors in self._run(items)]
 
 
 class Reranker(_OfflineModel):

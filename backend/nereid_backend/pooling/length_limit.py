@@ -33,8 +33,10 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
                 f"{configured}."
             )
         return configured
-    file_limit = spec.max_seq_length or encoder.tokenizer.model_max_length
-    return min(largest, file_limit) if 0 < file_limit < _NO_LIMIT else largest
+    limit_in_files = spec.max_seq_length or encoder.tokenizer.model_max_length
+    if 0 < limit_in_files < _NO_LIMIT:
+        return min(largest, limit_in_files)
+    return largest
 
 
 def _num_positions(encoder: Encoder) -> int | None:

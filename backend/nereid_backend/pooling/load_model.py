@@ -148,10 +148,13 @@ def _choose_pooling(
     of a causal model are scaled.
     """
     is_causal = forward is not None and forward.is_causal
-    poolers = spec.poolers or (("lasttoken",) if is_causal else ("mean",))
-    if spec.normalizes is None:
-        return poolers, is_causal and "dense" in spec.kinds
-    return poolers, spec.normalizes
+    poolers = spec.poolers
+    if not poolers:
+        poolers = ("lasttoken",) if is_causal else ("mean",)
+    normalizes = spec.normalizes
+    if normalizes is None:
+        normalizes = is_causal and "dense" in spec.kinds
+    return poolers, normalizes
 
 
 def _generative_reranker(spec: CheckpointSpec, encoder: Encoder) -> GenerativeReranker | None:

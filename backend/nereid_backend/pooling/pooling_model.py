@@ -108,15 +108,15 @@ class PoolingModel:
             batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
         )
         for indices in batches:
-            items = [batch[i] for i in indices]
+            items = [batch[index] for index in indices]
             if items[0].pixels is not None:
                 computed = self._run_images(items)
             elif self._computes_all_alone or items[0].images is not None:
                 computed = self._run_alone(items)
             else:
                 computed = self._run_texts(items)
-            for i, output in zip(indices, computed, strict=True):
-                outputs[i] = output
+            for index, output in zip(indices, computed, strict=True):
+                outputs[index] = output
         return outputs
 
     @property
@@ -127,13 +127,15 @@ class PoolingModel:
     @property
     def _is_packed(self) -> bool:
         """Whether the token vectors and the output of the head are computed without padding."""
-        forward, head = self._loaded.forward, self._loaded.head
+        forward = self._loaded.forward
+        head = self._loaded.head
         has_padded_head = head is not None and head.rows in ("all", "whole")
         return forward is not None and forward.path == "packed" and not has_padded_head
 
     def _run_alone(self, items: list[Prepared]) -> list[Value | None]:
         """Compute inputs one by one, and return their outputs. The inputs may contain images."""
-        image_forward, loaded = self._image_forward, self._loaded
+        image_forward = self._image_forward
+        loaded = self._loaded
         assert image_forward is not None
         if loaded.reranker is not None:
             rows = torch.stack([image_forward.last_logits(prepared) for prepared in items])

@@ -51,7 +51,9 @@ class TokenQueue:
 
     def add(self, request_id: str, items: Sequence[Prepared]) -> None:
         """Add the items of a request."""
-        queued_items = [QueuedItem(request_id, i, one) for i, one in enumerate(items)]
+        queued_items = [
+            QueuedItem(request_id, index, prepared) for index, prepared in enumerate(items)
+        ]
         queued_items.sort(key=lambda queued: queued.prepared.num_tokens)
         self._waiting[request_id] = deque(queued_items)
         self.num_items += len(queued_items)

@@ -81,9 +81,9 @@ class GenerativeReranker:
         # For its own checkpoints, sentence-transformers always renders messages with the roles
         # "query" and "document". The template of such a checkpoint is therefore accepted even if it
         # copies any role name into the prompt.
-        self._has_roles = bool(tokenizer.chat_template) and self._renders_roles(
-            must_be_known=not is_for_sentence_transformers
-        )
+        self._has_roles = False
+        if tokenizer.chat_template:
+            self._has_roles = self._renders_roles(must_be_known=not is_for_sentence_transformers)
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None

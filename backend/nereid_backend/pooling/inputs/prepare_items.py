@@ -112,8 +112,8 @@ class ItemPreparer:
         )
         self._rules = TextRules.of(spec.late_interaction, info.max_model_len, tokenizer)
         # Some tokenizers return type ids although the model has no embedding for them.
-        kinds = getattr(spec.config, "type_vocab_size", None)
-        self._wants_types = kinds != 1 and "token_type_ids" in tokenizer.model_input_names
+        num_types = getattr(spec.config, "type_vocab_size", None)
+        self._wants_types = num_types != 1 and "token_type_ids" in tokenizer.model_input_names
 
     def start_image_process(self) -> None:
         """Start the process that decodes images, and wait until the process is ready.
@@ -334,5 +334,7 @@ def _texts_of(item: PoolingItem) -> tuple[str, ...]:
 
     Example: the prompt "query: " and the pair ("a", "b") return ("query: a", "b").
     """
-    first, *rest = (one for one in item.pair or (item.text or "",) if isinstance(one, str))
-    return ((item.prompt or "") + first, *rest)
+    fields = (item.text or "",) if item.pair is None else item.pair
+    first, *rest = (field for field in fields if isinstance(field, str))
+    prompt = item.prompt or ""
+    return (prompt + first, *rest)

@@ -124,8 +124,8 @@ class CacheCalls:
 
         A response can be sent now if its request waited only for the dead process.
         """
-        calls = [(one, call) for one, call in self._waiting.items() if replica in call.missing]
-        answers = [self.refuse(call_id, replica, error) for call_id, _ in calls]
+        call_ids = [call_id for call_id, call in self._waiting.items() if replica in call.missing]
+        answers = [self.refuse(call_id, replica, error) for call_id in call_ids]
         return [answer for answer in answers if answer is not None]
 
     def take_waiting(self) -> list[Any]:

@@ -74,9 +74,10 @@ class EngineCalls:
                 elif not running:
                     self._respond(sender, CapacityError(self._outage()))
                 else:
-                    with_id = calls.add(message, sender, [process.index for process in running])
+                    indices = [process.index for process in running]
+                    message_with_id = calls.add(message, sender, indices)
                     for process in running:
-                        process.child.send(with_id)
+                        process.child.send(message_with_id)
 
     def note_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
         """Record that an engine process has changed its adapters or weights.

@@ -106,7 +106,8 @@ class EngineMetrics:
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
         self._labels = {"model_name": _ensemble_of(executor)}
-        families = self._families = MetricFamilies()
+        families = MetricFamilies()
+        self._families = families
         # The gauge of the executor, and its last published value. The value is None before the
         # first publication.
         self._num_requests = families.gauge(
@@ -192,11 +193,12 @@ def _create_engines(
 
 def _create_histograms(families: MetricFamilies, labels: Mapping[str, str]) -> dict[str, Any]:
     """Create the histograms of requests, and return them by name."""
-    return {
-        name: families.histogram(name, text).Metric(dict(labels), buckets=list(bounds))
-        for texts, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS))
-        for name, text in texts.items()
-    }
+    histograms: dict[str, Any] = {}
+    for texts, bounds in ((_DURATIONS, DURATION_BUCKETS_S), (_SIZES, SIZE_BUCKETS)):
+        for name, text in texts.items():
+            family = families.histogram(name, text)
+            histograms[name] = family.Metric(dict(labels), buckets=list(bounds))
+    return histograms
 
 
 def _publish_gauges(engine: _EngineState, stats: Mapping[str, int]) -> None:

@@ -247,17 +247,18 @@ class ExecutorModel(SupervisedModel[Stream]):
     def publish_metrics(self) -> None:
         """Publish the metrics, at most ten times a second."""
         now = time.monotonic()
-        if now >= self._publish_due:
-            self._publish_due = now + _PUBLISH_INTERVAL_S
-            engines = [
-                {
-                    **self._engine_stats[process.index],
-                    "num_engine_restarts": process.num_restarts,
-                    "engine_up": int(process.is_running),
-                }
-                for process in self.processes
-            ]
-            self._metrics.publish(engines, len(self.requests), self._statistics)
+        if now < self._publish_due:
+            return
+        self._publish_due = now + _PUBLISH_INTERVAL_S
+        engines = [
+            {
+                **self._engine_stats[process.index],
+                "num_engine_restarts": process.num_restarts,
+                "engine_up": int(process.is_running),
+            }
+            for process in self.processes
+        ]
+        self._metrics.publish(engines, len(self.requests), self._statistics)
 
     def _handle_refusal(
         self, process: SupervisedProcess, request_id: str, error_class: str, text: str
@@ -372,7 +373,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         """
         if stream.is_aborting or stream.has_ended:
             return
-        signals = [self._feedback.signal(one.slot, stream.serial) for one in stream.sequences]
+        signals = [
+            self._feedback.signal(sequence.slot, stream.serial) for sequence in stream.sequences
+        ]
         if Signal.CANCELLED in signals or self._lost_clients.has_lost_client(stream):
             stream.is_aborting = True
             self._statistics.counts["requests_disconnected_total"] += 1

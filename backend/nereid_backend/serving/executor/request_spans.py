@@ -16,14 +16,17 @@ def record_spans(tracing: Tracing, stream: Stream, now: float) -> None:
     parent = timing.traceparent
     if timing.compilation is not None:
         tracing.record("nereid.grammar", parent, *timing.compilation)
-    tracing.record("nereid.queue", parent, timing.arrived, timing.started or now)
+    # If a phase has not ended, its span ends now.
+    end_of_queue = now if timing.started is None else timing.started
+    tracing.record("nereid.queue", parent, timing.arrived, end_of_queue)
     if timing.started is None:
         return
+    end_of_prefill = now if timing.first_token is None else timing.first_token
     tracing.record(
         "nereid.prefill",
         parent,
         timing.started,
-        timing.first_token or now,
+        end_of_prefill,
         gen_ai__usage__input_tokens=timing.num_prompt_tokens,
         nereid__cached_tokens=max(sequence.num_cached_tokens for sequence in stream.sequences),
     )

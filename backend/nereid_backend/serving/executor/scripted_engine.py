@@ -29,9 +29,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -47,8 +45,9 @@ from nereid_backend.core.outputs import (
 )
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.engine.prefix_sessions import PrefixSessions
-from nereid_backend.errors import ConfigError, EngineError, RequestError
+from nereid_backend.errors import EngineError, RequestError
 from nereid_backend.serving.executor.engine_process import serve_engine
+from nereid_backend.serving.executor.script_rules import Rule, read_script
 
 SCRIPT_VARIABLE = "NEREID_SCRIPT"
 
@@ -57,70 +56,8 @@ _DEFAULT_MAX_MODEL_LEN = 4096
 _NUM_BLOCKS = 1024
 _LOGPROB = -0.5
 _IDLE_SLEEP_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of the script: the output for requests whose prompt contains the text `when`.
-
-    The module's docstring describes the fields. `token_ids` contains either one output that all
-    sequences of a request share, or one output for each sequence.
-    """
-
-    when: str
-    token_ids: tuple[tuple[int, ...], ...]
-    tokens_per_step: int = 1
-    delay_ms: float = 0.0
-    num_cached_tokens: int = 0
-    ends: bool = True
-    error: str = ""
-    is_refused: bool = False
-    fault: str = ""
-
-
-def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
-    """Return the rules of the script at `path`.
-
-    Args:
-        path: a JSON file.
-        encode: converts text to token ids.
-
-    Raises:
-        ConfigError: the script cannot be read, or a rule has an unknown key.
-    """
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        for entry in entries:
-            _check_keys(entry)
-        return [_rule(dict(entry), encode) for entry in entries]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"script: the file {path} cannot be read as a list of rules: {error}"
-        ) from error
-
-
-def _check_keys(entry: dict[str, Any]) -> None:
-    """Raise a ConfigError if an entry of the script has an unknown key."""
-    known_keys = {field.name for field in fields(Rule)} | {"text"}
-    unknown_keys = sorted(entry.keys() - known_keys)
-    if unknown_keys:
-        raise ConfigError(
-            f"script: a rule has the unknown key {unknown_keys[0]!r}. The known keys are "
-            f"{', '.join(sorted(known_keys))}."
-        )
-
-
-def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
-    """Convert one entry of the script to a Rule."""
-    text = entry.pop("text", None)
-    ids = entry.pop("token_ids", None)
-    if text is not None:
-        texts = text if isinstance(text, list) else [text]
-        outputs = [tuple(encode(one)) for one in texts]
-    else:
-        rows = ids if ids and isinstance(ids[0], list) else [ids or []]
-        outputs = [tuple(row) for row in rows]
-    return Rule(token_ids=tuple(outputs), **entry)
+# A fault that begins with this text uses the CPU; see `_cause_fault`.
+_BUSY_PREFIX = "busy "
 
 
 class _Sequence:
@@ -228,7 +165,9 @@ class ScriptedEngine:
                 "(max_model_len)"
             )
         rule = self._find_rule(self._tokenizer.decode(prompt, skip_special_tokens=False))
-        limit = min(max_new_tokens, params.max_tokens or max_new_tokens)
+        limit = max_new_tokens
+        if params.max_tokens is not None:
+            limit = min(limit, params.max_tokens)
         self._queue[request_id] = _Request(prompt, params, rule, limit, self.info.eos_token_ids)
 
     def _find_rule(self, prompt_text: str) -> Rule:
@@ -284,12 +223,12 @@ class ScriptedEngine:
         """For each sequence whose delay has passed, return an update with the next tokens."""
         now = time.monotonic()
         self._start_waiting(now)
-        updates = [
-            self._advance(request_id, request, sequence, now)
-            for request_id, request in list(self._requests.items())
-            for sequence in list(request.sequences.values())
-            if sequence.is_aborted or sequence.due <= now
-        ]
+        updates = []
+        for request_id, request in self._requests.items():
+            # `_advance` removes an ended sequence from the request.
+            for sequence in list(request.sequences.values()):
+                if sequence.is_aborted or sequence.due <= now:
+                    updates.append(self._advance(request_id, request, sequence, now))
         self._requests = {
             request_id: request
             for request_id, request in self._requests.items()
@@ -333,19 +272,9 @@ class ScriptedEngine:
         """
         rule = sequence.rule
         is_first = sequence.num_tokens == 0
-        if rule.fault.startswith("busy "):
-            if is_first:
-                _use_cpu(float(rule.fault.removeprefix("busy ")))
-        elif rule.fault and not sequence.is_aborted:
-            raise EngineError(rule.fault)
+        _cause_fault(sequence)
         sequence.due = now + rule.delay_ms / 1000
-        token_ids: list[int] = []
-        finish: FinishReason | None = "abort" if sequence.is_aborted else None
-        if rule.error:
-            finish = "error"
-        while finish is None and len(token_ids) < rule.tokens_per_step:
-            token_ids.append(sequence.next_token())
-            finish = _finish(token_ids[-1], sequence.num_tokens, request)
+        token_ids, finish = _next_tokens(request, sequence)
         if finish is not None:
             del request.sequences[sequence.index]
         params = request.params
@@ -388,6 +317,42 @@ def _eos_token(model: str) -> str:
     config = json.loads((Path(model) / "tokenizer_config.json").read_text(encoding="utf-8"))
     token = config.get("eos_token") or ""
     return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _cause_fault(sequence: _Sequence) -> None:
+    """Do what the fault of a sequence's rule requires. Do nothing if the rule has no fault.
+
+    The fault "busy 2" uses the CPU for 2 seconds before the first token.
+
+    Raises:
+        EngineError: the rule has any other fault, and the sequence is not aborted.
+    """
+    fault = sequence.rule.fault
+    if fault.startswith(_BUSY_PREFIX):
+        if sequence.num_tokens == 0:
+            _use_cpu(float(fault.removeprefix(_BUSY_PREFIX)))
+    elif fault and not sequence.is_aborted:
+        raise EngineError(fault)
+
+
+def _next_tokens(request: _Request, sequence: _Sequence) -> tuple[list[int], FinishReason | None]:
+    """Return the scripted tokens of the next step, and the reason why the sequence ends.
+
+    The reason is None if the sequence continues. A sequence that is aborted or has an error gets no
+    tokens.
+
+    Mutates: the position of `sequence` in its script.
+    """
+    if sequence.rule.error:
+        return [], "error"
+    if sequence.is_aborted:
+        return [], "abort"
+    token_ids: list[int] = []
+    finish: FinishReason | None = None
+    while finish is None and len(token_ids) < sequence.rule.tokens_per_step:
+        token_ids.append(sequence.next_token())
+        finish = _finish(token_ids[-1], sequence.num_tokens, request)
+    return token_ids, finish
 
 
 def _use_cpu(seconds: float) -> None:

@@ -225,8 +225,10 @@ class Stream:
         "response_format: the value ...".
         """
         field, colon, rest = message.partition(":")
-        is_about_grammar = colon and self.grammar_field and field in (*KINDS, "grammar")
-        return f"{self.grammar_field}:{rest}" if is_about_grammar else message
+        is_about_grammar = bool(colon) and field in (*KINDS, "grammar")
+        if is_about_grammar and self.grammar_field:
+            return f"{self.grammar_field}:{rest}"
+        return message
 
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
         """Return the time at which the next step is due, as a value of time.monotonic().

@@ -25,6 +25,8 @@ from nereid_backend.serving.executor.shared_limit import SharedLimit
 # started. With fewer than 8 such requests, the rate is unknown.
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
+# The shortest time that is used for the rate of starts. It prevents an estimate of 0 seconds.
+_MIN_PASSED_S = 1e-3
 _LONGEST_RETRY_S = 60
 # The waiting time is only an estimate, and the real waiting time can be longer. Therefore a request
 # is refused if the estimate exceeds `_MARGIN` times the request's time limit. Without this margin,
@@ -104,7 +106,8 @@ class WaitingLimits:
 
         The text does not end with a full stop. Return "" if the request is not refused.
         """
-        client, num_tokens = timing.client_id, timing.num_prompt_tokens
+        client = timing.client_id
+        num_tokens = timing.num_prompt_tokens
         if not self._requests.allows(client, 1):
             return (
                 f"{self._requests.used} requests are waiting{self._own_part(client)}, and the "
@@ -141,7 +144,9 @@ class WaitingLimits:
         """
         if len(self._start_times) < _MIN_SAMPLES:
             return None
-        passed_s = max(now - self._start_times[0], 1e-3)
+        # The engine has started `num_starts` requests during the last `passed_s` seconds.
+        num_starts = len(self._start_times) - 1
+        passed_s = max(now - self._start_times[0], _MIN_PASSED_S)
         num_before = self._requests.used
         if client:
             # The engine starts one request of each client in turn. Suppose that the client of the
@@ -149,7 +154,7 @@ class WaitingLimits:
             # request. During this time, the engine starts at most n requests of each other client.
             num_own = self._requests.used_by(client)
             num_before = min(num_before, num_own * self._requests.num_clients)
-        return num_before * passed_s / (len(self._start_times) - 1)
+        return num_before * passed_s / num_starts
 
 
 def _retry_sentence(wait_s: float | None) -> str:

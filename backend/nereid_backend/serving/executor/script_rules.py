@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the script of the scripted engine; the docstring of scripted_engine.py describes it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nereid_backend.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of the script: the output for requests whose prompt contains the text `when`.
+
+    The docstring of scripted_engine.py describes the fields. `token_ids` contains either one output
+    that all sequences of a request share, or one output for each sequence.
+    """
+
+    when: str
+    token_ids: tuple[tuple[int, ...], ...]
+    tokens_per_step: int = 1
+    delay_ms: float = 0.0
+    num_cached_tokens: int = 0
+    ends: bool = True
+    error: str = ""
+    is_refused: bool = False
+    fault: str = ""
+
+
+def read_script(path: Path, encode: Callable[[str], list[int]]) -> list[Rule]:
+    """Return the rules of the script at `path`.
+
+    Args:
+        path: a JSON file.
+        encode: converts text to token ids.
+
+    Raises:
+        ConfigError: the script cannot be read, or a rule has an unknown key.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        for entry in entries:
+            _check_keys(entry)
+        return [_rule(dict(entry), encode) for entry in entries]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"script: the file {path} cannot be read as a list of rules: {error}"
+        ) from error
+
+
+def _check_keys(entry: dict[str, Any]) -> None:
+    """Raise a ConfigError if an entry of the script has an unknown key."""
+    known_keys = {field.name for field in fields(Rule)} | {"text"}
+    unknown_keys = sorted(entry.keys() - known_keys)
+    if unknown_keys:
+        raise ConfigError(
+            f"script: a rule has the unknown key {unknown_keys[0]!r}. The known keys are "
+            f"{', '.join(sorted(known_keys))}."
+        )
+
+
+def _rule(entry: dict[str, Any], encode: Callable[[str], list[int]]) -> Rule:
+    """Convert one entry of the script to a Rule."""
+    text = entry.pop("text", None)
+    ids = entry.pop("token_ids", None)
+    if text is not None:
+        texts = text if isinstance(text, list) else [text]
+        outputs = [tuple(encode(text_of_sequence)) for text_of_sequence in texts]
+    else:
+        rows = ids if ids and isinstance(ids[0], list) else [ids or []]
+        outputs = [tuple(row) for row in rows]
+    return Rule(token_ids=tuple(outputs), **entry)

@@ -140,7 +140,9 @@ class _JobProgress:
         if name == "pair":
             # msgpack turns tuples into lists, but PoolingItem needs a tuple.
             return {"pair": tuple(value)}
-        return dict(value) if name == "mixed" else {name: value}
+        if name == "mixed":
+            return dict(value)
+        return {name: value}
 
     def add_result(self, first: int, result: PoolingResult) -> None:
         """Store the result of one input. `first` is the index of the first input of the slice."""
@@ -157,7 +159,7 @@ class _JobProgress:
         """Return the outcome of the complete job."""
         values = [value for value in self.values if value is not None]
         kind = self.job.options.get("kind") or _kind_of(values[0])
-        offsets = [one for one in self.offsets if one is not None]
+        offsets = [offset for offset in self.offsets if offset is not None]
         return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:

@@ -83,21 +83,21 @@ class Outcome:
         """
         counts = np.zeros(0, dtype=np.int32)
         weights: list[Weights] = []
-        stacked = np.zeros((0, 0), dtype=np.float32)
+        joined_values = np.zeros((0, 0), dtype=np.float32)
         if kind == "sparse":
             weights = [_weights(value) for value in values if isinstance(value, dict)]
-        elif kind == "multi_vector":
+        elif kind in ("multi_vector", "token_classify"):
+            # Each value is an array with one row for each token.
             arrays = [np.asarray(value, dtype=np.float32) for value in values]
-            counts = np.array([len(array) for array in arrays], dtype=np.int32)
-            stacked = np.concatenate(arrays)
-        elif kind == "token_classify":
-            stacked = np.concatenate([np.asarray(value, dtype=np.float32) for value in values])
+            joined_values = np.concatenate(arrays)
+            if kind == "multi_vector":
+                counts = np.array([len(array) for array in arrays], dtype=np.int32)
         else:
-            stacked = np.array(values, dtype=np.float32)
+            joined_values = np.array(values, dtype=np.float32)
         all_offsets = np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32)
         return cls(
             kind=kind,
-            values=stacked,
+            values=joined_values,
             counts=counts,
             weights=weights,
             num_tokens=np.array(num_tokens, dtype=np.int32),

@@ -189,7 +189,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
         job = self.read_job(request, given, options)
         if not job.inputs:
-            outputs = self.empty_outputs() | (self._info() if returns_info else {})
+            outputs = self.empty_outputs()
+            if returns_info:
+                outputs = outputs | self._info()
             self.respond_later(sender, outputs)
             return
         self._add_job(request, sender, job, returns_info=returns_info)

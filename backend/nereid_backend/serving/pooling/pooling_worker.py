@@ -68,11 +68,14 @@ def serve_worker(make: MakeEngine) -> NoReturn:
         make: builds the engine. The arguments are the engine's settings and a function that reports
             slow operations.
     """
-    serve(
-        lambda settings, send, progress: WorkerService(
-            make(PoolingConfig(**settings), progress), send
-        )
-    )
+
+    def load(
+        settings: dict[str, Any], send: Send, progress: Callable[[str], None]
+    ) -> WorkerService:
+        engine = make(PoolingConfig(**settings), progress)
+        return WorkerService(engine, send)
+
+    serve(load)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def choose_format(
     except NereidParsersError as error:
         raise ConfigError(f"reasoning_parser, tool_parser: {error}") from error
     policy = _POLICIES.get(settings.parser_policy)
-    return fmt if fmt is None or policy is None else fmt.with_policy(policy)
+    if fmt is None or policy is None:
+        return fmt
+    return fmt.with_policy(policy)
 
 
 def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Format | None:
@@ -60,7 +62,8 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     in the content. If one parser is turned off, the other parser is used only if its own setting
     names a format.
     """
-    reasoning, tools = settings.reasoning_parser, settings.tool_parser
+    reasoning = settings.reasoning_parser
+    tools = settings.tool_parser
     is_turned_off = NO_FORMAT in (reasoning, tools)
     if not is_turned_off:
         template = read_chat_template(settings)

@@ -261,9 +261,11 @@ class Choice:
         """Determine the finish reason and the stop reason."""
         self._message.finish()
         if self.stop_string is not None:
-            self._finish_reason, self._stop_reason = "stop", self.stop_string
+            self._finish_reason = "stop"
+            self._stop_reason = self.stop_string
         else:
-            self._finish_reason, self._stop_reason = ending.finish_reason, ending.stop_reason
+            self._finish_reason = ending.finish_reason
+            self._stop_reason = ending.stop_reason
             if self._checked_message is not None and ending.finish_reason == "stop":
                 self._checked_message.is_complete = True
         if self._finish_reason == "stop" and self._message.has_calls:

@@ -13,6 +13,9 @@ _LONGEST_INTERVAL_S = 0.5
 # CPU, the time limit for a busy process is `_BUSY_LIMIT_FACTOR` times as long.
 _MIN_CPU_LOAD = 0.1
 _BUSY_LIMIT_FACTOR = 10
+# In /proc/PID/stat, the user time and the system time are the 12th and the 13th field after the
+# name of the program.
+_CPU_TIMES = slice(11, 13)
 
 
 class HangWatch:
@@ -81,9 +84,9 @@ class HangWatch:
         busy_limit_s = _BUSY_LIMIT_FACTOR * limit_s
         if not is_on_cpu or self.silent_s > busy_limit_s:
             return True
-        used_s = self._cpu_seconds() - self._cpu_before_s
+        used_cpu_s = self._cpu_seconds() - self._cpu_before_s
         measured_s = self.silent_s - measuring_from_s
-        is_busy = used_s > _MIN_CPU_LOAD * measured_s
+        is_busy = used_cpu_s > _MIN_CPU_LOAD * measured_s
         return not is_busy
 
     def _measure_silence(self, *, is_working: bool) -> None:
@@ -99,9 +102,9 @@ def cpu_seconds(pid: int) -> float:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # The second field of /proc/PID/stat is the name of the program in parentheses. The name
-            # can contain spaces. The CPU times are the 12th and the 13th field after the last
-            # parenthesis.
-            user, system = file.read().rpartition(")")[2].split()[11:13]
+            # can contain spaces.
+            _, _, fields_after_name = file.read().rpartition(")")
+            user, system = fields_after_name.split()[_CPU_TIMES]
     except OSError:
         return 0.0
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

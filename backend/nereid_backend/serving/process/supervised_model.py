@@ -373,7 +373,8 @@ class SupervisedModel(ABC, Generic[RequestT]):
         `nereid serve` restarts the server if it reads a line that begins with "error:". Such a line
         is therefore written only if no other process of the model is left.
         """
-        if self.outage and all(one.has_given_up for one in self.processes):
+        have_all_given_up = all(other.has_given_up for other in self.processes)
+        if self.outage and have_all_given_up:
             tensors.progress(f"error: {self.log_prefix}{self.outage}")
         else:
             tensors.progress(

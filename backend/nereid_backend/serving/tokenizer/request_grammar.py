@@ -196,10 +196,13 @@ def _check_tool_choice(choice: object) -> None:
     """
     if choice is None or isinstance(choice, str):
         return
+    # The object `allowed_tools` or tool_choice itself can contain a list of tools.
     object_with_list = choice.get("allowed_tools", choice) if isinstance(choice, Mapping) else None
-    tools = object_with_list.get("tools", []) if isinstance(object_with_list, Mapping) else None
-    is_list_of_tools = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-    if not is_list_of_tools:
+    is_valid = False
+    if isinstance(object_with_list, Mapping):
+        tools = object_with_list.get("tools", [])
+        is_valid = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    if not is_valid:
         raise RequestError(
             "tool_choice: the value must be auto, required, none or an object that names "
             f"functions, but the request has {shown(choice)}."

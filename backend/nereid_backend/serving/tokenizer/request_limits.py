@@ -36,6 +36,9 @@ _OTHER_BYTES = 4 * 2**20
 # max_model_len times the bytes of the longest token.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
+# Some fields contain lists of token ids. A request can have this number of lists with
+# max_model_len token ids each.
+_TOKEN_LISTS = 4
 _MIN_VALUES = 100_000
 # The largest number of nested levels. msgpack can pack 511 levels, and Python's recursion limit is
 # higher.
@@ -87,8 +90,7 @@ class RequestLimits:
             max_request_bytes=_ESCAPED_BYTES * max_chat_bytes + _OTHER_BYTES,
             # A chat with more than `max_messages` messages has more than max_model_len tokens.
             max_messages=max(max_model_len // max(min_message_tokens, 1), _MIN_MESSAGES),
-            # Some fields contain lists of token ids, and a request can have several such lists.
-            max_values=max(4 * max_model_len, _MIN_VALUES),
+            max_values=max(_TOKEN_LISTS * max_model_len, _MIN_VALUES),
         )
 
     def check_json(self, field: str, text: str) -> None:
@@ -127,7 +129,8 @@ class RequestLimits:
         Raises:
             RequestError: the chat exceeds a limit.
         """
-        messages, tools = body.get("messages"), body.get("tools")
+        messages = body.get("messages")
+        tools = body.get("tools")
         if isinstance(messages, list):
             self._check_num_messages(len(messages))
         if isinstance(tools, list) and len(tools) > self.max_tools:
@@ -235,7 +238,8 @@ def measure(value: object, limits: RequestLimits) -> Size:
     Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and 2 levels. The 4 values are the
     object, the list, "x" and 1. The level 0 is the object, and the level 2 is "x" and 1.
     """
-    num_bytes = num_values = 0
+    num_bytes = 0
+    num_values = 0
     depth = -1
     # The values of one level are counted together, because recursion could exceed Python's limit.
     values_of_level: list[Any] = [value]

@@ -99,8 +99,10 @@ class RequestWorkers:
             False after `stop` was called.
         """
         can_wait = not self._short
+        # While long requests wait, check from time to time whether their clients have disconnected.
+        timeout_s = _POLL_S if self._long else None
         try:
-            entry = self._entries.get(block=can_wait, timeout=_POLL_S if self._long else None)
+            entry = self._entries.get(block=can_wait, timeout=timeout_s)
         except queue.Empty:
             if can_wait:
                 self._drop_abandoned()

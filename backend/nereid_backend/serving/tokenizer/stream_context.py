@@ -62,7 +62,7 @@ def stream_context(
         stream=stream,
         num_prompt_tokens=len(prompt.token_ids),
         n=checked.params.n,
-        seed_token_ids=() if body else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
+        seed_token_ids=() if is_chat else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
         prepend=prepend,
         stop=options.stop,
         min_tokens=checked.params.min_tokens,
@@ -72,7 +72,7 @@ def stream_context(
         prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
         tools=tuple(checked.tools or ()),
         reads_calls=body is None or body.get("tool_choice") != "none",
-        prompt=prompt_tail(prompt) if body else None,
+        prompt=prompt_tail(prompt) if is_chat else None,
         separate_reasoning=options.separate_reasoning,
         include_reasoning=options.include_reasoning,
         strict_schema=checked.grammar.strict_schema,
@@ -105,5 +105,9 @@ def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: b
             "exclude_input_in_output: the value false requires stream=false, but the request has "
             "stream=true. Leave the field out or send true."
         )
-    is_excluded = (stream or is_chat) if excluded is None else excluded
-    return "" if is_excluded else prompt.text or ""
+    is_excluded = excluded
+    if is_excluded is None:
+        is_excluded = stream or is_chat
+    if is_excluded or prompt.text is None:
+        return ""
+    return prompt.text

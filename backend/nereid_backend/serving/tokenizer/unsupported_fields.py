@@ -155,7 +155,7 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 def _is_accepted(value: object, accepted: tuple[Any, ...]) -> bool:
     """Return whether `value` is in `accepted`. The text "false" counts as the value False."""
     if isinstance(value, str):
-        texts = {str(one).lower() for one in accepted}
+        texts = {str(accepted_value).lower() for accepted_value in accepted}
         return value in accepted or value.strip().lower() in texts
     return value in accepted
 

@@ -269,8 +269,10 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
     because these determine the imported modules. If the request differs from this process, log a
     warning.
     """
-    own, other = _relevant_variables(environment), _relevant_variables(request.environment)
-    differences = sorted(name for name, _ in own.items() ^ other.items())
+    own = _relevant_variables(environment)
+    requested = _relevant_variables(request.environment)
+    # The operator ^ gives the pairs (name, value) that only one of the two dicts contains.
+    differences = sorted(name for name, _ in own.items() ^ requested.items())
     if request.python != python_identity() or differences:
         log.warning(
             "the fork server does not create the process %s, because its Python or these "
@@ -303,6 +305,7 @@ def _run_module(request: Request) -> None:
     for file, standard_file in ((output, _STDOUT), (errors, _STDERR)):
         os.dup2(file, standard_file)
         os.close(file)
+    # The text "{fd}" in an argument becomes the number of the channel's file in this process.
     arguments = [argument.format(fd=channel) for argument in request.arguments]
     _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]

@@ -109,7 +109,7 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
     """
     request = {
         "module": module,
-        "arguments": ["{fd}", title],
+        "arguments": ["{fd}", title],  # the fork server replaces {fd} by the number of a file
         "python": python_identity(),
         "environment": dict(os.environ),
         "folder": os.getcwd(),
@@ -122,6 +122,7 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
         with os.fdopen(os.memfd_create("request"), "wb") as file:
             file.write(json.dumps(request).encode())
             file.flush()
+            # The standard output and the standard error have the numbers 1 and 2.
             files = [file.fileno(), channel.fileno(), 1, 2]
             socket.send_fds(connection, [b"\0"], files)
         return ForkedProcess(connection)

@@ -208,9 +208,11 @@ class Scheduler:
         sequences = self._requests.sequences_of(request_id)
         # End the last sequence first. If the first sequence ended first, the next sequence would
         # become the leader and enter the waiting queue.
-        matching = [s for s in reversed(sequences) if index in (None, s.index)]
-        ended = [self._end(sequence, "abort") for sequence in matching]
-        self._ended += reversed(ended)
+        last_first = [
+            sequence for sequence in reversed(sequences) if index in (None, sequence.index)
+        ]
+        updates = [self._end(sequence, "abort") for sequence in last_first]
+        self._ended += reversed(updates)
 
     def plan(self) -> StepPlan:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks."""

@@ -298,16 +298,8 @@ class StepPlanner:
         returns None, nothing more is preempted.
         """
         num_blocks = self.tables.num_first_blocks(sequence)
-        ended_sequences = self.pending_plans.leaving
         while True:
-            if not self.running.free_rows:
-                victim = fair_victim(sequence, 1, self.running, ended_sequences, by_rows=True)
-            elif self.pool.num_free < num_blocks:
-                victim = fair_victim(
-                    sequence, num_blocks, self.running, ended_sequences, by_rows=False
-                )
-            else:
-                return
+            victim = self._next_victim(sequence, num_blocks)
             if victim is None:
                 return
             if self.pending_plans.is_planning:
@@ -315,6 +307,19 @@ class StepPlanner:
                 self.is_held_up = True
                 return
             self.preempt(victim)
+
+    def _next_victim(self, sequence: Sequence, num_blocks: int) -> Sequence | None:
+        """Return the running sequence that must be preempted next for a waiting sequence.
+
+        The waiting sequence needs one row and `num_blocks` blocks. Return None if enough rows and
+        blocks are free, or if no sequence can be preempted fairly.
+        """
+        ended_sequences = self.pending_plans.leaving
+        if not self.running.free_rows:
+            return fair_victim(sequence, 1, self.running, ended_sequences, by_rows=True)
+        if self.pool.num_free < num_blocks:
+            return fair_victim(sequence, num_blocks, self.running, ended_sequences, by_rows=False)
+        return None
 
     def _prefill_shares(self) -> dict[str, int]:
         """Divide the token budget of this step among the clients that have uncomputed prompts.

@@ -282,9 +282,9 @@ class BlockTables:
         Returns:
             False if no request keeps prompt blocks.
         """
-        oldest = next(iter(self._requests_with_prompt.values()), None)
-        if oldest is None:
+        if not self._requests_with_prompt:
             return False
+        oldest = next(iter(self._requests_with_prompt.values()))
         self.drop_prompt(oldest)
         return True
 
@@ -302,7 +302,8 @@ class BlockTables:
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the pairs (from, to) of blocks that the next step copies, and clear the list."""
-        copies, self._copies = self._copies, []
+        copies = self._copies
+        self._copies = []
         return copies
 
     def held_tables(self) -> Iterator[list[int]]:
@@ -357,6 +358,7 @@ class BlockTables:
         """
         # The last prompt token is computed again, because its logits are needed.
         num_reused_tokens = sequence.num_prompt_tokens - 1
+        # In each group of layers, the sequence shares the full blocks of the reused tokens.
         num_shared = num_reused_tokens // self._block_size
         num_new = self._num_blocks(len(sequence.token_ids)) - num_shared
         if num_new * len(self._windows) > self._pool.num_free:
@@ -368,6 +370,7 @@ class BlockTables:
             table += self._pool.allocate(num_new)
         needs_copy = num_reused_tokens % self._block_size > 0
         if needs_copy:
+            # The first new block becomes a copy of the block in which the prompt ends.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))
         sequence.block_tables = tables
@@ -421,6 +424,7 @@ class BlockTables:
         return _used_blocks(tables, self._count_null_blocks(tables))
 
     def _num_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks for `num_tokens` tokens, rounded up."""
         return -(-num_tokens // self._block_size)
 
 

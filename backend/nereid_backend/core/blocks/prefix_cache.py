@@ -185,7 +185,7 @@ class PrefixCache:
 
     def cached_blocks(self, hashes: list[bytes]) -> set[int]:
         """Return the ids of the cached blocks whose hashes are in `hashes`."""
-        return {blocks[one] for blocks in self._blocks for one in hashes if one in blocks}
+        return {blocks[h] for blocks in self._blocks for h in hashes if h in blocks}
 
     def add(self, sequence: Sequence) -> None:
         """Add the computed full blocks of a sequence to the cache, so that requests can reuse them.

@@ -249,7 +249,8 @@ class StateSnapshots:
 
     def retain(self, hashes: Iterable[bytes], key: SessionKey, seconds: float) -> None:
         """Retain the snapshots of blocks for a session; see `EvictionOrder.retain`."""
-        self._order.retain((one for one in hashes if one in self._ids), key, seconds)
+        with_snapshot = (block_hash for block_hash in hashes if block_hash in self._ids)
+        self._order.retain(with_snapshot, key, seconds)
 
     def extend(self, key: SessionKey, seconds: float) -> None:
         """Extend the retention of a session's snapshots; see `EvictionOrder.extend`."""

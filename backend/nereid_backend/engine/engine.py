@@ -288,7 +288,8 @@ class Engine:
         """Return the present load of the engine, and the counters since its start."""
         parts = self._parts
         scheduler = parts.scheduler
-        cache, drafter = scheduler.cache, scheduler.drafter
+        cache = scheduler.cache
+        drafter = scheduler.drafter
         features = parts.images.features
         return EngineStats(
             num_requests_running=scheduler.num_running,

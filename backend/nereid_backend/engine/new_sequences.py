@@ -139,13 +139,25 @@ class NewSequences:
         Raises:
             RequestError: if the prompt is empty or too long, or if it contains an invalid token id.
         """
-        limit = self._info.max_model_len
         try:
             token_ids = [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise RequestError(
                 f"prompt: the value must be a list of token ids, but it is not ({error})."
             ) from error
+        self._check_length(token_ids)
+        # If the smallest and the largest id are valid, all ids are valid.
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self._info.vocab_size:
+                raise RequestError(
+                    f"prompt: the token id {token_id} is outside the vocabulary (0 to "
+                    f"{self._info.vocab_size - 1})."
+                )
+        return token_ids
+
+    def _check_length(self, token_ids: list[int]) -> None:
+        """Raise a RequestError if a prompt is empty, or leaves no token for the answer."""
+        limit = self._info.max_model_len
         if not token_ids:
             raise RequestError("prompt: the prompt is empty. Send at least one token.")
         if len(token_ids) > limit:
@@ -158,10 +170,3 @@ class NewSequences:
                 f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len), which "
                 "leaves no token for the answer. Send a shorter prompt."
             )
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self._info.vocab_size:
-                raise RequestError(
-                    f"prompt: the token id {token_id} is outside the vocabulary (0 to "
-                    f"{self._info.vocab_size - 1})."
-                )
-        return token_ids

@@ -106,7 +106,8 @@ class PrefixSessions:
         """
         if operation == "statistics":
             return self.statistics(values.get("client_id"))
-        client_id, key = values.get("client_id"), values.get("prompt_cache_key")
+        client_id = values.get("client_id")
+        key = values.get("prompt_cache_key")
         if operation == "drop":
             return {"num_dropped_tokens": self.drop(client_id, key)}
         if operation == "extend" and isinstance(key, str):

@@ -184,20 +184,33 @@ def try_variants(
     last_error: Exception = UnfitError("it has no variant")
     for spec in variants:
         try:
-            trial = trials.get(spec.layers, is_generated=spec.is_generated)
-            set_attention(checkpoint, spec.hook)
-            path = spec.build(trial.sizes)
-            dtype = checkpoint.model.dtype
-            difference = check_path(path, trial, dtype)
-            if trials.kv_cache_dtype != "auto" and spec.layers:
-                # The check above used a KV cache without rounding. The check below uses the 8-bit
-                # KV cache, which rounds keys and values.
-                rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
-                difference = check_path(rounded_path, trial, dtype, is_rounded=True)
-            return _with_measurements(spec, path, trial, difference, dtype), difference
+            return _check_variant(checkpoint, spec, trials)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             last_error = error
     raise last_error
+
+
+def _check_variant(
+    checkpoint: Checkpoint, spec: PathSpec, trials: Trials
+) -> tuple[PathSpec, float]:
+    """Check the logits of one variant. Return the measured variant, and the difference.
+
+    The docstring of `try_variants` describes the arguments and the difference.
+
+    Raises:
+        Exception: of any class, if the logits are wrong, or if the model's code fails.
+    """
+    trial = trials.get(spec.layers, is_generated=spec.is_generated)
+    set_attention(checkpoint, spec.hook)
+    path = spec.build(trial.sizes)
+    dtype = checkpoint.model.dtype
+    difference = check_path(path, trial, dtype)
+    if trials.kv_cache_dtype != "auto" and spec.layers:
+        # The check above used a KV cache without rounding. The check below uses the 8-bit KV cache,
+        # which rounds keys and values.
+        rounded_path = spec.build(replace(trial.sizes, stored=trials.kv_cache_dtype))
+        difference = check_path(rounded_path, trial, dtype, is_rounded=True)
+    return _with_measurements(spec, path, trial, difference, dtype), difference
 
 
 def _with_measurements(

@@ -204,16 +204,16 @@ def _longest_request(
     else:
         required_len = configured_len
         longest_len = configured_len
-    if fitting_len >= required_len:
-        return longest_len
-    num_needed_blocks = block.num_sequence_blocks(configured_len or 1) + 1  # one for padding
-    needed_bytes = num_needed_blocks * block.num_bytes
-    alternative = "" if configured_len is None else " or lower max_model_len"
-    raise ConfigError(
-        f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
-        f"max_model_len of {configured_len or config.block_size} needs "
-        f"{format_bytes(needed_bytes)}. Raise kv_cache_memory{alternative}."
-    )
+    if fitting_len < required_len:
+        alternative = "" if configured_len is None else " or lower max_model_len"
+        num_needed_blocks = block.num_sequence_blocks(configured_len or 1) + 1  # one for padding
+        needed_bytes = num_needed_blocks * block.num_bytes
+        raise ConfigError(
+            f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
+            f"max_model_len of {configured_len or config.block_size} needs "
+            f"{format_bytes(needed_bytes)}. Raise kv_cache_memory{alternative}."
+        )
+    return longest_len
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:

@@ -169,11 +169,7 @@ def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
     Special tokens, such as tokens for images, padding or the end of a text, can change the forward
     pass of a model.
     """
-    special_ids = set(checkpoint.eos_token_ids)
-    for config in (checkpoint.model.config, checkpoint.text_config):
-        for name, value in config.to_dict().items():
-            if name.endswith(("token_id", "token_index")) and isinstance(value, int):
-                special_ids.add(value)
+    special_ids = _special_token_ids(checkpoint)
     # Special tokens that the config does not name are usually at the beginning or at the end of the
     # vocabulary, so the test inputs consist of tokens from its middle.
     vocab_size = checkpoint.vocab_size
@@ -181,6 +177,19 @@ def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
     end = max(first + 1, vocab_size // 2)
     plain_ids = [token_id for token_id in range(first, end) if token_id not in special_ids]
     return plain_ids or list(range(vocab_size))
+
+
+def _special_token_ids(checkpoint: Checkpoint) -> set[int]:
+    """Return the ids of the special tokens that the configs of a checkpoint name.
+
+    Example: the config values eos_token_id 2 and image_token_index 9 give {2, 9}.
+    """
+    special_ids = set(checkpoint.eos_token_ids)
+    for config in (checkpoint.model.config, checkpoint.text_config):
+        for name, value in config.to_dict().items():
+            if name.endswith(("token_id", "token_index")) and isinstance(value, int):
+                special_ids.add(value)
+    return special_ids
 
 
 def _one_token(checkpoint: Checkpoint) -> Tensor:

@@ -281,22 +281,32 @@ def _random_sequences(
     `_LONGEST_PROMPT` tokens are too long to test. Example: for a window of 64 tokens, the prompts
     have 70, 5 and 13 tokens, and the sequences have 74, 9 and 17 tokens.
     """
-    limits = _limits_in_config(checkpoint)
-    for layer in layers:
-        limits |= {limit for limit in (layer.window.size, layer.window.chunk) if limit}
-    lens_beyond_limits = [limit + _BEYOND_LIMIT for limit in limits]
-    testable_lens = [length for length in lens_beyond_limits if length <= _LONGEST_PROMPT]
-    first_len = max([_PROMPT_LENS[0], *testable_lens])
+    first_len = _len_beyond_windows(checkpoint, layers)
+    other_lens = _PROMPT_LENS[1:]
     token_ids = plain_token_ids(checkpoint)
     rng = random.Random(0)
     sequences = []
-    for wanted_len in (first_len, *_PROMPT_LENS[1:]):
+    for wanted_len in (first_len, *other_lens):
         # Leave space for the tokens after the prompt if the model supports only short sequences.
         prompt_len = max(1, min(wanted_len, max_len - _NUM_STEPS))
         num_tokens = min(max_len, prompt_len + _NUM_STEPS)
         tokens = [rng.choice(token_ids) for _ in range(num_tokens)]
         sequences.append((tokens, prompt_len))
     return sequences
+
+
+def _len_beyond_windows(checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec]) -> int:
+    """Return the length of a prompt that is longer than all windows that can be tested.
+
+    The length is at least the first length of `_PROMPT_LENS`.
+    """
+    window_sizes = _limits_in_config(checkpoint)
+    for layer in layers:
+        sizes_of_layer = (layer.window.size, layer.window.chunk)  # each can be None
+        window_sizes |= {size for size in sizes_of_layer if size}
+    lens = [size + _BEYOND_LIMIT for size in window_sizes]
+    testable_lens = [length for length in lens if length <= _LONGEST_PROMPT]
+    return max([_PROMPT_LENS[0], *testable_lens])
 
 
 def _limits_in_config(checkpoint: Checkpoint) -> set[int]:

@@ -99,6 +99,7 @@ class SinglePath:
         """
         if chunk.num_logits == 0:
             return None
+        # The lengths of the longest and of the shortest prefix whose logits are returned.
         longest_len = chunk.start + chunk.num_tokens
         shortest_len = longest_len - chunk.num_logits + 1
         state = self._states.get(row)
@@ -113,14 +114,18 @@ class SinglePath:
             self._logits_after(row, chunk.sequence, prefix_len)
             for prefix_len in range(first_len, longest_len + 1)
         ]
-        return torch.stack(prefix_logits[shortest_len - first_len :])
+        num_unneeded = shortest_len - first_len
+        return torch.stack(prefix_logits[num_unneeded:])
 
     def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
         """Return the logits of the last token in a prefix of a sequence, [vocab_size].
 
         The prefix consists of the first `num_tokens` tokens. If the stored state of `row` covers
         all tokens of the prefix except the last token, the model computes only the last token.
-        Otherwise, the model computes all tokens of the prefix.
+        Otherwise, the model computes all tokens of the prefix. The calls of the model are those of
+        transformers' `generate`.
+
+        Mutates: the stored state of `row`.
         """
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:

@@ -341,11 +341,11 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     If the previous step is still sampling the token of a decode, the id of this token is 0. The
     caller then copies the sampled token on the device. The first `num_decodes` chunks are decodes.
     """
-    token_ids = []
-    for chunk in chunks[:num_decodes]:
-        known_ids = chunk.sequence.token_ids
-        is_known = chunk.start < len(known_ids)
-        token_ids.append(known_ids[chunk.start] if is_known else 0)
+    # This expression takes less time than a loop with named steps.
+    token_ids = [
+        chunk.sequence.token_ids[chunk.start] if chunk.start < len(chunk.sequence.token_ids) else 0
+        for chunk in chunks[:num_decodes]
+    ]
     for chunk in chunks[num_decodes:]:
         token_ids += tokens_of(chunk)
     return np.array(token_ids, dtype=np.int64)

@@ -249,7 +249,8 @@ class _GroupAttention:
         length, dim]; returns [count, num_heads, length, value_dim].
         """
         length = query.shape[2]
-        # The queries are computed in blocks, which limits the memory.
+        # The queries are computed in blocks. The blocks limit the memory, and a block skips the
+        # keys outside its sliding window.
         block_len = self._block(query)
         needs_mask = self._needs_mask(query, block_len)
         parts = []
@@ -352,8 +353,9 @@ class _GroupAttention:
     def _stepwise(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Compute attention by its definition, with separate matrix products.
 
-        torch's own function supports neither a softcap nor sinks. A softcap limits the scores. A
-        sink is a learned score for each head, which increases the divisor of the softmax.
+        `_is_stepwise` selects this method. torch's own function supports neither a softcap nor
+        sinks. A softcap limits the scores. A sink is a learned score for each head, which increases
+        the divisor of the softmax.
         """
         if query.shape[1] != key.shape[1]:
             queries_per_key_head = query.shape[1] // key.shape[1]

@@ -248,17 +248,7 @@ class ItemPreparer:
         limit, limit_name = self._rules.limit(item)
         if len(ids) > limit:
             self._refuse_length(item, len(ids), limit, limit_name)
-            # The text must be tokenised again: cutting the list of ids would remove the special
-            # token at the end. If the input is a pair, the tokenizer truncates the longer text.
-            encoded: Any = self._tokenizer(
-                *_texts_of(item),
-                truncation="longest_first",
-                max_length=limit,
-                return_token_type_ids=self._wants_types,
-                verbose=False,
-            )
-            ids = encoded["input_ids"]
-            types = encoded.get("token_type_ids")
+            ids, types = self._truncated_tokens(item, limit)
         if not ids:
             raise RequestError(
                 "input: the text is empty and has no tokens. Send at least one character."
@@ -278,6 +268,23 @@ class ItemPreparer:
             skips_words=self._rules.skips_words(item),
             offsets=self._offsets(item, limit) if item.kind == "token_classify" else None,
         )
+
+    def _truncated_tokens(
+        self, item: PoolingItem, limit: int
+    ) -> tuple[list[int], list[int] | None]:
+        """Return the first `limit` tokens of a text or a pair, and their type ids.
+
+        The text is tokenised again, because cutting the list of ids would remove the special token
+        at the end. If the input is a pair, the tokenizer truncates the longer text.
+        """
+        encoded: Any = self._tokenizer(
+            *_texts_of(item),
+            truncation="longest_first",
+            max_length=limit,
+            return_token_type_ids=self._wants_types,
+            verbose=False,
+        )
+        return encoded["input_ids"], encoded.get("token_type_ids")
 
     def _offsets(self, item: PoolingItem, limit: int) -> NDArray[np.int32]:
         """Return the range of characters for each token of a text (see PoolingResult.offsets)."""

@@ -299,7 +299,8 @@ class DraftModel:
             num_sequences: the number of sequences in the step.
         """
         start = time.perf_counter()
-        # If a draft must first compute a long prompt, the time does not show the cost of a token.
+        # Do not measure the time if the draft model must first compute a long prompt. The time
+        # would not show the cost of a draft token.
         is_timed = all(_num_missing(draft) <= _MAX_TIMED_TOKENS for draft in drafts)
         active = drafts
         while active:

@@ -119,7 +119,7 @@ class DecodeGroup:
     def _blocks_in_window(
         self, first_positions: Tensor, window: LayerWindow
     ) -> tuple[Tensor, Tensor]:
-        """Return the part of the block tables that contains the tokens in an attention window.
+        """Return the part of each decode's block table that overlaps the attention window.
 
         Example: a block and the window have 4 tokens each. A decode with the block table [8, 3, 6]
         attends to the positions 7 to 10. The result is the blocks [3, 6] and the first block 1.

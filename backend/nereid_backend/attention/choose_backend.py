@@ -125,7 +125,7 @@ def proven_type(
 
 
 def _first_superclass(kind: type[KVCache], candidates: Iterable[type[KVCache]]) -> type[KVCache]:
-    """Return the first class in `candidates` from which `kind` inherits, or which is `kind`."""
+    """Return the first class in `candidates` that is `kind` or a base class of `kind`."""
     for candidate in candidates:
         if issubclass(kind, candidate):
             return candidate

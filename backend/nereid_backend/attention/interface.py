@@ -102,7 +102,8 @@ class PagedForward:
                 contains the metadata for the other groups.
         """
         self._layers = layers
-        # Each attention call of the forward pass takes the next index of a layer.
+        # Yields the index of each layer. The n-th attention call of the forward pass takes the n-th
+        # index.
         self._layer_numbers = iter(range(len(layers)))
         self._cache = cache
         self._batches = (batch, *batch.other_groups)

@@ -232,7 +232,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _store(cache: Tensor, vectors: Tensor, rows: Tensor) -> None:
-    """Write vectors [..., dim] into some rows of one tensor of the cache. Mutates: cache."""
+    """Write vectors [..., dim] into the given rows of one cache tensor. Mutates: cache."""
     dim = cache.shape[-1]
     cache.view(-1, dim).index_copy_(0, rows, vectors.reshape(-1, dim))
 

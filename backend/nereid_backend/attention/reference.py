@@ -247,7 +247,7 @@ def _stepwise(
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Return the softmax of the scores of each query, together with the sink of the head.
+    """Return the softmax of each query's scores. The sink of the head is an additional score.
 
     A sink is an additional score that belongs to no key, so the weights of the keys sum to less
     than 1.

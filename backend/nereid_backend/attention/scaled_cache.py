@@ -51,7 +51,8 @@ class ScaledKVCache(KVCache):
             groups=groups,
         )
         self.dtype = dtype
-        # One tensor for each place; `_for_layers` then gives each layer its tensor.
+        # One tensor for each place in a block. `_for_layers` assigns the tensors to the layers.
+        # Layers with the same place share a tensor.
         shapes = [
             (num_blocks + 1, layers[index].num_kv_heads, block_size)
             for index in self._first_layers()

@@ -54,7 +54,8 @@ class IntegerWeight:
         if group_of_input is None:
             group_of_input = torch.arange(num_inputs) // self.group_size
         weight = torch.empty(num_rows, num_inputs, dtype=dtype)
-        # Some rows are computed at a time, so that the float32 numbers need little memory.
+        # Convert a part of the rows in each iteration. The float32 numbers of all rows would need
+        # too much memory.
         for rows in _parts(num_rows, num_inputs):
             numbers = self.values[rows].float()
             if self.zeros is not None:
@@ -199,7 +200,7 @@ def _unpack_across_bytes(row_bytes: Tensor, bits: int) -> Tensor:
     """
     num_bytes = row_bytes.shape[1]
     num_integers = num_bytes * 8 // bits
-    # The position of each integer's lowest bit in the row.
+    # For each integer, the position of its lowest bit, counted from the start of the row.
     start_bits = torch.arange(num_integers) * bits
     first_bytes = start_bits // 8
     # Two bytes are read for each integer. The last byte has no successor, so the row is padded.

@@ -118,7 +118,7 @@ def _keep_integers(
     dtype: torch.dtype,
     rounded_bits: int | None,
 ) -> dict[str, LazyWeight | Placeholder]:
-    """Return `weights`, in which placeholders replace the weights that remain integers.
+    """Return a copy of `weights` in which placeholders replace integer weights of linear layers.
 
     transformers loads the placeholders, which take no memory. `fill_placeholders` then stores the
     integers in the layers. `load_model` describes `rounded_bits`.
@@ -169,7 +169,10 @@ def _from_pretrained(
 
 
 def _check_missing_weights(folder: Path, names: list[str]) -> None:
-    """Raise a ModelError if a checkpoint lacks weights. `names` are the names of these weights."""
+    """Raise a ModelError if `names` is not empty.
+
+    `names` contains the names of the weights that the checkpoint in `folder` lacks.
+    """
     if names:
         raise ModelError(
             f"{folder} lacks {len(names)} weights, such as {names[0]}, so the model's output "
@@ -212,8 +215,8 @@ def takes_attention_by_name(config: PretrainedConfig, text_config: PretrainedCon
     candidates = [model_class(config), model_class(text_config)]
     classes = [candidate for candidate in candidates if candidate is not None]
     if not classes:
-        # transformers has no class for the model. The model is loaded nevertheless, because
-        # `from_pretrained` then raises an error that contains the reason.
+        # transformers has no class for the model. Return True, so that the caller calls
+        # `from_pretrained`, which raises an error that contains the reason.
         return True
     return any(candidate._can_set_attn_implementation() for candidate in classes)
 

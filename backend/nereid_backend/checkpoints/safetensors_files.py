@@ -25,8 +25,8 @@ _CONVERSION_CODE = (
     "M.from_pretrained(p, dtype='auto').save_pretrained(p + '-safetensors'); "
     "T.from_pretrained(p).save_pretrained(p + '-safetensors')"
 )
-# Maps the name of a data type in safetensors to the number of bytes of one number. The other data
-# types have 1 or 2 bytes.
+# Maps a data type of safetensors to the size of one number in bytes. `StoredTensor.number_bytes`
+# computes the sizes for all other data types.
 _NUMBER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BOOL": 1}
 
 

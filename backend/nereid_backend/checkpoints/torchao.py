@@ -61,7 +61,7 @@ def torchao_format(settings: Settings) -> Format:  # noqa: ARG001 - the tensors 
 
 
 def _decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-    """Decode the integers of a weight that are stored as int8.
+    """Convert the tensors of a weight with int8 integers to an IntegerWeight.
 
     The integers may have only 4 bits (torchao's class IntxUnpackedToInt8Tensor).
     """

@@ -44,7 +44,10 @@ class PendingPlans:
         return any(sequence is chunk.sequence for plan in self._plans for chunk in plan.chunks)
 
     def keep_until_commit(self, sequence: Sequence) -> None:
-        """Keep the row and blocks of an ended sequence until its plans are committed."""
+        """Keep the row and the blocks of an ended sequence.
+
+        The row and the blocks are kept until every plan that contains the sequence is committed.
+        """
         self.leaving[sequence] = None
 
     def plan_next(self, before: StepPlan, plan_step: Callable[[], StepPlan]) -> StepPlan:

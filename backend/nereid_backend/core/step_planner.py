@@ -359,8 +359,9 @@ class StepPlanner:
             `num_tokens` is 1.
         """
         if num_tokens <= 1 or not self.shares:
-            # The budget for shares already excludes one token of each running sequence, so a chunk
-            # of one token is not subtracted.
+            # Before the budget was divided into shares, one token was reserved for each running
+            # sequence. A chunk of one token uses this reserved token, so the share of the client
+            # does not change.
             return num_tokens
         client = sequence.params.client_id
         remaining_share = self.shares.get(client, num_tokens)

@@ -61,7 +61,7 @@ class _PrefixRead:
     future: "Future[None] | None" = None
 
     def is_ready(self, now: float) -> bool:
-        """Return whether the thread has finished, or the deadline has passed at the time `now`."""
+        """Return whether the thread has finished, or the time `now` has reached the deadline."""
         return now >= self.deadline or (self.future is not None and self.future.done())
 
 

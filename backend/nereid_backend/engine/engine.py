@@ -88,7 +88,8 @@ class Engine:
         if parts.disk is not None:
             parts.disk.save()
         if not updates and parts.scheduler.num_running == 0:
-            # All requests are being prepared. Waiting here prevents a busy loop of the caller.
+            # All requests are still being prepared. Wait here. Otherwise, the caller would call
+            # `step` in a busy loop.
             parts.preparation.wait()
         return updates
 

@@ -119,7 +119,7 @@ class EngineParts:
         return ChatProcessor(folder, self.images.config)
 
     def advance_swap(self) -> None:
-        """Test or activate the compiled forward pass if the compiler has finished.
+        """Load, check or activate the compiled forward pass if the compiler has finished.
 
         Mutates: `swap`, which becomes None when no work is left.
         """

@@ -118,7 +118,7 @@ class PrefixSessions:
         )
 
     def _describe(self, session: SessionUse) -> dict[str, Any]:
-        """Return a session as JSON; see the example of `statistics`."""
+        """Return a session as a JSON object. The docstring of `statistics` contains an example."""
         return {
             "client_id": session.key.client_id,
             "prompt_cache_key": session.key.prompt_cache_key,

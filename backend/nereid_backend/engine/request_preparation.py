@@ -83,7 +83,7 @@ class RequestPreparation:
         self._start_after_compiling()
 
     def _start_after_reading(self, disk: DiskTier) -> None:
-        """Start the requests without a grammar whose prefix has been read from disk."""
+        """Start each request that has no grammar and whose prefix has been read from disk."""
         for request_id in disk.take_ready():
             if request_id not in self._pending_grammars:
                 self._scheduler.start(request_id, None)

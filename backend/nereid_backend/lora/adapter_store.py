@@ -76,7 +76,8 @@ class AdapterStore:
         adapter, weights = self._read(name, path)
         self._make_resident(adapter, weights)
         self._named[name] = adapter
-        # If the new adapter has replaced an adapter that no request uses, free its memory.
+        # The new adapter may have replaced an old adapter. If no request uses the old adapter, free
+        # the memory of the old adapter.
         self._remove_nameless()
 
     def unload(self, name: str) -> None:

@@ -232,7 +232,7 @@ def _convert_weights(
 
 
 def _check_rank(file: Path, config: dict[str, Any], layer_name: str, rank: int) -> None:
-    """Raise a ModelError if adapter_config.json gives a layer another rank than the weights.
+    """Raise a ModelError if adapter_config.json and the weights give a layer different ranks.
 
     Args:
         file: the path of the weights.

@@ -51,7 +51,7 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
     finally:
         for hook in hooks:
             hook.remove()
-    # A layer without a call has an empty list and is left out.
+    # If the model has not called a layer, `computed_all` is empty, and the layer is left out.
     names = [name for name, computed_all in calls.items() if computed_all and all(computed_all)]
     return {name: sizes[name] for name in names}
 

@@ -193,7 +193,10 @@ def try_variants(
 def _check_variant(
     checkpoint: Checkpoint, spec: PathSpec, trials: Trials
 ) -> tuple[PathSpec, float]:
-    """Check the logits of one variant. Return the measured variant, and the difference.
+    """Check the logits of one variant of a forward path.
+
+    Return the variant, with values that were measured during the check, and the difference of the
+    logits.
 
     The docstring of `try_variants` describes the arguments and the difference.
 

@@ -74,7 +74,7 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
     if not type(module).__name__.endswith("RMSNorm"):
         return None
     weight = getattr(module, "weight", None)
-    # Different model types use one of these two names.
+    # The attribute is `variance_epsilon` in some model types, and `eps` in other model types.
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
         return None

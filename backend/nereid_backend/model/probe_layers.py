@@ -180,7 +180,7 @@ def plain_token_ids(checkpoint: Checkpoint) -> list[int]:
 
 
 def _special_token_ids(checkpoint: Checkpoint) -> set[int]:
-    """Return the ids of the special tokens that the configs of a checkpoint name.
+    """Return the ids of all special tokens in the configs of a checkpoint.
 
     Example: the config values eos_token_id 2 and image_token_index 9 give {2, 9}.
     """

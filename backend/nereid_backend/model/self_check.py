@@ -296,7 +296,7 @@ def _random_sequences(
 
 
 def _len_beyond_windows(checkpoint: Checkpoint, layers: abc.Sequence[LayerSpec]) -> int:
-    """Return the length of a prompt that is longer than all windows that can be tested.
+    """Return a prompt length that exceeds every window that is short enough to be tested.
 
     The length is at least the first length of `_PROMPT_LENS`.
     """
@@ -359,7 +359,7 @@ def _step_budget(trial: Trial) -> int:
 
 
 def _append_next_token(chunk: Chunk, test_tokens: list[int]) -> None:
-    """Append the next token of a test sequence to its computed sequence, instead of sampling.
+    """Append the next token of `test_tokens` to `chunk.sequence`, in place of a sampled token.
 
     Do nothing after the last token of the test sequence.
 

@@ -55,7 +55,9 @@ def has_exact_snapshots(
 
 
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
-    """Return whether a snapshot after `half_len` tokens gives the same bits as the state itself.
+    """Return whether a sequence that continues from a snapshot gives the same bits as the original.
+
+    The snapshot is saved after `half_len` tokens.
 
     The snapshot is restored in another row first, and then in the row that it was saved from.
     `has_exact_snapshots` describes the other arguments.

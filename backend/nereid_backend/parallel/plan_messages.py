@@ -126,7 +126,8 @@ class PlanDecoder:
         # these tokens in token_ids, because a forward pass does not read tokens before the chunk.
         num_missing = message.start - len(sequence.token_ids)
         sequence.token_ids += [0] * num_missing
-        # Draft tokens of the previous message may have been rejected, so later tokens are replaced.
+        # Some draft tokens of the previous message may have been rejected. Therefore, the tokens of
+        # the new message replace all tokens from `message.start` on.
         sequence.token_ids[message.start :] = message.token_ids
         return Chunk(
             sequence=sequence,

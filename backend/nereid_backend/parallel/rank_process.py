@@ -66,7 +66,7 @@ class RankService:
         handlers[kind](value)
 
     def _build(self, sizes: Sizes) -> None:
-        """Build the forward path. It replaces the previous path."""
+        """Remove the previous forward path, if there is one, and build a new forward path."""
         self._path = None  # The memory of the previous path must be free.
         self._path = self._shard.spec.build(sizes)
         self._decoder = PlanDecoder()

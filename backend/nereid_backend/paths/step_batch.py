@@ -341,7 +341,7 @@ def _input_ids(chunks: list[Chunk], num_decodes: int) -> Integers:
     If the previous step is still sampling the token of a decode, the id of this token is 0. The
     caller then copies the sampled token on the device. The first `num_decodes` chunks are decodes.
     """
-    # This expression takes less time than a loop with named steps.
+    # One expression for each chunk is faster than a loop with temporary variables.
     token_ids = [
         chunk.sequence.token_ids[chunk.start] if chunk.start < len(chunk.sequence.token_ids) else 0
         for chunk in chunks[:num_decodes]

@@ -75,7 +75,7 @@ class TokenQueue:
         taken: list[QueuedItem] = []
         num_left = budget  # tokens
         while self._waiting:
-            # The first request of the dict has its turn.
+            # The first request in the dict is the request whose turn is next.
             request_id, queued_items = next(iter(self._waiting.items()))
             if taken and queued_items[0].prepared.num_tokens > num_left:
                 break

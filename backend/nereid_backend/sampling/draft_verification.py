@@ -64,8 +64,8 @@ def sampling_of(plan: StepPlan) -> Sampling:
     positions: list[Position] = []
     rows: list[int] = []
     counts: list[int] = []
-    # The index after the last row of the current chunk. The last rows of a chunk belong to its
-    # sampling positions.
+    # `end_row` is the index after the last row of logits of the current chunk. If the chunk samples
+    # tokens, the last rows of the chunk belong to the sampling positions.
     end_row = 0
     for chunk in plan.chunks:
         end_row += chunk.num_logits
@@ -74,7 +74,8 @@ def sampling_of(plan: StepPlan) -> Sampling:
         sequence = chunk.sequence
         drafts = sequence.draft_token_ids
         if drafts:
-            # These positions verify the draft tokens. The last position follows all draft tokens.
+            # At each of these positions, the next draft token is verified. The position after the
+            # last draft token is added below.
             positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
             rows += range(end_row - 1 - len(drafts), end_row - 1)
         positions.append(Position(sequence, drafts))

@@ -134,8 +134,8 @@ class LogitsParams:
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
-        # Before this position, there are the known tokens, followed by the draft tokens, which are
-        # guesses.
+        # At this position, the sequence consists of the known tokens, followed by the draft tokens.
+        # Draft tokens are guesses.
         known = self.owner.token_ids
         drafts = position.drafts
         newest = drafts[-1] if drafts else known[-1]
@@ -143,7 +143,8 @@ class LogitsParams:
         for beginning, last_token in self.bad_words.get(newest, ()):
             length = len(beginning)  # at least 1
             if length > num_output:
-                # A bad word that begins in the prompt is not forbidden.
+                # Bad words are forbidden only in the output. Ignore a bad word that would begin in
+                # the prompt.
                 continue
             # Only the last `length` known tokens are copied, because a sequence may be long.
             tail = known[-length:] + drafts

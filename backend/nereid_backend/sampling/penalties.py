@@ -103,7 +103,7 @@ class TokenCounts:
         return ids, counts
 
     def _count(self, row: int, sequence: Sequence) -> int:
-        """Count the tokens that a request has got since the last call for the request.
+        """Count the tokens that were added to a request since its tokens were last counted.
 
         `row` is the row of the tables that belongs to the request. If the row belonged to another
         request before, all output tokens of the new request are counted.
@@ -124,7 +124,7 @@ class TokenCounts:
         return len(counted.columns)
 
     def _begin(self, row: int, sequence: Sequence) -> _CountedTokens:
-        """Reset a row for a new request, and return the new record of the counted tokens.
+        """Reset a row for a new request. Return the object that will record the counted tokens.
 
         If the request has a repetition penalty, add the tokens of its prompt with the count 0,
         because the repetition penalty also applies to the tokens of the prompt.

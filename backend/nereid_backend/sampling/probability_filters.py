@@ -75,7 +75,7 @@ def keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     # and all less likely tokens is more than `rest`.
     total = cumulated[:, -1:]
     rest = (1 - column(top_p, probs)) * total
-    # The index of the least likely token of the nucleus in `ascending`.
+    # For each row, the index into `ascending` of the least likely token in the nucleus.
     first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
     smallest_kept = ascending.gather(1, first)
     return probs * (probs >= smallest_kept)

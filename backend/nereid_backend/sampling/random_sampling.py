@@ -83,7 +83,7 @@ class SamplingBatch:
         )
 
     def has_top_k(self, vocab_size: int) -> NDArray[np.bool_]:
-        """Return whether top_k can remove a token at each position, [num_positions] bool."""
+        """Return, for each position, whether top_k can remove a token, [num_positions] bool."""
         return (self.top_k > 0) & (self.top_k < vocab_size)
 
     def rows(self, index: NDArray[np.int64]) -> "SamplingBatch":
@@ -221,7 +221,7 @@ class _Attempt(NamedTuple):
 
 
 def _try_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
-    """Sample the uncertain rows of an attempt again from more of the likeliest tokens.
+    """Sample the uncertain rows of an attempt a second time, from a larger number of likely tokens.
 
     Rows with a very flat distribution are not sampled again; see `_MIN_TOTAL_PROB`. The logits must
     be on the CPU.
@@ -237,7 +237,7 @@ def _try_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
 
 
 def _true_rows(is_selected: Tensor) -> Tensor:
-    """Return the indices of the true elements of a tensor [n] bool."""
+    """Return the indices of the elements that are True in a boolean tensor [n]."""
     return is_selected.nonzero().squeeze(1)
 
 
@@ -288,8 +288,8 @@ def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Te
     # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
     # contains all tokens that min_p and top_k keep.
     total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
-    # The nucleus contains the tokens that top_p keeps. A token belongs to the nucleus if the sum of
-    # all likelier tokens is too small.
+    # The nucleus contains the tokens that top_p keeps. A token belongs to the nucleus if the total
+    # probability of all likelier tokens is less than `top_p * total`.
     sum_of_likelier = kept.cumsum(-1) - kept
     is_in_nucleus = sum_of_likelier < top_p * total
     nucleus_size = is_in_nucleus.sum(-1, keepdim=True).clamp_(min=1)

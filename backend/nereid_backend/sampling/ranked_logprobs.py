@@ -104,7 +104,8 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
     if width > 0 and native_logits.can_read(logits):
         temperatures = np.ones(len(logits), dtype=np.float32)
         _, token_ids = native_logits.likeliest(logits, temperatures, width)
-        # The kernel returns -1 if it has found fewer tokens, because some logits are NaN or -inf.
+        # The kernel returns the id -1 if a row has fewer than `width` possible tokens, because some
+        # logits are NaN or -inf.
         if (token_ids >= 0).all():
             return token_ids
     return logits.topk(width, dim=-1).indices

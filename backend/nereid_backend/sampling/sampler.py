@@ -78,8 +78,9 @@ class PendingTokens:
         sampled = concatenate([part.sampled for part in parts])
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
-        # For each slice, the copy of its log-probabilities, and the copy of `is_certain` of its
-        # uncertain rows. If a slice does not have these tensors, the item is None.
+        # `_ranked_copies` contains the copies of the log-probabilities, and `_is_certain_copies`
+        # contains the copies of `UncertainRows.is_certain`. The two lists have one item for each
+        # slice. The item is None if the slice has no such tensor.
         self._ranked_copies: list[HostCopy | None] = []
         self._is_certain_copies: list[HostCopy | None] = []
         for part in parts:
@@ -115,7 +116,7 @@ class PendingTokens:
                     sampled_tokens.top[start + index] = report
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
-        """Sample the wrong rows again, and replace their tokens in `sampled_tokens`.
+        """Sample a row again if its token may be wrong, and replace the token in `sampled_tokens`.
 
         An uncertain row was sampled from only some of its tokens. The device has computed whether
         these tokens were sufficient. If they were not, the row must be sampled again.
@@ -251,7 +252,8 @@ class Sampler:
         """Launch the sampling with torch or CPU kernels; see `_launch_slice`."""
         processed = self._process(model_logits, inputs)
         model_likeliest, logsumexp = argmax_logsumexp(model_logits)
-        # If `_process` has changed the logits, other tokens may be the likeliest.
+        # The likeliest tokens of `model_logits` are used only if `_process` has not changed the
+        # logits.
         likeliest = model_likeliest if processed is model_logits else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
         column = token_ids[:, None]
@@ -293,8 +295,8 @@ def _rank_positions(
         return None
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
-    # For each position, the number of likeliest tokens to report. At these positions, `logprobs` is
-    # never None. `or 0` is needed only by the type checker.
+    # For each position in `indices`, the number of likeliest tokens to report. All requests at
+    # these positions set `logprobs`, so `or 0` is needed only for the type checker.
     num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
     if len(indices) == len(inputs.positions):
         return rank_tokens(logits.float(), logsumexp, token_ids, num_top)

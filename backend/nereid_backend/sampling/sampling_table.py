@@ -96,8 +96,8 @@ def changes_logits(params: SamplingParams) -> bool:
 def _make_row(sequence: Sequence) -> tuple[object, ...]:
     """Return the sampling parameters of a sequence as the fields of `ROW`."""
     params = sequence.params
-    # A request turns top_k off with 0 or -1. A number that does not fit into the table keeps all
-    # tokens, so it may be reduced.
+    # A request disables top_k with 0 or -1. A value that exceeds the range of int64 keeps all
+    # tokens, just like the largest int64 number.
     top_k = min(max(0, params.top_k), np.iinfo(np.int64).max)
     has_logprobs = params.logprobs is not None
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slices into which the sampler divides the positions of a step, and their results.
+"""Data types for the slices of a step's positions, and for the results of sampling a slice.
 
 A slice consists of consecutive positions. `ranked_logprobs.slices` explains why a step is divided.
 """

@@ -214,7 +214,7 @@ class _FillJob:
         first_index, *draft_indices = group
         sequence = self.positions[first_index].sequence
         try:
-            # The state of a copy is advanced, because the draft tokens may be rejected.
+            # Advance a copy of the guide, because the draft tokens may be rejected.
             guide = cast(MaskingGuide, cast(Guide, sequence.guide).fork())
             for index in draft_indices:
                 draft_token = self.positions[index].drafts[-1]
@@ -237,9 +237,9 @@ class _FillJob:
 
 
 def _accepts(guide: MaskingGuide, token: int, sequence: Sequence) -> bool:
-    """Return whether a guide accepts a token that continues the output, and if so, advance it.
+    """Return whether a guide accepts `token`. If the guide accepts the token, advance the guide.
 
-    Stop tokens end the output, so they continue no output. Mutates: guide.
+    A stop token ends the output, so the result is False for a stop token. Mutates: guide.
     """
     if token in sequence.stop_token_ids:
         return False

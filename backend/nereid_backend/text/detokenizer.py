@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 
 _REPLACEMENT = "�"
-# The methods of a tokenizer's class that determine how transformers decodes.
+# A tokenizer's class can override these methods of transformers, which convert token ids to text.
 _DECODING_METHODS = ("decode", "_decode", "convert_tokens_to_string")
 # A character has at most 4 bytes in UTF-8, so it consists of at most 4 tokens of one byte.
 _MAX_CHARACTER_TOKENS = 4

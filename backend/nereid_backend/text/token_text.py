@@ -61,7 +61,7 @@ class TokenText:
         if self._bytes_of_piece is None:
             text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
             return str(text).encode("utf-8")
-        # The entry of the vocabulary; None if the id has no token.
+        # The vocabulary entry for `token_id`; None if there is no token with this id.
         piece: Any = self._tokenizer.convert_ids_to_tokens(token_id)
         return self._bytes_of_piece(piece) if isinstance(piece, str) else b""
 

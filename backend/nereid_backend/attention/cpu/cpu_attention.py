@@ -283,8 +283,8 @@ def serving(
     """
     steps = [_native_step(batch) for batch in batches]
     native_layers = cache.native_layers(layers, batches[0].block_size)
-    # The structs contain only the addresses of arrays. `steps`, `native_layers`, `cache` and
-    # `batches` keep these arrays in memory until the end of the context.
+    # The structs contain only the addresses of arrays. The variables `steps`, `native_layers`,
+    # `cache` and `batches` keep these arrays in memory until the `with` block ends.
     group_steps = (NativeGroupStep * len(steps))(*map(_group_step, steps))
     group_of = (ctypes.c_int64 * len(native_layers))(*cache.group_of)
     forward = NativeForward(

@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 _PRECOMPILED = Path(__file__).with_name("precompiled")
 # cpu_shim.cpp calls functions of this library.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-# The number of hexadecimal digits of a build's hash in the name of its library.
+# The file name of a library contains a hash of the build, as `_FINGERPRINT_LENGTH` hexadecimal
+# digits.
 _FINGERPRINT_LENGTH = 16
 
 
@@ -98,7 +99,7 @@ def _load_built(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 
 def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
-    """Return the library for an instruction set that the wheel of this package contains.
+    """Return the precompiled library for an instruction set, from the wheel of this package.
 
     Return None if the wheel contains no such library, or if the library does not work with the
     installed version of torch.

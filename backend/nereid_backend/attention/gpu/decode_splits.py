@@ -57,7 +57,8 @@ def split(
     longest = max(length for _, length in lens)
     total_tokens = sum(num_seqs * length for num_seqs, length in lens) * num_programs
     wanted_programs = _PROGRAMS_PER_PROCESSOR * num_processors(device)
-    # With this number of tokens in each split, there are as many programs as wanted.
+    # If each split has `tokens_by_occupancy` tokens, the launch has about `wanted_programs`
+    # programs.
     tokens_by_occupancy = divide_up(total_tokens, wanted_programs)
     tokens_by_max_splits = divide_up(longest, MAX_SPLITS)
     min_tokens = max(tokens_by_occupancy, tokens_by_max_splits, _MIN_TILES * tile)

@@ -113,7 +113,7 @@ def fastest_backends(  # noqa: PLR0913 - tests pass the last two arguments
 
 @dataclass(frozen=True, slots=True)
 class _TestLayer:
-    """An attention layer with which libraries are tested; see `gpu_check.make_trial`."""
+    """An attention layer for tests of the attention libraries; see `gpu_check.make_trial`."""
 
     kind: type[GpuKVCache]
     spec: LayerSpec
@@ -122,7 +122,7 @@ class _TestLayer:
     device: torch.device
 
     def make_trial(self, step: _Step) -> Trial:
-        """Return the layer and the step, filled with random numbers."""
+        """Create a Trial: the attention layer and the sequences of `step`, with random numbers."""
         return gpu_check.make_trial(
             self.kind,
             self.spec,

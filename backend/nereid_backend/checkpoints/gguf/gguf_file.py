@@ -160,7 +160,7 @@ def _read_alignment(metadata: Mapping[str, Any]) -> int:
 
 
 class _TensorEntry(NamedTuple):
-    """The description of a tensor, as it is stored in the header.
+    """The description of a tensor in the header of a GGUF file.
 
     Attributes:
         name: the name of the tensor.
@@ -250,7 +250,7 @@ class _Reader:
         dimensions = self._numbers(_UINT64, num_dimensions)
         kind = self.number(_UINT32)
         offset = self.number(_UINT64)
-        # The file contains the last dimension of the shape first.
+        # The file stores the dimensions of the shape in reverse order.
         return _TensorEntry(name, tuple(reversed(dimensions)), kind, offset)
 
     def _numbers(self, code: str, count: int) -> tuple[Any, ...]:

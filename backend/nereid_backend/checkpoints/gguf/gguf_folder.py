@@ -119,7 +119,7 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
-    # The metadata of the tokenizer, by the names that transformers uses.
+    # The metadata of the tokenizer. The keys are the names that transformers uses.
     values: dict[str, Any] = {}
     for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items():
         metadata_key = f"tokenizer.{key}"

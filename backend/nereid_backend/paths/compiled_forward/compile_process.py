@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _lower_priority() -> None:
-    """Let the engine get the CPU and the memory of the machine before this process."""
+    """Lower the priority of this process, so that the engine gets CPU time and memory first."""
     os.nice(_NICENESS)
     # If the memory of the machine is exhausted, Linux kills this process before the engine.
     with contextlib.suppress(OSError):

@@ -157,7 +157,8 @@ def choose_head(
     batch = random_batch(encoder, self_check_lens(max_len))
     hidden = chosen.forward(batch)
     expected = _whole_model_logits(encoder, chosen, batch)
-    # Values of `Head.rows`. The methods that need one token of each text come first.
+    # Possible values of `Head.rows`. "first" and "last" are tried before "all", because these two
+    # values need only one token vector for each text.
     methods = ("tokens",) if per_token else ("first", "last", "all")
     for rows in methods:
         head = Head(encoder, rows, per_token)
@@ -298,7 +299,7 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
 def _batch_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
 ) -> TokenBatch | None:
-    """Return a batch of longer texts that also test the sliding windows.
+    """Return a batch that also contains texts that are longer than the sliding windows.
 
     The batch has texts with the lengths of `batch`, and one text for each of the model's sliding
     windows, which is longer than the window.

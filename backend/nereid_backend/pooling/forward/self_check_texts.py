@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short texts of random tokens, with which the methods of computing a batch are tested.
+"""Short texts of random tokens. They are used to test different ways of computing a batch.
 
 The module also compares the vectors of these texts.
 """
@@ -21,7 +21,7 @@ _MIN_SCALE = 1e-12
 
 
 def self_check_lens(max_len: int) -> tuple[int, ...]:
-    """Return the number of tokens of each test text, which is at most `max_len`."""
+    """Return the number of tokens in each test text. No number is larger than `max_len`."""
     return tuple(min(length, max_len) for length in _SELF_CHECK_LENS)
 
 
@@ -42,7 +42,10 @@ def random_batch(encoder: Encoder, lens: tuple[int, ...]) -> TokenBatch:
 
 
 def _plain_token_ids(encoder: Encoder) -> list[int]:
-    """Return the token ids for random texts: ids of ordinary tokens, if the vocabulary has some."""
+    """Return the token ids from which random texts are built.
+
+    The result contains the ids of ordinary tokens, or all ids if there are no ordinary tokens.
+    """
     # Token ids beyond the tokenizer's vocabulary often have untrained embeddings.
     size = min(encoder.vocab_size, max(_MIN_TEST_IDS, len(encoder.tokenizer)))
     special_ids = _special_ids(encoder)

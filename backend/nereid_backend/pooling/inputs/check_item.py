@@ -110,7 +110,7 @@ class ItemChecker:
             )
 
     def _check_dimensions(self, dimensions: int, kind: str) -> None:
-        """Raise a RequestError if vectors of this kind cannot be truncated to this size."""
+        """Raise a RequestError if vectors of `kind` cannot be truncated to `dimensions` numbers."""
         if kind not in ("dense", "multi_vector"):
             raise RequestError(
                 f"dimensions: this field requires dense vectors, but the kind is {kind}."

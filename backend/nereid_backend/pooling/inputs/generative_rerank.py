@@ -114,7 +114,7 @@ class GenerativeReranker:
     def _truncated_tokens(
         self, query: str, document: str, instruction: str | None, limit: int
     ) -> list[int]:
-        """Return the token ids of a prompt, with only the beginning of the document.
+        """Return the token ids of a prompt with a truncated document.
 
         The document is shortened until the prompt has at most `limit` tokens. `tokens` describes
         the arguments and the error.

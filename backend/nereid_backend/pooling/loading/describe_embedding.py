@@ -78,7 +78,7 @@ def _describe_splade(base: CheckpointSpec, splade: dict[str, Any]) -> Checkpoint
 
     `splade` is the config of the module SpladePooling.
     """
-    # The activation log1p_relu applies log1p to the logits in addition to the pooling.
+    # The pooling always applies log1p once. The activation log1p_relu applies log1p a second time.
     num_log1p = 2 if splade.get("activation_function") == "log1p_relu" else 1
     strategy = str(splade.get("pooling_strategy", "max"))
     return replace(base, kinds=("sparse",), loader=MASKED, splade=(strategy, num_log1p))

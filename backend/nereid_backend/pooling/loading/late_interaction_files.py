@@ -205,7 +205,7 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     ]
     is_expansion_off = saved.get("do_query_expansion") is False
     if "query_expansion" not in saved and not is_expansion_off:
-        # A file of PyLate contains one of these two names.
+        # In the files of PyLate, this entry has one of two names.
         attends = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
         values["query_expansion"] = {
             "strategy": "fixed",

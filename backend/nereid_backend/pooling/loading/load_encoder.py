@@ -354,7 +354,7 @@ def _loader_without_head(
     spec: CheckpointSpec,
     model_class: Any,  # noqa: ANN401 - a model class
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return a function that loads a model without a head, and its keyword arguments."""
+    """Return a function that loads a model without a head, and the arguments of the function."""
     # If an encoder-decoder model has no head, only the encoder computes the token vectors.
     if getattr(spec.config, "is_encoder_decoder", False):
         model_class = _encoder_alone(spec, model_class)

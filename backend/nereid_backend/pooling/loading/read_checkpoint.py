@@ -194,7 +194,8 @@ def _activation(config: PretrainedConfig, saved: dict[str, Any]) -> str | None:
     Raises:
         UnsupportedModelError: the files name another activation.
     """
-    # Different versions of sentence-transformers write one of these three entries.
+    # sentence-transformers stores the activation in one of three entries. The entry depends on the
+    # version of sentence-transformers.
     nested = getattr(config, "sentence_transformers", None) or {}
     path = (
         nested.get("activation_fn")

@@ -221,8 +221,9 @@ class AdapterCalls:
         if kind != _RELOAD:
             self._history[name_or_folder] = change.message
         elif name_or_folder:
-            # A message without a folder reads the present folder again. Such a message is not
-            # repeated, because a restarted process reads the weights in any case.
+            # A message without a folder makes the engine processes read the present folder again.
+            # The history does not need this message, because a restarted process reads the folder
+            # anyway.
             self._history[_WEIGHTS_KEY] = change.message
         return change.sender, self.listing()
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the script of the scripted engine; the docstring of scripted_engine.py describes it."""
+"""Reads the script of the scripted engine.
+
+The docstring of scripted_engine.py describes the format of the script.
+"""
 
 import json
 from collections.abc import Callable

@@ -56,7 +56,8 @@ _DEFAULT_MAX_MODEL_LEN = 4096
 _NUM_BLOCKS = 1024
 _LOGPROB = -0.5
 _IDLE_SLEEP_S = 0.005
-# A fault that begins with this text uses the CPU; see `_cause_fault`.
+# If a fault begins with `_BUSY_PREFIX`, the process does not end, but uses the CPU for some time;
+# see `_cause_fault`.
 _BUSY_PREFIX = "busy "
 
 
@@ -320,7 +321,7 @@ def _eos_token(model: str) -> str:
 
 
 def _cause_fault(sequence: _Sequence) -> None:
-    """Do what the fault of a sequence's rule requires. Do nothing if the rule has no fault.
+    """Cause the fault in the rule of a sequence. Do nothing if the rule has no fault.
 
     The fault "busy 2" uses the CPU for 2 seconds before the first token.
 

@@ -25,7 +25,8 @@ from nereid_backend.serving.executor.shared_limit import SharedLimit
 # started. With fewer than 8 such requests, the rate is unknown.
 _NUM_SAMPLES = 64
 _MIN_SAMPLES = 8
-# The shortest time that is used for the rate of starts. It prevents an estimate of 0 seconds.
+# The smallest value of the time since the oldest counted start. If this time were 0 seconds, the
+# estimate of the waiting time would also be 0 seconds.
 _MIN_PASSED_S = 1e-3
 _LONGEST_RETRY_S = 60
 # The waiting time is only an estimate, and the real waiting time can be longer. Therefore a request

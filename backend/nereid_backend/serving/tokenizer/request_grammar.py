@@ -196,7 +196,7 @@ def _check_tool_choice(choice: object) -> None:
     """
     if choice is None or isinstance(choice, str):
         return
-    # The object `allowed_tools` or tool_choice itself can contain a list of tools.
+    # The list of tools is either in the object `allowed_tools` or in `tool_choice` itself.
     object_with_list = choice.get("allowed_tools", choice) if isinstance(choice, Mapping) else None
     is_valid = False
     if isinstance(object_with_list, Mapping):

@@ -36,8 +36,8 @@ _OTHER_BYTES = 4 * 2**20
 # max_model_len times the bytes of the longest token.
 _MIN_TOKEN_BYTES = 16
 _MIN_MESSAGES = 16
-# Some fields contain lists of token ids. A request can have this number of lists with
-# max_model_len token ids each.
+# Some fields contain lists of token ids. A request may have enough values for `_TOKEN_LISTS` lists
+# with max_model_len token ids each.
 _TOKEN_LISTS = 4
 _MIN_VALUES = 100_000
 # The largest number of nested levels. msgpack can pack 511 levels, and Python's recursion limit is

@@ -59,7 +59,8 @@ class LayerInputs:
             situations.append(Situation.DECODE)
         if self.batch.prefills:
             has_cached_tokens = any(prefill.num_cached for prefill in self.batch.prefills)
-            # A library for PROMPT reads the new keys and values, so they must be available.
+            # A library that computes `Situation.PROMPT` reads the new keys and values from
+            # `self.new`, so `self.new` must not be None.
             is_prompt = self.new is not None and not has_cached_tokens
             situations.append(Situation.PROMPT if is_prompt else Situation.CHUNK)
         return situations

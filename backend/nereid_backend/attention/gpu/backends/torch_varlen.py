@@ -104,8 +104,8 @@ class TorchVarlen:
         """Return the attention of the sequences, [num_tokens, num_heads, value_dim]."""
         call = inputs.call
         window = call.spec.window.size
-        # The two numbers of torch's window are the numbers of earlier and of later tokens to which
-        # a token attends. -1 means all tokens.
+        # torch's window is a pair: the number of earlier tokens and the number of later tokens to
+        # which a token attends. -1 means no limit.
         window_size = (-1 if window is None else window - 1, 0)
         result = varlen_attn(
             query.transpose(0, 1),

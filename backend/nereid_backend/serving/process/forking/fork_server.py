@@ -305,7 +305,7 @@ def _run_module(request: Request) -> None:
     for file, standard_file in ((output, _STDOUT), (errors, _STDERR)):
         os.dup2(file, standard_file)
         os.close(file)
-    # The text "{fd}" in an argument becomes the number of the channel's file in this process.
+    # In the arguments, replace the text "{fd}" by the number of the channel's file descriptor.
     arguments = [argument.format(fd=channel) for argument in request.arguments]
     _set_command_line([sys.executable, "-m", request.module, *arguments])
     sys.argv = [request.module, *arguments]

@@ -122,7 +122,7 @@ def _fork(address: str, module: str, channel: socket.socket, title: str) -> Fork
         with os.fdopen(os.memfd_create("request"), "wb") as file:
             file.write(json.dumps(request).encode())
             file.flush()
-            # The standard output and the standard error have the numbers 1 and 2.
+            # The file descriptors of the standard output and the standard error are 1 and 2.
             files = [file.fileno(), channel.fileno(), 1, 2]
             socket.send_fds(connection, [b"\0"], files)
         return ForkedProcess(connection)

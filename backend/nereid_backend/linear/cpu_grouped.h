@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels for linear layers with integer weights share: cpu_grouped.cpp and cpu_tile_grouped.cpp.
+// Types and functions that cpu_grouped.cpp and cpu_tile_grouped.cpp share. These two files contain kernels for linear
+// layers with integer weights.
 
 #pragma once
 
@@ -10,28 +11,29 @@
 
 namespace {
 
-constexpr int kPanel = 16;          // outputs
-constexpr int64_t kMaxGroup = 128;  // inputs; grouped_linear.py divides larger groups
+constexpr int kPanel = 16;          // the number of outputs of a panel
+constexpr int64_t kMaxGroup = 128;  // the largest number of inputs of a group; grouped_linear.py divides larger groups
 
 }  // namespace
 
-// One row and group: the factor that restores its numbers, and the sum of its integers.
+// The scale and the sum of the integers of one group of one row. Integers are converted back to inputs by multiplying
+// them by `scale`.
 struct RowGroup {
   float scale;
   int32_t sum;
 };
 
-// Quantised rows, and where their outputs are stored.
+// The quantised rows of the inputs, and the address of the outputs.
 struct QuantisedRows {
-  const int8_t* numbers;        // [num_rows][groups * group_size]
-  const RowGroup* row_groups;   // [num_rows][groups]
+  const int8_t* numbers;        // [num_rows][num_groups * group_size]
+  const RowGroup* row_groups;   // [num_rows][num_groups]
   int64_t num_rows, num_groups;
-  bool is_bfloat16;             // whether bias and out are bfloat16
+  bool is_bfloat16;             // true if bias and out are bfloat16, false if they are float32
   const void* bias;             // [num_outputs]; may be null
   void* out;                    // [num_rows][num_outputs]
 };
 
-// Returns whether tile_grouped_linear can compute a layer with this number of rows.
+// Returns whether tile_grouped_linear can compute a layer for `num_rows` rows.
 bool can_use_tiles(const GroupedWeights& weights, int64_t num_rows);
 
 // Computes the panels [first, last) of a layer with matrix tiles (AMX). The results have the same bits as those of the
@@ -40,8 +42,9 @@ void tile_grouped_linear(const GroupedWeights& weights, const QuantisedRows& row
 
 namespace {
 
-// Adds the bias to the sums of `num_rows` rows and `width` outputs, and stores the results. The first row is `row`, the
-// first output is `place`. The function is not a part of the kernels, which are compiled for many sizes.
+// Adds the bias to the sums [num_rows][width], and stores the results. `row` is the index of the first row, and `place`
+// is the index of the first output. The kernels are compiled for many numbers of rows. This code is a separate
+// function, so that it is compiled only once for each type.
 template <typename Number>
 void store_outputs(const GroupedWeights& weights, const void* bias, void* out, const float* sums, int64_t num_rows,
                    int64_t width, int64_t row, int64_t place) {

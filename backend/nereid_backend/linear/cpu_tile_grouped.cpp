@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear layers with integer weights of 8 bits on a CPU with matrix tiles (AMX), for at least 16 rows.
+// Linear layers with 8-bit integer weights on a CPU with matrix tiles (AMX). The input must have at least 16 rows.
 //
-// cpu_grouped.cpp describes the layout and the arithmetic. A tile of weights is 16 quads of a panel: 64 inputs of 16
-// outputs. If the size of the groups is not a multiple of 64, a tile is 8 quads. The products of one group, 16 rows and
-// 16 outputs are one tile of 32-bit sums. These sums are multiplied by the scales, and added to the float32 sums in
-// vector registers.
+// cpu_grouped.cpp describes the layout and the arithmetic. A tile of weights consists of 16 quads of a panel, which are
+// 64 inputs of 16 outputs. If group_size is not a multiple of 64, a tile consists of 8 quads, which are 32 inputs.
 //
-// If the number of rows is not a multiple of 16, the last 16 rows overlap the 16 rows before. The rows that both of them
-// contain are computed twice, with the same result.
+// The rows are computed in blocks of 16 rows. For each group of inputs, the products of a block and a panel are added
+// in a tile of 16 x 16 integers of 32 bits. The integers are then multiplied by the scales, and added to float32 sums
+// in vector registers.
+//
+// If the number of rows is not a multiple of 16, the last block overlaps the block before. The rows in the overlap are
+// computed twice, with the same result.
 
 #include <algorithm>
 #include <cstring>
@@ -20,15 +22,16 @@
 namespace {
 
 constexpr int kQuadBytes = 64;        // four inputs of 16 outputs
-constexpr int32_t kSharedZero = 128;  // the zero of all groups if the weights have no zeros
+constexpr int32_t kSharedZero = 128;  // the zero of all groups if GroupedWeights::zeros is null
 
-// Returns the inputs of one tile: the bytes of a row of the tile register.
+// Returns the number of inputs of a tile, 64 or 32. Each input is one byte in a row of the tile register.
 inline uint8_t tile_inputs(const GroupedWeights& weights) {
   return weights.group_size % kTileRowBytes == 0 ? kTileRowBytes : kTileRowBytes / 2;
 }
 
-// Adds the products of one group to the sums of 16 rows and 16 outputs. `totals` [16][16] are the sums of the integers'
-// products, and `row_groups` belongs to the first row. The operations and their order are those of cpu_grouped.cpp.
+// Adds the products of one group to `sums`, which contains 16 outputs of 16 rows. `totals` [16][16] contains the sums
+// of the products of integers. `row_groups` points to the RowGroup of the first row. The operations have the same order
+// as in cpu_grouped.cpp, so the results have the same bits.
 template <bool kHasZeros>
 inline __attribute__((always_inline)) void add_group(const int32_t* totals, const RowGroup* row_groups,
                                                      int64_t num_groups, __m512 scale, __m512 zero, __m512* sums) {
@@ -43,8 +46,9 @@ inline __attribute__((always_inline)) void add_group(const int32_t* totals, cons
   }
 }
 
-// Computes 16 rows, starting at `row`, and one panel. `values` are the integers of the panel. In each group, `per_group`
-// bytes at `next` are prefetched.
+// Computes the outputs of one panel for 16 rows. `row` is the first row, and `values` are the integers of the panel.
+// The first group prefetches `per_group` bytes at `next`, the second group prefetches the next `per_group` bytes, and
+// so on.
 template <bool kHasZeros>
 void block(const GroupedWeights& weights, const QuantisedRows& rows, int64_t row, int64_t panel, const uint8_t* values,
            const uint8_t* next, int64_t per_group) {
@@ -87,7 +91,7 @@ void tile_grouped_linear(const GroupedWeights& weights, const QuantisedRows& row
   registers.set_rows(kTileRows, tile_inputs(weights));
   for (int64_t begin = 0; begin < rows.num_rows; begin += chunk_rows) {
     const int64_t end = std::min(rows.num_rows, begin + chunk_rows);
-    // Each block of rows prefetches its share of the next panel.
+    // Each block of rows prefetches a part of the next panel.
     const int64_t num_blocks = (end - begin + kTileRows - 1) / kTileRows;
     const int64_t lines = panel_bytes / kLineBytes, shares = num_blocks * rows.num_groups;
     const int64_t per_group = (lines + shares - 1) / shares * kLineBytes;

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layers with bfloat16 weights on a CPU with matrix tiles (AMX).
 //
-// cpu_linear.cpp describes the layout of the weights. A tile of weights is 16 consecutive words of a panel: 32 inputs of
-// 16 outputs. The rows of the input are divided into blocks of at most 32 rows, which are one or two tiles of rows:
+// cpu_linear.cpp describes the layout of the weights. A tile of weights is 1024 consecutive bytes of a panel: the
+// weights of 32 inputs for 16 outputs. The rows of the input are divided into blocks of at most 32 rows. A block needs
+// one or two tiles of inputs:
 //
 //                               panels 0, 1   panels 2, 3   ...      each thread computes some panels
 //     block 0 (rows 0-31)       |  the sums of two panels and 32 rows stay in four registers
 //     block 1 (rows 32-63)      |
 //
-// While the blocks are multiplied by two panels, the next two panels are prefetched, some lines in each step. The speed
-// is then limited by memory or by arithmetic, whichever is slower. If there are at most 16 rows, the sums of four panels
-// stay in the registers, because more panels need fewer loads of inputs.
+// A step multiplies 32 inputs of each row. While the blocks are multiplied by two panels, the next two panels are
+// prefetched: each step prefetches some cache lines. Memory accesses and arithmetic then overlap, so the slower of the
+// two limits the speed. If there are at most 16 rows, the sums of four panels stay in the registers, because each tile
+// of inputs is then loaded once for four panels.
 
 #include "cpu_tile_linear.h"
 
@@ -29,9 +31,10 @@
 
 namespace {
 
-constexpr int kPanel = 16;       // outputs
-constexpr int kTileInputs = 32;  // inputs of one tile
-// The distance of prefetches in bytes, for at most 16 rows: the fastest of 1024 to 16384 on Sapphire Rapids.
+constexpr int kPanel = 16;       // the number of outputs of a panel
+constexpr int kTileInputs = 32;  // the number of inputs of a tile
+// With at most 16 rows, the prefetched address is kAhead bytes after the address that is read. On Sapphire Rapids, 2048
+// was the fastest of the values from 1024 to 16384.
 constexpr int64_t kAhead = 2048;
 
 // Returns the quotient, rounded up.
@@ -44,19 +47,21 @@ struct Call {
   const Bfloat16* x;
   Bfloat16* out;
   int64_t dim, num_outputs;
-  int64_t out_stride;  // the distance of two rows of the output, in numbers
+  int64_t out_stride;  // the distance from one row of the output to the next row, in numbers
 
   int64_t panel_bytes() const { return dim * kPanel * sizeof(Bfloat16); }
 };
 
-// Bytes of weights that a block prefetches: `per_step` bytes in each step of 32 inputs.
+// The weights that a block prefetches. The first step prefetches `per_step` bytes at `from`, the second step prefetches
+// the next `per_step` bytes, and so on. A step multiplies 32 inputs of each row.
 struct Prefetch {
   const char* from;
   int64_t per_step;
 };
 
-// Adds the products of 32 inputs and kPanels panels to the sums. `w` is the address of the weights of the first panel;
-// those of the other panels are `w_stride` bytes apart. The rows of x are `x_stride` bytes apart.
+// Multiplies 32 inputs of each row by the weights of kPanels panels, and adds the products to the sums. `w` is the
+// address of the weights in the first panel. The distance from a panel to the next panel is `w_stride` bytes, and the
+// distance from a row of x to the next row is `x_stride` bytes.
 template <int kRowTiles, int kPanels>
 inline __attribute__((always_inline)) void multiply(const char* x, int64_t x_stride, const char* w, int64_t w_stride) {
   _tile_loadd(4, x, x_stride);
@@ -86,7 +91,7 @@ inline __attribute__((always_inline)) void multiply(const char* x, int64_t x_str
   }
 }
 
-// Adds the bias to the sums [rows][16] of one panel, and stores the outputs. The first row of the output is `row`.
+// Adds the bias to the sums [rows][16] of one panel, and stores the outputs. `row` is the index of the first row.
 void store_outputs(const Call& call, const float* sums, int64_t row, int64_t rows, int64_t panel) {
   const int64_t place = panel * kPanel, count = call.num_outputs - place;
   const Floats bias = call.bias ? load_some(call.bias + place, count) : Floats{};
@@ -94,11 +99,11 @@ void store_outputs(const Call& call, const float* sums, int64_t row, int64_t row
   const auto store = [&](int64_t width) {
     for (int64_t r = 0; r < rows; ++r) store_some(load(sums + r * kPanel) + bias, out + r * call.out_stride, width);
   };
-  // With a constant width, the compiler stores a vector with one instruction.
+  // If the width is a constant, the compiled code stores a vector with one instruction.
   count >= kPanel ? store(kPanel) : store(count);
 }
 
-// Computes `rows` rows, starting at `row`, and kPanels panels, starting at `panel`.
+// Computes the outputs of kPanels panels for `rows` rows. `row` is the first row, and `panel` is the first panel.
 template <int kRowTiles, int kPanels>
 void block(const Call& call, int64_t row, int64_t rows, int64_t panel, Prefetch prefetch) {
   const int64_t x_stride = call.dim * sizeof(Bfloat16), w_stride = call.panel_bytes();
@@ -120,7 +125,7 @@ void block(const Call& call, int64_t row, int64_t rows, int64_t panel, Prefetch 
     }
     multiply<kRowTiles, kPanels>(x, x_stride, w, w_stride);
   }
-  // If the inputs do not fill the last tiles, copies of the last tiles are padded with zeros.
+  // If `dim` is not a multiple of 32, copy the remaining inputs and weights into tiles that are padded with zeros.
   if (const int64_t rest = call.dim % kTileInputs) {
     alignas(kLineBytes) char last_x[kRowTiles * kTileBytes] = {}, last_w[kPanels * kTileBytes] = {};
     for (int64_t r = 0; r < rows; ++r)
@@ -141,7 +146,8 @@ void block(const Call& call, int64_t row, int64_t rows, int64_t panel, Prefetch 
   }
 }
 
-// Computes `rows` rows, starting at `row`, and the panels [first, last), kPanels at a time.
+// Computes the outputs of the panels [first, last) for `rows` rows. `row` is the first row. kPanels panels are computed
+// at a time, and the remaining panels are computed one by one.
 template <int kRowTiles, int kPanels>
 void panels(const Call& call, int64_t row, int64_t rows, int64_t first, int64_t last, Prefetch prefetch) {
   int64_t panel = first;
@@ -149,12 +155,12 @@ void panels(const Call& call, int64_t row, int64_t rows, int64_t first, int64_t 
   for (; panel < last; ++panel) block<kRowTiles, 1>(call, row, rows, panel, prefetch);
 }
 
-// Computes the rows [begin, end) and one or two panels, starting at `panel`. Meanwhile, `next_bytes` bytes at `next` are
-// prefetched.
+// Computes the outputs of `count` panels, one or two, for the rows [begin, end). `panel` is the first panel. During the
+// computation, `next_bytes` bytes at `next` are prefetched.
 void panel_pair(const Call& call, int64_t begin, int64_t end, int64_t panel, int64_t count, const char* next,
                 int64_t next_bytes, TileRegisters& registers) {
   const int64_t num_blocks = divide_up(end - begin, kBlockRows), num_steps = std::max<int64_t>(1, call.dim / kTileInputs);
-  // Each step of each block prefetches its share of the lines.
+  // All steps of all blocks prefetch the same number of cache lines.
   const int64_t per_step = divide_up(divide_up(next_bytes, kLineBytes), num_blocks * num_steps) * kLineBytes;
   for (int64_t row = begin; row < end; row += kBlockRows, next += num_steps * per_step) {
     const int64_t rows = std::min<int64_t>(end - row, kBlockRows);
@@ -167,13 +173,13 @@ void panel_pair(const Call& call, int64_t begin, int64_t end, int64_t panel, int
   }
 }
 
-// Returns the number of rows that stay in the second-level cache.
+// Returns the number of rows in a chunk; see kChunkBytes.
 int64_t rows_of_chunk(int64_t dim) {
   const int64_t row_bytes = dim * sizeof(Bfloat16);
   return std::max<int64_t>(1, kChunkBytes / row_bytes / kBlockRows) * kBlockRows;
 }
 
-// Calls compute(first, last, registers) in each thread, with its share of the panels.
+// Divides the panels among the threads. Each thread calls compute(first, last, registers) for its panels [first, last).
 template <typename Function>
 void in_threads(int64_t num_outputs, int num_threads, const Function& compute) {
   const int64_t num_panels = divide_up(num_outputs, kPanel);
@@ -190,14 +196,16 @@ void in_threads(int64_t num_outputs, int num_threads, const Function& compute) {
   }
 }
 
-// Rounds float32 numbers to bfloat16, and returns them as the lower or the upper halves of the words.
+// Rounds float32 numbers to bfloat16. The upper half of each returned word is a bfloat16 number, and the lower half is
+// arbitrary.
 inline __m512i as_upper_halves(__m512 numbers) {
   const __m512i words = _mm512_castps_si512(numbers);
   const __m512i last_bits = _mm512_and_si512(_mm512_srli_epi32(words, 16), _mm512_set1_epi32(1));
   return _mm512_add_epi32(_mm512_add_epi32(words, _mm512_set1_epi32(0x7fff)), last_bits);
 }
 
-// Converts one quad, four inputs of 16 outputs, to bfloat16 weights: two words of pairs of inputs for each output.
+// Converts one quad, which is four inputs of 16 outputs, to bfloat16 weights. `quad` has one word of four integers for
+// each output. The result is [2][16][2]: the first index selects a pair of inputs.
 inline void dequantise_quad(__m512i quad, __m512 scale, __m512 offset, char* to) {
   __m512i halves[4];
 #pragma GCC unroll 4
@@ -213,10 +221,10 @@ inline void dequantise_quad(__m512i quad, __m512 scale, __m512 offset, char* to)
   }
 }
 
-// Converts one panel of integers to bfloat16 weights, [groups * group_size / 2][16][2].
+// Converts one panel of integers to bfloat16 weights, [num_groups * group_size / 2][16][2].
 template <int kBits>
 void dequantise_panel(const GroupedWeights& weights, int64_t panel, int64_t num_groups, char* to) {
-  const int64_t units = weights.group_size / 8;  // of eight inputs
+  const int64_t units = weights.group_size / 8;  // units of eight inputs in a group
   constexpr int kUnitBytes = kBits * kPanel;
   const uint8_t* values = weights.values + panel * num_groups * units * kUnitBytes;
   const __m512 shared_zero = _mm512_set1_ps(1 << (kBits - 1));
@@ -263,7 +271,7 @@ void tile_linear(const void* weight, const void* bias, const void* x, void* out,
 void tile_dequantised_linear(const GroupedWeights& weights, const void* bias, const void* x, void* out,
                              int64_t num_rows, int num_threads) {
   const int64_t num_groups = divide_up(weights.dim, weights.group_size), chunk_rows = rows_of_chunk(weights.dim);
-  const int64_t value_bytes = num_groups * weights.group_size * kPanel * weights.bits / 8;  // of one panel
+  const int64_t value_bytes = num_groups * weights.group_size * kPanel * weights.bits / 8;  // in one panel
   const int64_t panel_bytes = weights.dim * kPanel * sizeof(Bfloat16);
   const int64_t padded_bytes = num_groups * weights.group_size * kPanel * sizeof(Bfloat16);
   const auto dequantise = weights.bits == 4 ? dequantise_panel<4> : dequantise_panel<8>;
@@ -273,7 +281,7 @@ void tile_dequantised_linear(const GroupedWeights& weights, const void* bias, co
     char* panels = storage.data() + (-reinterpret_cast<uintptr_t>(storage.data()) & (kLineBytes - 1));
     for (int64_t panel = first; panel < last; panel += 2) {
       const int64_t count = std::min<int64_t>(2, last - panel), place = panel * kPanel;
-      // The panels of `panel_pair` have no padding, so the second panel overwrites the padding of the first panel.
+      // `panel_pair` expects panels without padding, so the second panel overwrites the padding of the first panel.
       for (int64_t i = 0; i < count; ++i) dequantise(weights, panel + i, num_groups, panels + i * panel_bytes);
       const auto* added = static_cast<const Bfloat16*>(bias);
       const Call call = {panels,

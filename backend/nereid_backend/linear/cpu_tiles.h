@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix tiles (AMX): registers of at most 16 rows of 64 bytes, and instructions that multiply them.
+// Matrix tiles (AMX). A tile is a register with at most 16 rows of 64 bytes. Special instructions multiply tiles.
 //
-// A processor has eight tile registers. One instruction multiplies a tile of inputs by a tile of weights, and adds the
-// product to a tile of sums:
+// A processor core has eight tile registers. One instruction multiplies a tile of inputs by a tile of weights, and adds
+// the product to a tile of sums:
 //
 //     sums [rows][16 outputs]  +=  inputs [rows][64 bytes]  *  weights [16][16 outputs][4 bytes]
 //
-// The 64 bytes of a row are 32 inputs of bfloat16, or 64 inputs of 8 bits. The layouts of the weights in cpu_linear.cpp
-// and cpu_grouped.cpp contain such tiles of weights one after the other.
+// The 64 bytes of a row of inputs are 32 bfloat16 numbers or 64 integers of 8 bits. The weights of a layer are stored
+// in the order of these tiles: cpu_linear.cpp and cpu_grouped.cpp describe the layouts.
 
 #pragma once
 
@@ -25,39 +25,42 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr int kTileRowBytes = 64;
 constexpr int kTileBytes = kTileRows * kTileRowBytes;
-constexpr int kBlockRows = 2 * kTileRows;  // the largest number of input rows that the registers hold
-constexpr int kLineBytes = 64;             // a cache line
-// The rows of this many bytes of inputs stay in the second-level cache while all panels are computed.
+constexpr int kBlockRows = 2 * kTileRows;  // the largest number of input rows that the tile registers can contain
+constexpr int kLineBytes = 64;             // the size of a cache line
+// The rows of the inputs are divided into chunks. A chunk has at most kChunkBytes bytes, but at least one block of
+// rows, and fits into the second-level cache. tile_linear and tile_grouped_linear multiply a chunk by all panels before
+// they read the next chunk.
 constexpr int64_t kChunkBytes = 1 << 20;
 
-// Loads 16 float16 numbers as float32.
+// Loads 16 float16 numbers, and converts them to float32.
 inline __m512 load_float16(const uint16_t* at) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }
 
-// Returns whether Linux allows this process to use tiles. A process must request the permission, because tiles make the
-// saved state of a thread 8 KB larger.
+// Returns whether this process may use tiles. The first call requests the permission from Linux. Linux requires this
+// request, because it needs 8 KB more memory to save the registers of a thread that uses tiles.
 inline bool has_tile_permission() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
   static const bool is_allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return is_allowed;
 }
 
-// The configuration of the tile registers of one thread. The intrinsic functions need the numbers of registers as
-// literals, so the registers have fixed roles:
+// The configuration of the tile registers of one thread. The intrinsic functions accept only literals as the numbers of
+// registers, so the use of each register is fixed:
 //
-//     rows of inputs   sums                                           inputs    weights
+//     number of rows   registers with sums                            inputs    weights
 //     1 to 16          0, 1, 2, 3: one register for each panel        4         5, 6, 7
 //     17 to 32         0, 1: the first 16 rows, for two panels        4         6, 7
 //                      2, 3: the other rows, for the same panels      5
 //
-// The destructor releases the registers, because Linux saves the content of used registers whenever it switches threads.
+// The destructor releases the registers. Otherwise, Linux would save their content whenever it switches threads.
 class TileRegisters {
  public:
   ~TileRegisters() { _tile_release(); }
 
-  // Configures the registers for 1 to 32 rows. If the number of rows changes, all registers become zero. `row_bytes` is
-  // the size of one row of the inputs: 64, or 32 for at most 16 rows.
+  // Configures the registers for 1 to 32 rows of inputs. If the number of rows differs from the previous call, all
+  // registers become zero. `row_bytes` is the size of one row of a tile of inputs. It is 64. With at most 16 rows, it
+  // can also be 32.
   void set_rows(int64_t rows, uint8_t row_bytes = kTileRowBytes) {
     if (rows == rows_) return;
     rows_ = rows;

@@ -159,7 +159,8 @@ void panels(const Call& call, int64_t row, int64_t rows, int64_t first, int64_t 
 // computation, `next_bytes` bytes at `next` are prefetched.
 void panel_pair(const Call& call, int64_t begin, int64_t end, int64_t panel, int64_t count, const char* next,
                 int64_t next_bytes, TileRegisters& registers) {
-  const int64_t num_blocks = divide_up(end - begin, kBlockRows), num_steps = std::max<int64_t>(1, call.dim / kTileInputs);
+  const int64_t num_blocks = divide_up(end - begin, kBlockRows);
+  const int64_t num_steps = std::max<int64_t>(1, call.dim / kTileInputs);
   // All steps of all blocks prefetch the same number of cache lines.
   const int64_t per_step = divide_up(divide_up(next_bytes, kLineBytes), num_blocks * num_steps) * kLineBytes;
   for (int64_t row = begin; row < end; row += kBlockRows, next += num_steps * per_step) {

@@ -199,8 +199,6 @@ def serve() -> Iterator[Served]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "PYTHONPATH": os.pathsep.join(filter(None, (_FAULTY, os.environ.get("PYTHONPATH")))),
-            # A forked process would not start with the folder on PYTHONPATH.
-            "_NEREID_FORK_SERVER": "",
             _ORDERS: folder,
             "NEREID_ENGINE_HANG_TIMEOUT_S": str(_HANG_TIMEOUT_S),
             "NEREID_EMBEDDING_HANG_TIMEOUT_S": str(_HANG_TIMEOUT_S),

@@ -1,9 +1,9 @@
 """Make forward passes fail on demand, in processes that start with this folder on PYTHONPATH.
 
-Python imports a module with this name when it starts. In engine and worker processes, the module
-wraps two functions: the embedding lookup, with which every forward pass starts, and functions of
-the grammar library. The product contains no code for this purpose. A file in the folder
-FAULT_FOLDER selects the failure:
+Python imports a module with this name when it starts. In engine and worker processes, and in the
+fork server that creates these processes, the module wraps two functions: the embedding lookup, with
+which every forward pass starts, and functions of the grammar library. The product contains no code
+for this purpose. A file in the folder FAULT_FOLDER selects the failure:
 
     engine, worker     a file for the process with this role. It contains one line:
                        "oom N"      the next N forward passes run out of memory
@@ -28,15 +28,28 @@ _ROLES = {
     "nereid_backend.serving.executor.engine_process": "engine",
     "nereid_backend.serving.pooling.pooling_worker": "worker",
 }
+_FORK_SERVER = "nereid_backend.serving.process.forking.fork_server"
 _LOCK = threading.Lock()
 
 
-def _take(path: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
+def _role() -> str | None:
+    """Return the role of this process; None if the process is neither an engine nor a worker.
+
+    The first argument is the file of the running module, also in a process that the fork server
+    has forked.
+    """
+    program = Path(sys.argv[0]).stem
+    return next((role for name, role in _ROLES.items() if name.endswith(f".{program}")), None)
+
+
+def _take(folder: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
     """Return the kind and the number of the next failure, and decrement the number in the file.
 
-    Return None if the file does not exist, or if its kind is not in `kinds`.
+    Return None if there is no file for the role of this process, or if its kind is not in `kinds`.
     """
-    if not path.exists():
+    role = _role()
+    path = folder / role if role else None
+    if path is None or not path.exists():
         return None
     with _LOCK:
         try:
@@ -53,7 +66,7 @@ def _take(path: Path, kinds: tuple[str, ...]) -> tuple[str, int] | None:
     return kind, int(number)
 
 
-def _patch_embedding(module: Any, path: Path) -> None:  # noqa: ANN401 - torch's
+def _patch_embedding(module: Any, folder: Path) -> None:  # noqa: ANN401 - torch's
     import torch
 
     original = module.Embedding.forward
@@ -62,7 +75,7 @@ def _patch_embedding(module: Any, path: Path) -> None:  # noqa: ANN401 - torch's
 
     def forward(self: Any, ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - torch's
         nonlocal is_lost
-        fault = _take(path, ("oom", "cuda", "hang", "nan"))
+        fault = _take(folder, ("oom", "cuda", "hang", "nan"))
         if fault is not None and fault[0] == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         is_lost |= fault is not None and fault[0] == "cuda"
@@ -78,17 +91,17 @@ def _patch_embedding(module: Any, path: Path) -> None:  # noqa: ANN401 - torch's
     module.Embedding.forward = forward
 
 
-def _patch_matcher(module: Any, path: Path) -> None:  # noqa: ANN401 - xgrammar's
+def _patch_matcher(module: Any, folder: Path) -> None:  # noqa: ANN401 - xgrammar's
     for kind, owner, name in (
         ("mask", module.BatchGrammarMatcher, "batch_fill_next_token_bitmask"),
         ("grammar", module.GrammarMatcher, "accept_token"),
     ):
-        setattr(owner, name, _failing(getattr(owner, name), kind, path))
+        setattr(owner, name, _failing(getattr(owner, name), kind, folder))
 
 
-def _failing(original: Callable[..., Any], kind: str, path: Path) -> Callable[..., Any]:
+def _failing(original: Callable[..., Any], kind: str, folder: Path) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - xgrammar's
-        if _take(path, (kind,)) is not None:
+        if _take(folder, (kind,)) is not None:
             raise RuntimeError("the matcher is in a state that it can't be in")
         return original(*args, **kwargs)
 
@@ -104,8 +117,8 @@ _PATCHES: dict[str, Callable[[Any, Path], None]] = {
 class _Patcher:
     """An import hook that changes modules right after their import."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def find_spec(
         self,
@@ -122,7 +135,7 @@ class _Patcher:
 
         def exec_module(module: Any) -> None:  # noqa: ANN401 - a module
             execute(module)
-            patch(module, self._path)
+            patch(module, self._folder)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -130,9 +143,8 @@ class _Patcher:
 
 def _install() -> None:
     folder = os.environ.get("FAULT_FOLDER")
-    role = next((role for name, role in _ROLES.items() if name in sys.orig_argv), None)
-    if folder and role:
-        sys.meta_path.insert(0, _Patcher(Path(folder) / role))  # type: ignore[arg-type]
+    if folder and any(name in sys.orig_argv for name in (*_ROLES, _FORK_SERVER)):
+        sys.meta_path.insert(0, _Patcher(Path(folder)))  # type: ignore[arg-type]
 
 
 _install()

@@ -156,7 +156,7 @@ def _check_plan(flags: list[str]) -> str:
 
     Raises: CliError for a wrong setting, a damaged checkpoint or a port that is in use.
     """
-    plan = make_plan(build_parser().parse_args(["serve", *flags]))
+    plan = make_plan(build_parser(["serve"]).parse_args(["serve", *flags]))
     addresses = ", ".join(f"{name} at {address}" for name, address in plan.endpoints)
     pooling = "".join(f", {model.kind} {model.path}" for model in plan.pooling_models)
     return f"would serve {plan.model}{pooling}. {addresses}. Log: {plan.log_path}"

@@ -7,9 +7,6 @@ settings.
 from collections.abc import Mapping
 from pathlib import Path
 
-from google.protobuf import text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
-
 from nereid_client.several_models.models_file import ModelSpec
 
 
@@ -51,6 +48,10 @@ def _copy(
     """
     folder.mkdir(parents=True)
     (folder / "1").symlink_to((source / "1").resolve())
+    # These imports take a quarter of a second. A server of one language model needs none of them.
+    from google.protobuf import text_format
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
     config = ModelConfig()
     text_format.Parse((source / "config.pbtxt").read_text(encoding="utf-8"), config)
     config.name = folder.name

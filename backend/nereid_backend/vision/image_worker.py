@@ -26,6 +26,7 @@ from typing import Any
 
 import msgpack
 
+from nereid_backend.fast_imports import importing
 from nereid_backend.process_limits import limit_child
 
 _MAX_CHILD_BYTES = 768 * 2**20
@@ -174,11 +175,13 @@ def _load(folder: Path) -> Prepare:
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()
-    import torch
-    from transformers import AutoConfig
+    with importing():
+        import torch
+        from transformers import AutoConfig
+
+        from nereid_backend.vision.chat_processor import ChatProcessor
 
     from nereid_backend.errors import RequestError
-    from nereid_backend.vision.chat_processor import ChatProcessor
     from nereid_backend.vision.messages import Found, FoundImage, FoundVideo, check_numbers
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import decode_data_url

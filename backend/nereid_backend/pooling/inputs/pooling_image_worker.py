@@ -11,6 +11,7 @@ describes the arguments, the messages and the limits of the process.
 from pathlib import Path
 from typing import Any
 
+from nereid_backend.fast_imports import importing
 from nereid_backend.vision.image_worker import Prepare, run_worker
 
 
@@ -21,11 +22,13 @@ def _load(folder: Path) -> Prepare:
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()
-    import torch
-    from transformers import AutoConfig
+    with importing():
+        import torch
+        from transformers import AutoConfig
+
+        from nereid_backend.pooling.inputs.image_processors import load_image_processor
 
     from nereid_backend.core.image_inputs import ImageInputs
-    from nereid_backend.pooling.inputs.image_processors import load_image_processor
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import ImageLimits, decode_image
 

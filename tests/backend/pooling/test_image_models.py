@@ -92,6 +92,8 @@ def test_the_second_use_of_an_image_runs_no_encoder(embedder):
     assert features.num_encoded == num_encoded + 2
 
 
+# The check of the length does not depend on the type of the model.
+@pytest.mark.parametrize("folder", TYPES[:1], indirect=True)
 def test_an_input_that_is_too_long_is_refused(folder):
     embedder = Embedder(str(folder), num_threads=1, max_model_len=16)
     with pytest.raises(RequestError, match="the limit is 16"):
@@ -106,10 +108,15 @@ def retrieval(request, tmp_path_factory):
     return folder, *save_page_model(name, tmp_path_factory.mktemp(name), folder)
 
 
+@pytest.fixture(scope="module")
+def page_embedder(retrieval):
+    return Embedder(str(retrieval[0]), num_threads=1)
+
+
 @torch.inference_mode()
-def test_queries_and_pages_of_transformers(retrieval):
-    folder, model, processor = retrieval
-    embedder = Embedder(str(folder), num_threads=1)
+def test_queries_and_pages_of_transformers(page_embedder, retrieval):
+    _, model, processor = retrieval
+    embedder = page_embedder
     assert embedder.info.kinds == ("multi_vector",)
     assert embedder.info.dimension == 16
     pages = [picture(1), picture(2, (40, 72))]
@@ -121,9 +128,8 @@ def test_queries_and_pages_of_transformers(retrieval):
     assert vectors[1].shape != vectors[2].shape or np.abs(vectors[1] - vectors[2]).max() > 1e-3
 
 
-def test_a_query_with_an_image_or_a_prompt_is_refused_by_a_model_for_pages(retrieval):
-    embedder = Embedder(str(retrieval[0]), num_threads=1)
+def test_a_query_with_an_image_or_a_prompt_is_refused_by_a_model_for_pages(page_embedder):
     with pytest.raises(RequestError, match="either a query"):
-        embedder.encode_multi([{"text": "a", "image": png(picture(1))}])
+        page_embedder.encode_multi([{"text": "a", "image": png(picture(1))}])
     with pytest.raises(RequestError, match="dense"):
-        embedder.encode({"image": png(picture(1))})
+        page_embedder.encode({"image": png(picture(1))})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from backend.checkpoints.writers import library, quiet
 from backend.exactness import MAX_TOKENS, PARAMS, PROMPTS, bytes_for, open_engine, reference
-from backend.lora.adapter_writer import linear_layers, write_adapter
+from backend.lora.mixed_adapters import NAMES, adapters, answer_mixed, references, write_both
 from backend.tiny_models import BY_NAME, Family
 from nereid_backend.linear import native_linear
 
@@ -28,44 +28,6 @@ FAMILIES = [
     BY_NAME["llama"],
     *(pytest.param(family, marks=pytest.mark.long) for family in _LONG),
 ]
-NAMES = ("", "wide", "narrow")
-
-
-def answer_mixed(engine, names=NAMES, *, checks=True):
-    """Return the tokens of each prompt with each adapter, computed at the same time."""
-    for number, prompt in enumerate(PROMPTS):
-        for name in names:
-            params = dataclasses.replace(PARAMS, lora_name=name)
-            engine.add_request(f"{number} {name}", prompt, params)
-    answers = {}
-    while engine.has_work():
-        for update in engine.step():
-            assert update.error is None
-            answers.setdefault(update.request_id, []).extend(update.new_token_ids)
-        if checks:
-            engine.check()
-    return [[answers[f"{number} {name}"] for number in range(len(PROMPTS))] for name in names]
-
-
-def write_both(folder, model):
-    """Write two adapters of different ranks and layers. Return the model and the merged models."""
-    layers = linear_layers(model)
-    wide = write_adapter(folder / "wide", model, layers, rank=5, seed=1)
-    narrow = write_adapter(folder / "narrow", model, layers[::2], rank=3, seed=2, use_rslora=True)
-    return [model, wide, narrow]
-
-
-def references(folder, models):
-    """Return the greedy tokens of transformers for each model."""
-    expected = []
-    for number, model in enumerate(models):
-        model.save_pretrained(folder / str(number))
-        expected.append(reference(folder / str(number)))
-    return expected
-
-
-def adapters(folder):
-    return {name: str(folder / name) for name in NAMES if name}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -100,21 +62,6 @@ def test_native_kernels_and_speculation_give_the_same_tokens(tmp_path):
         num_speculative_tokens=3,
     )
     assert answer_mixed(engine) == expected
-    engine.close()
-
-
-def test_the_compiled_forward_pass_computes_steps_with_adapters(tmp_path):
-    expected = references(tmp_path, write_both(tmp_path, BY_NAME["qwen3"].make()))
-    engine = open_engine(
-        tmp_path / "0", lora_adapters=adapters(tmp_path), block_size=16, compile_forward=True
-    )
-    compiled = engine._parts.runner._path._compiled
-    assert compiled is not None
-    num_calls = []
-    run = compiled._run
-    compiled._run = lambda *inputs: num_calls.append(1) or run(*inputs)
-    assert answer_mixed(engine) == expected
-    assert len(num_calls) >= MAX_TOKENS
     engine.close()
 
 

@@ -1,6 +1,10 @@
+import dataclasses
+
 import pytest
 import torch
-from backend.tiny_models import VOCAB_SIZE, Family
+from backend.exactness import MAX_TOKENS, open_engine
+from backend.lora.mixed_adapters import adapters, answer_mixed, references, write_both
+from backend.tiny_models import BY_NAME, VOCAB_SIZE, Family
 from nereid_backend import Engine, EngineConfig, SamplingParams
 from nereid_backend.attention.cpu.cpu_library import KernelTimes
 from nereid_backend.linear import native_linear
@@ -52,14 +56,32 @@ def test_a_compiled_model_gives_the_tokens_of_the_model_as_it_is(checkpoint, arc
     assert found == expected
 
 
-def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_shape(
-    checkpoint, tmp_path, folder
-):
-    path = checkpoint("llama")
-    _, said = answers(path, compile_forward=True)
+@pytest.fixture(scope="module")
+def one_layer():
+    """A family of models whose library takes half as long to compile as that of two layers."""
+    llama = BY_NAME["llama"]
+    return dataclasses.replace(llama, extra={**llama.extra, "num_hidden_layers": 1})
+
+
+@pytest.fixture(scope="module")
+def library(one_layer, tmp_path_factory):
+    """The folder of a checkpoint, and a folder for compiled libraries that contains its library."""
+    path = one_layer.save(tmp_path_factory.mktemp("one-layer"))
+    folder = tmp_path_factory.mktemp("libraries")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(library_files, "cache_folder", lambda: folder)
+        _, said = answers(path, compile_forward=True)
     assert "compiling" in said
+    assert len(list((folder / "compiled").iterdir())) == 1
+    return path, folder
+
+
+def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_shape(
+    library, tmp_path, monkeypatch
+):
+    path, folder = library
+    monkeypatch.setattr(library_files, "cache_folder", lambda: folder)
     kept = list((folder / "compiled").iterdir())
-    assert len(kept) == 1
 
     other = tmp_path / "other"
     torch.manual_seed(77)
@@ -83,6 +105,24 @@ def test_what_was_compiled_is_kept_and_serves_another_checkpoint_of_the_same_sha
     # The compiled library calls the kernels as C functions, not as operators through Python.
     assert spent.linear_ns > 0
     assert spent.attention_ns > 0
+
+
+def test_a_compiled_forward_pass_computes_steps_with_adapters(
+    library, one_layer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(library_files, "cache_folder", lambda: library[1])
+    expected = references(tmp_path, write_both(tmp_path, one_layer.make()))
+    engine = open_engine(
+        tmp_path / "0", lora_adapters=adapters(tmp_path), block_size=16, compile_forward=True
+    )
+    compiled = engine._parts.runner._path._compiled
+    assert compiled is not None
+    num_calls = []
+    run = compiled._run
+    compiled._run = lambda *inputs: num_calls.append(1) or run(*inputs)
+    assert answer_mixed(engine) == expected
+    assert len(num_calls) >= MAX_TOKENS
+    engine.close()
 
 
 def test_a_library_serves_only_checkpoints_with_equal_short_vectors(checkpoint):

@@ -1,0 +1,45 @@
+"""Adapters of a tiny model, and the answers with and without them, computed at the same time."""
+
+import dataclasses
+
+from backend.exactness import PARAMS, PROMPTS, reference
+from backend.lora.adapter_writer import linear_layers, write_adapter
+
+NAMES = ("", "wide", "narrow")
+
+
+def answer_mixed(engine, names=NAMES, *, checks=True):
+    """Return the tokens of each prompt with each adapter, computed at the same time."""
+    for number, prompt in enumerate(PROMPTS):
+        for name in names:
+            params = dataclasses.replace(PARAMS, lora_name=name)
+            engine.add_request(f"{number} {name}", prompt, params)
+    answers = {}
+    while engine.has_work():
+        for update in engine.step():
+            assert update.error is None
+            answers.setdefault(update.request_id, []).extend(update.new_token_ids)
+        if checks:
+            engine.check()
+    return [[answers[f"{number} {name}"] for number in range(len(PROMPTS))] for name in names]
+
+
+def write_both(folder, model):
+    """Write two adapters of different ranks and layers. Return the model and the merged models."""
+    layers = linear_layers(model)
+    wide = write_adapter(folder / "wide", model, layers, rank=5, seed=1)
+    narrow = write_adapter(folder / "narrow", model, layers[::2], rank=3, seed=2, use_rslora=True)
+    return [model, wide, narrow]
+
+
+def references(folder, models):
+    """Return the greedy tokens of transformers for each model."""
+    expected = []
+    for number, model in enumerate(models):
+        model.save_pretrained(folder / str(number))
+        expected.append(reference(folder / str(number)))
+    return expected
+
+
+def adapters(folder):
+    return {name: str(folder / name) for name in NAMES if name}

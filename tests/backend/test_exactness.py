@@ -4,6 +4,7 @@ tests/backend/archs.py compares all architectures.
 """
 
 import dataclasses
+import functools
 
 import pytest
 from backend.exactness import PARAMS, PROMPTS, SITUATIONS, open_engine, reference
@@ -49,11 +50,26 @@ _USUAL_SITUATIONS = ("mixed", "preempted")
 
 
 @pytest.fixture(scope="module")
-def model(request, tmp_path_factory):
+def references(tmp_path_factory):
+    """A function from an architecture to its tiny checkpoint and the answers of transformers.
+
+    These answers take half of the time of a test. Each checkpoint has four tests or more.
+    """
+
+    @functools.cache
+    def reference_of(name):
+        folder = shrink.save(name, tmp_path_factory.mktemp(name))
+        return folder, reference(folder)
+
+    return reference_of
+
+
+@pytest.fixture
+def model(request, references):
     """The folder of a tiny checkpoint, its forward path, and the answers of transformers."""
     path, name = request.param
-    folder = shrink.save(name, tmp_path_factory.mktemp(name))
-    return folder, path, reference(folder)
+    folder, expected = references(name)
+    return folder, path, expected
 
 
 def cases(values, usual):

@@ -20,7 +20,7 @@ settings.register_profile("exploring", **PATIENT)
 settings.register_profile("repeatable", derandomize=True, **PATIENT)
 settings.load_profile("repeatable")
 
-# Each of these groups of files has a server of its own. pytest-xdist runs a group in one process,
+# The files of each of these groups share a server. pytest-xdist runs a group in one process,
 # because every process would start the server again, which takes about 20 s.
 SHARED_SERVERS = {
     "the server of the fixture `served`": (
@@ -30,6 +30,11 @@ SHARED_SERVERS = {
         *("tests/e2e/test_parsed.py", "tests/e2e/test_pooling.py", "tests/e2e/test_rag.py"),
         *("tests/e2e/test_responses.py", "tests/e2e/test_strict.py", "tests/e2e/test_faults.py"),
         *("tests/e2e/test_playground.py", "tests/e2e/test_described_requests.py"),
+    ),
+    "the fork server of the fixture `fork_server`": (
+        *("tests/e2e/test_visual_pooling.py", "tests/e2e/test_reload.py"),
+        *("tests/e2e/test_images.py", "tests/e2e/test_gguf_and_lora.py"),
+        "tests/e2e/test_several_models.py",
     ),
     "the server of tests/fuzz": (
         *("tests/fuzz/test_grammars.py", "tests/fuzz/test_http.py"),
@@ -59,6 +64,20 @@ def served():
         assert running.stop() == 0
         _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive
+
+
+@pytest.fixture(scope="session")
+def fork_server():
+    """The environment variable with which servers of several tests use one fork server.
+
+    The server of the fixture `served` and servers of further tests have their own fork server, as
+    `nereid serve` starts it by default.
+    """
+    # The tests of parsers/ use this file, too, but they run without these packages.
+    from fakes.shared_fork_server import run_fork_server
+
+    with run_fork_server() as variable:
+        yield variable
 
 
 # ---- the order of the files

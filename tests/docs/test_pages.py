@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -44,11 +44,14 @@ class Servers:
     later page needs is stopped while the next pages run, because an idle server uses 4 % of a core.
     """
 
-    def __init__(self, served: Served, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, served: Served, fork_server: Mapping[str, str], folder: Path, stack: ExitStack
+    ) -> None:
         self.main = Ports(
             served.openai_port, served.http_port, served.grpc_port, served.metrics_port
         )
         self._served = served
+        self._fork_server = fork_server
         self._logs: dict[Ports, Path] = {}
         self._folder = folder
         self._stack = stack
@@ -100,7 +103,8 @@ class Servers:
                     re.sub(r"(\S+/(?:nereid|tritonserver|python) )", r"exec \1", command),
                 ],
                 cwd=ROOT,
-                env={k: v for k, v in os.environ.items() if not k.startswith("NEREID_")},
+                env={k: v for k, v in os.environ.items() if not k.startswith("NEREID_")}
+                | self._fork_server,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -153,9 +157,9 @@ def _answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def servers(served, tmp_path_factory):
+def servers(served, fork_server, tmp_path_factory):
     with ExitStack() as stack:
-        yield Servers(served, tmp_path_factory.mktemp("nereid"), stack)
+        yield Servers(served, fork_server, tmp_path_factory.mktemp("nereid"), stack)
 
 
 @pytest.mark.triton

@@ -52,10 +52,14 @@ def adapter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(adapter, tmp_path_factory):
+def server(adapter, tmp_path_factory, fork_server):
     folder = shutil.copytree(DEMO / "chat", tmp_path_factory.mktemp("checkpoint") / "chat")
     file = write_gguf(folder, "qwen3", "Q8_0", metadata={"rope.freq_base": 10000.0})
-    environment = {"NEREID_ALLOW_LORA_UPDATES": "true", "NEREID_KV_CACHE_MEMORY": "64MiB"}
+    environment = {
+        "NEREID_ALLOW_LORA_UPDATES": "true",
+        "NEREID_KV_CACHE_MEMORY": "64MiB",
+        **fork_server,
+    }
     arguments = [*ALONE, "--served-model-name=file", f"--lora=first={adapter}"]
     with Served(model=file, environment=environment, arguments=arguments) as server:
         yield server

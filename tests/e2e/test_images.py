@@ -80,13 +80,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
+def server(folder, tmp_path_factory, fork_server):
     model = image_types.save("qwen2_vl", tmp_path_factory.mktemp("checkpoint"), "small")
     (model / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     environment = {
         "NEREID_KV_CACHE_MEMORY": "64MiB",
         "NEREID_MAX_MODEL_LEN": "2048",
         "NEREID_IMAGE_FOLDER": str(folder),
+        **fork_server,
     }
     arguments = [*ALONE, "--served-model-name=tiny"]
     with Served(model=model, environment=environment, arguments=arguments) as server:

@@ -8,11 +8,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from nereid_backend import Engine, EngineConfig, SamplingParams
 from safetensors.torch import load_file, save_file
 
 from loadtest.server.served import ALONE, Served
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
+PROMPT = [10, 20, 30, 40]
 
 pytestmark = pytest.mark.triton
 
@@ -29,17 +31,17 @@ def call(server, path, body):
 
 def answer(server, max_tokens=30):
     body = {
-        "messages": [{"role": "user", "content": "Hello!"}],
+        "prompt": PROMPT,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
     }
-    status, completion = call(server, "/chat/completions", body)
+    status, completion = call(server, "/completions", body)
     assert status == 200, completion
-    return completion["choices"][0]["message"]["content"]
+    return completion["choices"][0]["text"]
 
 
-def test_new_weights_and_broken_weights(tmp_path):
+def test_new_weights_and_broken_weights(tmp_path, fork_server):
     old, new = (shutil.copytree(DEMO / "chat", tmp_path / name) for name in ("old", "new"))
     weights = load_file(old / "model.safetensors")
     weights = {
@@ -47,7 +49,11 @@ def test_new_weights_and_broken_weights(tmp_path):
         for name, tensor in weights.items()
     }
     save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
-    environment = {"NEREID_ALLOW_LORA_UPDATES": "true", "NEREID_KV_CACHE_MEMORY": "64MiB"}
+    environment = {
+        "NEREID_ALLOW_LORA_UPDATES": "true",
+        "NEREID_KV_CACHE_MEMORY": "64MiB",
+        **fork_server,
+    }
     with Served(model=old, environment=environment, arguments=ALONE) as server:
         expected = answer(server), answer(server, 300)
         results = []
@@ -67,5 +73,8 @@ def test_new_weights_and_broken_weights(tmp_path):
         assert "incomplete or damaged" in result["error"]["message"]
         assert result["error"]["param"] == "path"
         assert answer(server) == changed
-    with Served(model=new, environment=environment, arguments=ALONE) as fresh:
-        assert answer(fresh) == changed
+    engine = Engine(EngineConfig(str(new), kv_cache_memory="64MiB"))
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    [fresh] = engine.generate([PROMPT], params)
+    engine.close()
+    assert fresh.outputs[0].text == changed

@@ -213,10 +213,14 @@ def test_a_background_stream_is_taken_up_again_and_ends_with_a_cancel(
 
 
 @pytest.fixture(scope="module")
-def narrow():
+def narrow(fork_server):
     """A server that runs one sequence at a time, and reads prompts slowly."""
     with Served(
-        environment={"NEREID_MAX_NUM_SEQS": "1", "NEREID_MAX_NUM_BATCHED_TOKENS": "4"},
+        environment={
+            "NEREID_MAX_NUM_SEQS": "1",
+            "NEREID_MAX_NUM_BATCHED_TOKENS": "4",
+            **fork_server,
+        },
         arguments=[
             *("--log-level=warning", "--drain-timeout=240"),
             *ALONE,

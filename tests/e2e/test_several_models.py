@@ -39,7 +39,7 @@ load_at_start = false
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("models")
     (folder / "models.toml").write_text(MODELS)
     script = folder / "script.json"
@@ -51,6 +51,7 @@ def server(tmp_path_factory):
         NEREID_ENGINE="scripted",
         NEREID_SCRIPT=str(script),
         XDG_STATE_HOME=str(folder / "state"),
+        **fork_server,
     ) as running:
         running.wait_until_ready()
         yield running

@@ -86,7 +86,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folders, tmp_path_factory):
+def server(folders, tmp_path_factory, fork_server):
     folder = tmp_path_factory.mktemp("models")
     models = folder / "models.toml"
     models.write_text(MODELS.format(demo=DEMO, **folders[0]))
@@ -99,6 +99,7 @@ def server(folders, tmp_path_factory):
         NEREID_ENGINE="scripted",
         NEREID_SCRIPT=str(script),
         XDG_STATE_HOME=str(folder / "state"),
+        **fork_server,
     ) as running:
         running.wait_until_ready(_START_TIMEOUT_S)
         yield running

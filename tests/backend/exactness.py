@@ -1,5 +1,6 @@
 """Runs an engine in several situations, and computes the expected greedy tokens."""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,17 @@ PROMPTS = make_prompts()
 
 
 def reference(folder: Path) -> Answers:
-    """Return the greedy tokens of transformers for each prompt alone."""
+    """Return the greedy tokens of transformers for each prompt alone.
+
+    Several tests of a file use the same checkpoint, so the tokens are cached until a file of the
+    checkpoint changes.
+    """
+    times = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(folder.iterdir()))
+    return [list(answer) for answer in _reference(folder, times)]
+
+
+@functools.cache
+def _reference(folder: Path, times: tuple[tuple[str, int], ...]) -> Answers:
     return greedy_tokens(load_float32(folder))
 
 

@@ -30,6 +30,13 @@ FAMILIES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The folder of a model and its adapters, and the tokens of transformers for each of them."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, references(folder, write_both(folder, BY_NAME["llama"].make()))
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_mixed_adapters_equal_merged_weights(family, tmp_path):
     expected = references(tmp_path, write_both(tmp_path, family.make()))
@@ -42,9 +49,9 @@ def test_mixed_adapters_equal_merged_weights(family, tmp_path):
     engine.close()
 
 
-def test_preempted_requests_keep_their_adapters(tmp_path):
-    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
-    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
+def test_preempted_requests_keep_their_adapters(llama):
+    folder, expected = llama
+    engine = open_engine(folder / "0", lora_adapters=adapters(folder))
     pool = engine._parts.pool
     held = pool.allocate(pool.num_free - 72 // engine.info.block_size)
     assert answer_mixed(engine, checks=False) == expected
@@ -65,9 +72,9 @@ def test_native_kernels_and_speculation_give_the_same_tokens(tmp_path):
     engine.close()
 
 
-def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(tmp_path):
-    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
-    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path), prepack=False)
+def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(llama):
+    folder, expected = llama
+    engine = open_engine(folder / "0", lora_adapters=adapters(folder), prepack=False)
     num_compiled = []
     path = engine._parts.runner._path
 
@@ -85,14 +92,14 @@ def test_steps_whose_adapters_need_hooks_do_not_use_the_compiled_forward_pass(tm
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_layers_with_hooks_give_the_same_tokens(has_kernels, tmp_path, monkeypatch):
+def test_layers_with_hooks_give_the_same_tokens(has_kernels, llama, monkeypatch):
     if not has_kernels:
         # The hooks then call torch, as they do on a GPU.
         monkeypatch.setattr(native_linear, "is_available", lambda: False)
-    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
+    folder, expected = llama
     engine = open_engine(
-        tmp_path / "0",
-        lora_adapters=adapters(tmp_path),
+        folder / "0",
+        lora_adapters=adapters(folder),
         max_num_batched_tokens=12,
         prepack=False,
     )
@@ -111,9 +118,9 @@ def test_adapters_work_on_quantised_weights(checkpoint, tmp_path):
     engine.close()
 
 
-def test_the_prefix_cache_separates_adapters(tmp_path):
-    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
-    engine = open_engine(tmp_path / "0", lora_adapters=adapters(tmp_path))
+def test_the_prefix_cache_separates_adapters(llama):
+    folder, expected = llama
+    engine = open_engine(folder / "0", lora_adapters=adapters(folder))
     for _ in range(2):
         for name, answers in zip(NAMES, expected, strict=True):
             params = dataclasses.replace(PARAMS, lora_name=name)
@@ -123,13 +130,13 @@ def test_the_prefix_cache_separates_adapters(tmp_path):
     engine.close()
 
 
-def test_a_small_kv_cache_still_serves_adapters_one_after_the_other(tmp_path):
-    expected = references(tmp_path, write_both(tmp_path, BY_NAME["llama"].make()))
-    engine = open_engine(tmp_path / "0")
+def test_a_small_kv_cache_still_serves_adapters_one_after_the_other(llama):
+    folder, expected = llama
+    engine = open_engine(folder / "0")
     size = bytes_for(engine, 64)
     engine.close()
     engine = open_engine(
-        tmp_path / "0", lora_adapters=adapters(tmp_path), kv_cache_memory=size, max_model_len=60
+        folder / "0", lora_adapters=adapters(folder), kv_cache_memory=size, max_model_len=60
     )
     assert answer_mixed(engine) == expected
     engine.close()

@@ -24,7 +24,7 @@ GPU_PYTHON = $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),$(i
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long test-parsers test-python test-ray check docs prose settings lint format type kernels deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-images bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-agents bench-context bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile test-schemathesis clean
+.PHONY: help setup serve test test-long test-parsers test-python test-ray check docs prose settings lint format type kernels collect deps demo-train demo-eval archs image-archs bench bench-formats bench-peers bench-attention bench-serve bench-engine bench-parsers bench-pooling bench-images bench-constraints bench-sampler bench-scheduler bench-prefix-cache bench-agents bench-context bench-speculation bench-growth bench-gpu wheels locks sbom loadtest soak cancel-storm flat-memory test-hostile test-schemathesis clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ type: setup ## Check types (mypy, strict)
 
 kernels: setup ## Build the kernels for this processor now; otherwise the first server or test builds them
 	-@$(BIN)/python -c 'from nereid_backend.attention.cpu.cpu_build import load_library; load_library()'
+
+collect: kernels ## Import all tests once, which compiles their modules; otherwise each process of `make test` compiles them
+	@output=$$($(BIN)/python -m pytest -m "not gpu and not long" --collect-only -q -q 2>&1) || { echo "$$output"; exit 1; }
 
 deps: setup ## Check which package may import which (import-linter)
 	@$(BIN)/lint-imports

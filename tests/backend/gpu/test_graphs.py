@@ -17,7 +17,6 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.model import accelerate_path, path_variants, startup
 from nereid_backend.paths import packed
-from nereid_backend.paths.compiled_forward import library_files
 from nereid_backend.paths.cuda_graphs.cuda_capture import GraphMemoryError, capture_on, is_lost
 from nereid_backend.paths.cuda_graphs.decode_graphs import DecodeGraphs, StaticStep, row_counts
 from nereid_backend.paths.model_call import Sizes
@@ -516,9 +515,9 @@ def test_a_replay_that_stores_no_keys_shows_at_load(folder_of, monkeypatch):
     engine.close()
 
 
-def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of, tmp_path):
-    monkeypatch.setattr(library_files, "cache_folder", lambda: tmp_path)
-    # The duration of the compilation is proportional to the number of layers.
+def test_a_compiled_forward_pass_is_replayed(folder_of, monkeypatch, engine_of):
+    # The duration of the compilation is proportional to the number of layers. The library stays in
+    # the cache of this machine. Its name depends on everything that it was built from.
     family = with_one_key_head("llama", num_hidden_layers=1)
     # Compiled code calls no operators of torch's, so all of it is run again.
     engine, said = start(folder_of, family, monkeypatch, rerun, compile_forward=True)

@@ -268,7 +268,7 @@ def _legacy_tag_node(response_format: Mapping[str, Any]) -> Node:
 
 
 def _required_triggers(value: object) -> list[str]:
-    """Return `value`, the field `triggers` of a structural tag in the older form.
+    """Validate and return the field `triggers` of a structural tag in the older form.
 
     Raises:
         ConstraintError: `value` is not a list of non-empty strings, or the list is empty.

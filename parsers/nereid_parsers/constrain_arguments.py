@@ -215,7 +215,7 @@ def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArgum
 
 
 def _is_quoted(variant: TaggedArguments, all_variants: tuple[TaggedArguments, ...]) -> bool:
-    """Return whether another variant writes the same tag without the quote of `variant`."""
+    """Return whether `variant.open` is another variant's tag with a quote, as in `<v>"`."""
     return any(_is_unquoted_variant_of(other, variant) for other in all_variants)
 
 

@@ -148,7 +148,7 @@ def call_node(call: Call, tool: ToolSchema) -> Node:
 def list_node(
     call: Call, body: ListBody, tools: tuple[ToolSchema, ...], *, is_single: bool
 ) -> Node:
-    """Return the grammar node for a list of tool calls between the markers of `call`.
+    """Return the grammar node for a list of tool calls and the markers around the list.
 
     Example of matching text: `<tool_call>[f(a=1), g()]</tool_call>`.
 

@@ -132,8 +132,8 @@ def repeated(items: list[Node], separator: Node, *, is_single: bool) -> Node:
         return item
     has_many_items = len(items) > _MAX_DUPLICATED_ITEMS
     if has_many_items and separator == WHITESPACE:
-        # The small node is `(item separator)+`. `WHITESPACE` also matches the empty text, so no
-        # white space is required after the last item.
+        # The node for `(item separator)+` contains each item only once. `WHITESPACE` also matches
+        # the empty text, so no white space is required after the last item.
         return {"type": "plus", "content": sequence(item, separator)}
     if has_many_items and _is_const(separator):
         return separated_tags(items, separator["value"])  # A node type of xgrammar for lists.

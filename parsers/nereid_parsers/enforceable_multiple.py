@@ -85,7 +85,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
 
 
 class _Bounds(NamedTuple):
-    """The lowest and the highest number between which the values of a schema are."""
+    """The lower and the upper bound of the numbers that a schema allows."""
 
     lowest: float
     highest: float

@@ -96,7 +96,7 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
     visible_markers = [marker.strip() for marker in markers]
     visible_prompt = prompt.rstrip()
     markers_at_end = [marker for marker in visible_markers if visible_prompt.endswith(marker)]
-    # If one marker ends with another marker, the longer marker is the marker of the prompt.
+    # If a prompt ends with both `<b>` and `<a><b>`, the result is the longer marker, `<a><b>`.
     return max(markers_at_end, key=len, default="")
 
 

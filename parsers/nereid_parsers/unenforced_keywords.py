@@ -90,7 +90,7 @@ def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
     if isinstance(all_of, list) and len(all_of) > 1:
         yield f"allOf of {len(all_of)} parts at {path}"
     one_of = schema.get("oneOf")
-    # `oneOf` and `anyOf` are equal if no value matches two of their schemas.
+    # If no value matches two of the schemas, `oneOf` accepts the same values as `anyOf`.
     if isinstance(one_of, list) and not _are_disjoint(one_of):
         yield f"oneOf whose parts may overlap at {path}"
 

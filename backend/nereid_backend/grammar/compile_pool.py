@@ -75,13 +75,13 @@ class CompilePool(Generic[T]):
     def _after_trial(
         self, work: Callable[[], T], result: "Future[T]", trial: "Future[None]"
     ) -> None:
-        """Compile a grammar in a thread if its trial, a test in a child process, was successful.
+        """Compile a grammar in a thread if the grammar has passed its test in a child process.
 
         Args:
             work: the function that compiles the grammar.
-            result: receives the compiled grammar. If the trial failed, `result` receives the
-                trial's error. If the trial was cancelled, `result` is cancelled.
-            trial: the trial, which has ended.
+            result: receives the compiled grammar. If the test failed, `result` receives the
+                error of the test. If the test was cancelled, `result` is cancelled.
+            trial: the test in the child process. The test has ended.
         """
         if trial.cancelled():
             result.cancel()

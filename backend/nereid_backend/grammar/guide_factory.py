@@ -282,7 +282,7 @@ class Guides:
         libraries: Libraries,
         compiled_spec: _CompiledSpec | None,
     ) -> TokenGuide:
-        """Create the guide of a request, which determines the tokens that may come next.
+        """Create the guide of a request. The guide determines the tokens that may come next.
 
         Args:
             params: the request's sampling parameters.

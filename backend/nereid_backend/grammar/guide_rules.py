@@ -115,10 +115,11 @@ def _tokens_with_marker(vocabulary: Vocabulary, marker: bytes) -> list[tuple[int
 
 
 def _tokens_with_marker_end(vocabulary: Vocabulary, marker_end: bytes) -> list[tuple[int, bytes]]:
-    """Return the tokens that start with the last bytes of the marker and continue after the marker.
+    """Return the tokens that start with `marker_end`, followed by more text.
 
-    Each item is a token, and the text of the token after the marker and after any white space.
-    Example: for the last byte `>` of "</think>", the token 5 with the text `>{` gives (5, b"{").
+    `marker_end` contains the last bytes of the marker. Each item of the result is a token, and the
+    text of the token after the marker and after any white space. Example: for the last byte `>` of
+    "</think>", the token 5 with the text `>{` gives (5, b"{").
     """
     tokens = []
     for data, token_id in vocabulary.starting_with(marker_end):

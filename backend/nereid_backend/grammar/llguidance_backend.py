@@ -40,7 +40,8 @@ _MAX_LOCATED = 200
 # The library's message quotes the source text and indents each quoted line by this number of
 # characters.
 _EXCERPT_INDENT = 3
-# The start of the library's message for an invalid regular expression. It quotes the expression.
+# Matches the start of llguidance's message for an invalid regular expression. The message contains
+# the expression in quotes.
 _INVALID_REGEX = re.compile(r'^at \d+\(\d+\): invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ')
 
 

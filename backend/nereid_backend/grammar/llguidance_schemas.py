@@ -56,7 +56,7 @@ def replace_exclusive_bounds(schema: object) -> None:
 
 
 def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
-    """Return whether llguidance would allow the number `minimum`, although it is excluded.
+    """Return whether llguidance would accept the number `minimum`, which the schema excludes.
 
     llguidance handles negative lower bounds correctly.
     """
@@ -66,7 +66,7 @@ def _allows_excluded_minimum(minimum: object, upper_bound: object) -> bool:
 
 
 def _allows_excluded_maximum(maximum: object, lower_bound: object) -> bool:
-    """Return whether llguidance would allow the number `maximum`, although it is excluded.
+    """Return whether llguidance would accept the number `maximum`, which the schema excludes.
 
     llguidance handles positive upper bounds correctly.
     """

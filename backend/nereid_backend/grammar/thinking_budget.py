@@ -90,7 +90,7 @@ class Thinking:
             self._look_for_end(data)
 
     def _feed_forced(self, token_id: int) -> None:
-        """Advance by a token of the end marker, and remove this token from `forced`.
+        """Accept a token of the end marker, and remove the token from `forced`.
 
         The budget is used up, so `forced` contains the tokens of the end marker that must come
         next. After the last of these tokens, the reasoning is closed.

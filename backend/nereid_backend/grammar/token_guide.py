@@ -85,7 +85,7 @@ class TokenGuide:
                 this token.
         """
         grammar_bits = self._rules.grammar_bits
-        # None if a thinking budget also limits the tokens.
+        # `only_matcher` is None if a thinking budget limits the tokens as well.
         only_matcher = self._matcher if self._thinking is None else None
         for token_id in token_ids:
             # In nearly all cases, only the grammar limits the tokens. For these cases, this branch
@@ -98,7 +98,7 @@ class TokenGuide:
                 self._accept(token_id)
 
     def _accept(self, token_id: int) -> None:
-        """Advance the guide by one token: its position in the grammar and in the reasoning.
+        """Accept one token: update the matcher, the thinking budget and the recent tokens.
 
         Raises:
             EngineError: if the token is not in the vocabulary, or the grammar does not allow it.
@@ -235,8 +235,8 @@ class TokenGuide:
         Mutates: rows.
         """
         is_limited = []
-        # The guides whose grammars decide the next tokens, grouped by the class of the matcher,
-        # because one call of a grammar library fills the rows of all its matchers.
+        # For these guides, only the grammar decides which tokens may come next. The guides are
+        # grouped by the class of the matcher, because `fill_all` fills the rows of one class.
         groups: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
@@ -255,7 +255,7 @@ class TokenGuide:
         group: list[tuple["TokenGuide", Matcher, int]],
         rows: TokenMasks,
     ) -> None:
-        """Write the masks of several guides whose matchers belong to the same grammar library.
+        """Write the token mask of each guide into `rows`. All guides use the same grammar library.
 
         Args:
             matcher_class: the class of the matchers.
@@ -283,10 +283,10 @@ class TokenGuide:
         return None
 
     def _fill_outside_grammar(self, row: TokenMask) -> bool:
-        """Write the mask of the next tokens if the next token is not in the text of the grammar.
+        """Write the token mask for a position outside the grammar.
 
-        The possible reasons are: the thinking budget forces the next token, the request has no
-        grammar, the answer has ended, or the marker before the grammar is not complete yet.
+        A position is outside the grammar if the thinking budget forces the next token, the request
+        has no grammar, the answer has ended, or the marker before the grammar is not complete yet.
 
         Return whether any token is forbidden. If not, the row is unchanged.
 

@@ -125,7 +125,7 @@ class TrialServer:
         return wait([self._connection, *results], timeout_s)
 
     def _remove_late_jobs(self) -> None:
-        """Remove each job whose deadline has passed, and report it to the engine."""
+        """Remove each job whose deadline has passed, and report the job to the engine as late."""
         now = time.monotonic()
         for job in [*self._running, *self._waiting]:
             if job.deadline <= now:
@@ -253,7 +253,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])
-    # The imports below load xgrammar, which would otherwise import torch and transformers.
+    # The imports below load xgrammar. `_skip_unused_modules` prevents xgrammar from loading torch
+    # and transformers.
     _skip_unused_modules()
     from nereid_backend.core.grammar import GrammarSpec
     from nereid_backend.grammar.compile_grammar import compile_grammar, load_libraries

@@ -239,10 +239,12 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:  # noqa: ANN40
 
 
 def _backend_of(tokenizer: Any) -> Any:  # noqa: ANN401 - the libraries have no types
-    """Return the tokenizer of the tokenizers library that a transformers tokenizer uses.
+    """Return the `backend_tokenizer` of a transformers tokenizer.
+
+    The result is a `Tokenizer` of the tokenizers library.
 
     Raises:
-        RequestError: if the transformers tokenizer uses no such tokenizer.
+        RequestError: if the transformers tokenizer has no `backend_tokenizer`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -291,7 +293,8 @@ def _converter(decoder: object, ids: Mapping[str, int]) -> Callable[[str], bytes
     kinds = set(_kinds(decoder))
     if "ByteLevel" in kinds:
         return byte_level
-    # A byte below 128 is a character of its own, so the vocabulary may have no such token for it.
+    # Only the bytes from 128 are checked, because the bytes below 128 are ASCII characters. For
+    # example, a vocabulary may contain the token `A`, but not the token `<0x41>`.
     has_byte_tokens = all(f"<0x{byte:02X}>" in ids for byte in range(128, 256))
     if "ByteFallback" in kinds or has_byte_tokens:
         return byte_fallback

@@ -64,9 +64,10 @@ REASONING = {
 
 
 def _glm_section(gap: str, tag: str = "tool_call") -> ToolSection:
-    """Return the declaration of the tool calls of GLM models. No marker encloses all tool calls.
+    """Return the declaration of the tool calls of GLM models.
 
-    The parser reads the tool calls according to this declaration. Example of a tool call:
+    The parser reads the tool calls according to this declaration. Each tool call has its own tags,
+    but no tag encloses all tool calls. Example of a tool call:
     `<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`.
 
     Args:
@@ -111,9 +112,10 @@ def _hunyuan_call(tag_after_name: str, suffix: str) -> Call:
 
 
 def _hunyuan_section(tag_after_name: str) -> ToolSection:
-    """Return the declaration of the tool calls of Hunyuan models, with a tag around all tool calls.
+    """Return the declaration of the tool calls of Hunyuan models.
 
-    The name of each tag may end with `_SUFFIX`: `<tool_calls>` or `<tool_calls:opensource>`.
+    The tag `<tool_calls>` encloses all tool calls. The name of each tag may end with `_SUFFIX`, as
+    in `<tool_calls:opensource>`.
 
     Args:
         tag_after_name: The name of the tag after the function's name, or "" if no tag follows.

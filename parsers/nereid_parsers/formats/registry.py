@@ -291,7 +291,7 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # The reasoning entry and the tool entry of such a format contain the same messages.
+        # The reasoning entry and the tool entry of a format for whole messages have equal parts.
         if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part

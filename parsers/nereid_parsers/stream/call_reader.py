@@ -123,7 +123,7 @@ class CallReader:
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Leave the tool section if `marker` closes the section. Return whether it does."""
+        """Return whether `marker` closes the tool section. If so, leave the section."""
         closes_section = self._is_in_section and marker in self._section_markers.closes
         if closes_section:
             self._is_in_section = False
@@ -144,7 +144,7 @@ class CallReader:
     # ---- text that is not a tool call ------------------------------------------------------------
 
     def treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
-        """Write text that looked like a tool call, but is none, as content.
+        """Write text as content, because the text only looked like a tool call.
 
         This text is the pending text, and the next `num_unread_chars` characters of the buffer.
         Pending text has been read, but has not been written, because it might have been a marker.
@@ -346,7 +346,7 @@ class CallReader:
         return self._read_head(MatchedCall(variant, Head(object_start), is_confirmed=False))
 
     def _may_repeat_object(self, variant: CompiledCall) -> bool:
-        """Return whether the position is between the markers of a tool call that is JSON."""
+        """Return whether another JSON object may precede the closing marker of a tool call."""
         is_json_object = isinstance(variant.call.body, JsonObject)
         has_opening_marker = bool(variant.call.open.strip())
         expects_closing_marker = bool(self._closing_markers)
@@ -387,7 +387,10 @@ class CallReader:
         return self._section_markers.match_close(self._buffer, is_empty=self._is_section_empty())
 
     def _is_section_empty(self) -> bool:
-        """Return whether the section has no tool call yet. Its opening marker is then pending."""
+        """Return whether the section has no tool call yet.
+
+        The opening marker of the section is pending text until a tool call starts.
+        """
         return bool(self._text_writer.pending)
 
     def _match_separator(self) -> int:

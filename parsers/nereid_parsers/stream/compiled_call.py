@@ -185,8 +185,8 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
-    # A stop marker ends the arguments. The first part of the closing marker directly follows the
-    # last argument, so this part is tried first.
+    # Each of these markers ends the arguments. The first item of the tuple is the first part of the
+    # closing marker, because this part directly follows the last argument.
     stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = (*close_parts, *section.closes, *section_opens)

@@ -273,7 +273,7 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
 
 
 def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return the variants that may start in the content, outside a tool section.
+    """Return the variants of tool calls that may start outside a tool section.
 
     If the format declares no tool section, these are all variants. Otherwise a model may omit the
     opening marker of the section, and a tool call may start in the content if the tool call itself

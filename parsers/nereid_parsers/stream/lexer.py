@@ -136,7 +136,7 @@ class Lexer:
         if match is None:
             return len(text), ""
         marker_or_prefix = match.group()
-        # Only at the end of the text can more text turn the match into a longer marker.
+        # A longer marker is possible only if the match ends at the end of the text.
         is_at_text_end = match.end() == len(text)
         if is_at_text_end and not buffer.is_final and self._is_proper_prefix(marker_or_prefix):
             return match.start(), ""

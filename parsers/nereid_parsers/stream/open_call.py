@@ -148,7 +148,7 @@ class OpenCall:
             return Outcome.ENDED
         if not self._call_writer.is_open:
             return Outcome.NO_CALL
-        # The arguments are not valid. `abandon` may complete the arguments to valid JSON.
+        # The arguments are not valid. `abandon` may complete the JSON text of the arguments.
         if self._body_reader.abandon():
             return Outcome.ENDED
         # The arguments may contain the closing marker, because a quote is missing.

@@ -40,7 +40,8 @@ _WHITESPACE_IN_MARKER = re.compile(r"(?<=\S)\s+(?=\S)")
 _TAG_GAP = re.compile(r"(?<=>)\s*(?=[^\s>])|(?<=\S)\s*(?=<)")
 _MARKER_GAP = re.compile(r"\s+|(?<=>)(?=<)|(?<=```)(?=<)")
 _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
-# The field for the rest of a line. All other fields need at least one character.
+# The field `rest` matches the rest of a line, and this text may be empty. All other fields match at
+# least one character.
 _OPTIONAL_FIELD = "rest"
 # For each field, the characters that the field cannot contain, in the syntax of a regex character
 # class.

@@ -294,7 +294,7 @@ def _make_format(
     sources = (Source("inferred from the chat template"),)
     try:
         layout = Sections(reasoning=reasoning.part, content=wrapper, tools=tools.part)
-        # `turn` of a format: the texts that open the model's answer at the end of a prompt.
+        # The argument `turn` contains the texts that can precede the model's answer in a prompt.
         return Format("inferred", layout, ends=ends, turn=start_markers, sources=sources)
     except FormatError as error:
         turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")

@@ -292,7 +292,7 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
 def _combine_sections(
     chosen: Sections, from_files: Sections, *, is_reasoning_chosen: bool
 ) -> Sections:
-    """Combine the parts that the user chose with the other parts, which the files declare.
+    """Combine the chosen parts of a format with the parts that the checkpoint declares.
 
     Args:
         chosen: The parts of the format that the user chose.

@@ -232,8 +232,8 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
     next_match = MARKER.match(after_content, match.end())
     next_marker = next_match.group() if next_match is not None else ""  # `<|over|>`
     ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    # A marker of the header opens the next turn, and EOS_TOKEN is a placeholder for an unknown
-    # token. The empty text is no marker.
+    # Three texts do not end a turn: the empty text, the placeholder EOS_TOKEN, and a marker of the
+    # header, which opens the next turn.
     can_end_turn = next_marker not in ("", EOS_TOKEN, *markers(header))
     return [turn_end, next_marker] if ends_user_message and can_end_turn else [turn_end]
 

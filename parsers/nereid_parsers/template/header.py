@@ -79,7 +79,7 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
-    """Return sentences for the report about the header and the rest of the generation prompt.
+    """Describe the header and the rest of the generation prompt in sentences for the report.
 
     Example: "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
     """
@@ -165,7 +165,7 @@ def _rendered_answers(prober: Prober) -> list[str]:
 
 
 def _part_in_renderings(added: str, renderings: Sequence[str]) -> str:
-    r"""Return the start of a generation prompt that other renderings also contain.
+    r"""Return the longest prefix of `added` that all other renderings contain.
 
     The generation prompt is the text that opens the model's answer. Its start is the header if the
     other renderings also contain this start.
@@ -180,8 +180,8 @@ def _part_in_renderings(added: str, renderings: Sequence[str]) -> str:
     """
     prefixes = [_longest_shared_prefix(added, rendering) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # A rendering that contains a prefix also contains all shorter prefixes. So each rendering that
-    # is not ignored contains the shortest prefix.
+    # All these prefixes start at the beginning of `added`, so each of them starts with the shortest
+    # prefix. Therefore, every rendering that is not ignored contains the shortest prefix.
     return min(found_prefixes, key=len, default=added)
 
 
@@ -278,7 +278,7 @@ def _user_header(without_prompt: str) -> str:
         without_prompt: The user's question, rendered without the generation prompt.
     """
     all_before_question, _, _ = without_prompt.rpartition(USER_TEXT)
-    # A long text before the question is not only a header. Its start may be a system message.
+    # A long text before the question may start with a system message, so only its end is searched.
     before_question = all_before_question[-_MAX_USER_HEADER:]
     roles = list(_USER_WORD.finditer(before_question))
     if not roles:

@@ -102,7 +102,7 @@ class ModelTurn:
         rendering = self.prober.render(conversation, form)
         if rendering is None:
             return None
-        # The answer follows the tool's result if there is one, or else the user's question.
+        # The answer follows the tool's result. Without a result, the answer follows the question.
         follows_tool_result = conversation.after_tool_result and RESULT_TEXT in rendering
         last_input = RESULT_TEXT if follows_tool_result else USER_TEXT
         after_input = text_after_last(rendering, last_input)

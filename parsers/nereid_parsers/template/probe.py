@@ -289,7 +289,7 @@ def is_thinking_switch(name: str) -> bool:
 
 
 def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings of template variables: all variables are True, or all are False."""
+    """Return two settings. The first sets all the variables to True, the second to False."""
     all_on = Switches(tuple((name, True) for name in names))
     all_off = Switches(tuple((name, False) for name in names))
     return [all_on, all_off]

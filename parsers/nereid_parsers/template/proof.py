@@ -96,7 +96,8 @@ def _render_answer(
     Returns:
         The prompt and the answer, or None if the template does not render the conversation.
     """
-    # The generation prompt is the text at the end of a prompt that opens the model's answer.
+    # The generation prompt is the last part of a prompt, such as `<|assistant|>`. The model's
+    # answer follows the generation prompt.
     without_answer = replace(conversation, answer=None, generation_prompt=True)
     prompt = turn.prober.render(without_answer)
     if prompt is None:

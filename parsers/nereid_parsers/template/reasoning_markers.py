@@ -84,7 +84,7 @@ def last_opening(before: str) -> str:
 
 
 def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
-    """Return the index of the first character of the markers and words that open reasoning.
+    """Return the start index of the markers and words that directly precede reasoning.
 
     The markers and words are joined without white space, so they usually start after the last white
     space. Exception: a marker such as `<start think>` contains white space.
@@ -199,7 +199,7 @@ def declare_reasoning(
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return shorter texts with which a model may open reasoning instead of `opening`.
+    """Return the shorter texts that a model may write before reasoning instead of `opening`.
 
     If several markers open reasoning, a model may write only the last marker. So the last marker is
     the only possible result. It is not returned if `other_markup`, the other markup around
@@ -236,8 +236,8 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
         return None
     first_after, _ = first_two(markers(after_content))  # A missing marker is "".
     closing = first_after if first_after in closing_spellings(opening) else ""
-    # The white space before the opening marker belongs to the closing marker of reasoning. The
-    # white space after the opening marker belongs to the opening marker.
+    # White space before the opening marker is removed, because it belongs to the end of the
+    # reasoning. White space after the opening marker is kept as a part of the opening marker.
     return Wrapper(before_content.lstrip(), closing)
 
 
@@ -274,8 +274,8 @@ def named_pair(literal: str) -> MarkerPair | None:
     all_markers = markers(literal)
     thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
     for marker in thinking_markers:
-        # An opening marker, such as `<think>`, is the closing marker of no other marker, so the
-        # list of possible openings is empty.
+        # If `marker` is an opening marker, such as `<think>`, `possible_openings` is empty, because
+        # only a closing marker has a corresponding opening marker.
         possible_openings = [opening for opening in opening_spellings(marker) if opening != marker]
         openings_in_literal = [opening for opening in possible_openings if opening in all_markers]
         if openings_in_literal:

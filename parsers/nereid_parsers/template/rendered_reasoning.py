@@ -117,10 +117,10 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
 
 
 def _possible_places(turn: ModelTurn) -> list[str]:
-    """Return the places of a message from which the template may read reasoning.
+    """Return the locations in a message from which the template may read reasoning.
 
-    `InputForm.reasoning` describes the places. Only a template that contains the word "blocks" can
-    read reasoning from blocks.
+    `InputForm.reasoning` describes the locations. Only a template that contains the word "blocks"
+    can read reasoning from blocks.
     """
     mentions_blocks = any("blocks" in literal for literal in turn.prober.template.literals)
     if mentions_blocks:
@@ -196,9 +196,9 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether some of the switches of `prompt` alone have the same effect as all of them.
+    """Return whether the prompt `smaller` has the same text as `prompt`, but fewer switches.
 
-    `smaller` is the prompt that was rendered with the smaller setting of switches.
+    The compared text is the text after the header.
     """
     all_switches = {*prompt.switches.variables, prompt.switches.system}
     some_switches = {*smaller.switches.variables, smaller.switches.system}

@@ -346,9 +346,9 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
 
 
 def _inner_parts(value: object) -> tuple[object, ...]:
-    """Return the dataclasses in the value of a field, or () if the value is of another type.
+    """Return the dataclass instances in the value of a field.
 
-    The value may be one dataclass, or a tuple of dataclasses.
+    The value may be one instance, or a tuple of instances. The result is () for all other values.
     """
     values = value if isinstance(value, tuple) else (value,)
     contains_dataclasses = bool(values) and is_dataclass(values[0])

@@ -109,7 +109,7 @@ class RequestTemplate:
 
 
 def _mark_last_part(messages: Sequence[dict[str, Any]], parts: Sequence[Any]) -> _MarkedMessages:
-    """Append `_END_OF_MESSAGE` to the last part with text, in a copy of the messages.
+    """Copy `messages`, and append `_END_OF_MESSAGE` to the last text of the copy.
 
     Args:
         messages: The messages of the request.

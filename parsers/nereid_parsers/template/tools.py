@@ -143,7 +143,7 @@ def _add_format(
     """
     after_calls = split_text_after_calls(call_format.markup)
     section = _tool_section(call_format, after_calls.section_close, undecided)
-    # Other models of the family write tool calls in other ways, which the section also declares.
+    # `add_family_variants` also declares the tool calls that related models write.
     part = None if section is None else add_family_variants(section)
     # EOS_TOKEN is a placeholder that the template renders for an unknown token.
     end_markers = [marker for marker in after_calls.turn_ends if marker != EOS_TOKEN]
@@ -327,7 +327,7 @@ def _possible_call_markers(prober: Prober) -> set[str]:
     their results. Example: `<|tool_call_start|>` is derived from `<|tool_list_start|>`.
     """
     literal_text = "\n".join(prober.template.literals)
-    # Some phrases show the model family, and therefore the markers.
+    # Some phrases in a template identify the model family, and each family has known markers.
     template_markers = [*markers(literal_text), *markers_of_phrases(literal_text)]
     derived_markers = [_NOT_CALL_WORD.sub("call", marker) for marker in template_markers]
     return {*prober.added_tokens, *template_markers, *derived_markers}

@@ -56,14 +56,14 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
 
 
 class Deviation(NamedTuple):
-    """An accepted deviation from the declared keys: the role of the key, and a description."""
+    """The role of an undeclared key that the parser accepts, and a description of the deviation."""
 
     role: KeyRole
     description: str
 
 
 def deviation_of(path: str, keys: Keys, *, has_name: bool) -> Deviation | None:
-    """Return the deviation if models often use an undeclared key in this way, otherwise None.
+    """Return the accepted deviation for an undeclared key, or None if the key is not accepted.
 
     Examples: if `keys` declares `function.arguments`, the path `function.input` has the role
     ARGUMENTS. The path `function` of `{"function": {"name": "f", ..}}` has the role WRAPPER if

@@ -386,7 +386,7 @@ class ObjectReader(StepReader):
         return self._after_scan(end)
 
     def _write_decoded_arguments(self, text: str) -> None:
-        r"""Write arguments that the model has written as the value of a JSON string.
+        r"""Write `text`, the arguments that the model has encoded as a JSON string.
 
         Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
 

@@ -1,4 +1,4 @@
-"""The elements of nested arguments such as `~<city>Paris~</city>`, and the kinds of their values.
+"""Classes for the elements of nested arguments such as `~<city>Paris~</city>`.
 
 nested_tags.py reads these elements.
 """

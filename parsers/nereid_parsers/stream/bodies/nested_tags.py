@@ -238,14 +238,15 @@ class NestedReader(StepReader):
         return pos
 
     def _open_container(self, element: Element, first_child: str) -> None:
-        """Set `element.kind` of an element with children, and write its opening bracket.
+        """Set `element.kind`, and write the opening bracket. `element` has child elements.
 
         Example: for `~<days>~<item>`, the kind is ARRAY, and `[` is written. `first_child` is the
         name of the element's first child.
         """
         if not element.is_key_written:
             # `_open_element` expected that this element and its siblings of the same name form one
-            # array. Such an array can contain only elements without children, so it ends here.
+            # array. Such an array cannot contain an element with children, so this element gets a
+            # key of its own.
             parent = self._elements[-2]
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)

@@ -210,7 +210,7 @@ class TaggedReader(StepReader):
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:
-        """Return the end of a value at a marker, or None if the marker is a part of the value.
+        """Return the end of the value at a marker. Return None if the value contains the marker.
 
         If the closing marker of the value is missing, this deviation is added to the writer.
 

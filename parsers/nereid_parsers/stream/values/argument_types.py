@@ -169,8 +169,7 @@ def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     return union or None
 
 
-# The keywords whose value is a list of schemas, and the functions that combine the types of these
-# schemas.
+# Maps each keyword with a list of schemas to the function that combines the types of the schemas.
 _COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 

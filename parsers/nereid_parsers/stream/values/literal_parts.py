@@ -1,4 +1,7 @@
-"""The tokens, brackets and keys of a Python literal. python_literals.py reads the literal."""
+"""Classes for the tokens, brackets and keys of a Python literal.
+
+python_literals.py reads the literal.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class KeyOrItem:
-    """A value that is the key of an object if a colon follows, or else the first item of a set.
+    """A key of an object, or the first item of a set. Only a key is followed by a colon.
 
     Attributes:
         key_json: The JSON text of the value as a key, for example `"1"`.

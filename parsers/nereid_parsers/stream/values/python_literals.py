@@ -320,7 +320,7 @@ class LiteralReader:
         return end
 
     def _write_word(self, word: str, is_key: bool) -> None:
-        """Write a word as JSON. A key is only stored, because a colon must follow the key.
+        """Write a word as JSON, or store the word as `self._key` if the word is a key.
 
         Examples: `07` is written as `7`, `True` as `true`, and `New York` as `"New York"`. The key
         `1` is stored as `"1"`, or as the item `1` in case that it is the first item of a set.

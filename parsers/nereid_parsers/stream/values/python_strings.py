@@ -157,7 +157,7 @@ class StringReader:
                 return pos
             if digits_end >= 0:
                 return digits_end
-            # Without valid digits, `\x` is written like any other unknown escape sequence.
+            # If valid digits are missing, `\x` is written like an unknown escape sequence.
         unknown_sequence = "\\" + char
         self._output.append(escape_json(_ESCAPED_CHARS.get(char, unknown_sequence)))
         return char_end

@@ -177,5 +177,5 @@ class WrapperFilter:
         inner_object = unwrap(whole_arguments)
         if inner_object is None:
             return DelayedText(stored_text, is_unwrapped=False)
-        # The brace that the client has already received is now the brace of the inner object.
+        # The client has already received a `{`, so the `{` of the inner object is removed.
         return DelayedText(inner_object.removeprefix("{"), is_unwrapped=True)

@@ -85,7 +85,8 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
     """
     opening, before_name = _split_opening_marker(markup.item_open)
     if _starts_each_argument(opening.strip(), body):
-        # The marker does not identify a tool call, so the header contains the marker.
+        # Each argument starts with the same marker, so this marker does not show the start of a
+        # tool call. It is therefore declared as a part of the header.
         opening, before_name = "", markup.item_open
     head = _head_pattern(before_name, after_name)
     return tuple(
@@ -169,7 +170,7 @@ def _head_pattern(before_name: str, after_name: str) -> str:
         before_name: The rendered text between the opening marker and the name.
         after_name: The rendered text between the name and the arguments.
     """
-    # Some headers repeat the name after the name.
+    # Some templates write the name a second time in `after_name`.
     after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")

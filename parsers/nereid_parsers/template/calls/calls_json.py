@@ -157,7 +157,8 @@ def _read_one_array(text: str, keys: Keys | NameIsKey, array: _JsonSpan) -> Call
     closing = text[array.end :]
     has_only_opening = bool(opening.strip()) and not closing.strip()
     if has_only_opening:
-        # A section needs a closing marker, so `opening` is declared as the marker of a tool call.
+        # The array has no closing marker, but a declared section needs one. So `opening` is
+        # declared as the opening marker of a tool call.
         call = Call(JsonArray(keys), open=opening)
         return CallFormat("JSON array", (call,), ListMarkup())
     markup = ListMarkup(open=opening, separator=", ", close=closing)

@@ -77,7 +77,7 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
     markup_of_calls = replace(markup, item_close=markup_of_arguments.close)
     unquoted_tags = _infer_value_tags(texts, markup_of_arguments, before_value)
     all_tags = _add_quoted_variant(texts, unquoted_tags, before_value)
-    # The text between the name and the arguments, `>`, precedes the list of arguments.
+    # `markup_of_arguments.open` is the text between the name and the arguments, such as `>`.
     calls = calls_with_head(markup_of_calls, markup_of_arguments.open, all_tags)
     return CallFormat("tagged arguments", calls, markup_of_calls)
 

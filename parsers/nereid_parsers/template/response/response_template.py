@@ -387,7 +387,7 @@ def _tagged_arguments(arguments: Mapping[str, Any]) -> TaggedArguments:
 
 
 def _closing_tag(pieces: Pieces) -> str:
-    r"""Convert the pieces of a regular expression after an argument's value into a closing tag.
+    r"""Convert the pieces of a regular expression into the closing tag of an argument.
 
     A closing tag is a marker, not a pattern, so its braces are not doubled. An expression for white
     space becomes a line break.

@@ -298,8 +298,17 @@ def _eos_token_ids(
 
 
 def _num_embeddings(model: PreTrainedModel) -> int:
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
+    """Return the number of rows of the embeddings.
+
+    Raises:
+        UnsupportedModelError: the model has no table with one row for each token.
+    """
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not supported, because its embeddings are not one table "
+            "with a row for each token."
+        )
     return int(weight.shape[0])
 
 

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of a request, in the input format of the model."""
+"""The images, videos and audio of a request, in the input format of the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+KINDS = ("images", "videos", "audio")
+"""The kinds of media that a chat can contain."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The images of one prompt, after the checkpoint's processor has prepared them.
+    """The images, videos and audio of one prompt, after the processor has prepared them.
 
     Attributes:
-        arguments: the arguments of the model that describe the images, by name. Example: the
+        arguments: the arguments of the model that describe the media, by name. Example: the
             argument `pixel_values`. The values are torch tensors or lists.
         digest: a hash of the arguments. If two prompts have the same token ids and the same digest,
             the model computes the same attention keys and values.
-        first_token: the index of the first prompt token that depends on the images.
-        has_videos: whether some of the images are frames of a video.
+        first_token: the index of the first prompt token that depends on the media.
+        kinds: the members of `KINDS` that the prompt contains.
     """
 
     arguments: Mapping[str, object]
     digest: bytes
     first_token: int
-    has_videos: bool = False
+    kinds: tuple[str, ...] = ("images",)

@@ -114,7 +114,7 @@ class EngineStats(NamedTuple):
         num_drafts: the number of drafts that were verified. Each draft has at least one token.
         num_proposed_tokens: the number of draft tokens that were verified.
         num_accepted_tokens: the number of draft tokens that were accepted.
-        num_image_encodings: the number of times that the image encoder was run.
+        num_image_encodings: the number of times that the encoder of images or audio was run.
     """
 
     num_requests_running: int

@@ -231,7 +231,7 @@ class Engine:
     def chat(
         self, messages: abc.Sequence[abc.Mapping[str, Any]], params: SamplingParams | None = None
     ) -> RequestOutput:
-        """Answer the messages of a chat, which may contain images.
+        """Answer the messages of a chat, which may contain images, videos and audio.
 
         The checkpoint's own processor renders and tokenises the messages and prepares the images.
         If the checkpoint has no chat template, the prompt consists of the images and the texts.
@@ -242,7 +242,9 @@ class Engine:
         Args:
             messages: messages in the format of OpenAI's chat completions. An image part has the
                 type "image_url" or "image". The image is a data URL, the bytes of an image file or
-                an image of Pillow.
+                an image of Pillow. An audio part is {"type": "input_audio", "input_audio": {"data":
+                BASE64, "format": "wav"}}, or {"type": "audio", "audio": SAMPLES, "sampling_rate":
+                16000} with an array of samples between -1 and 1.
             params: the sampling parameters; None selects the defaults.
 
         Raises:

@@ -17,6 +17,7 @@ from nereid_backend.errors import CapacityError, RequestError
 from nereid_backend.lora.adapter_store import AdapterStore
 from nereid_backend.model.choose_image_path import ImageSupport
 from nereid_backend.sampling.logits_processor import check_token_ids
+from nereid_backend.vision.refused_parts import refuse_kind
 
 
 class NewSequences:
@@ -68,8 +69,9 @@ class NewSequences:
             )
         if images is None and self._images.needs_images:
             raise RequestError(
-                f"messages: the request has no image, but {self._info.architecture} computes only "
-                "prompts with images. Send a chat with an image part."
+                f"messages: the request has no {self._images.kind}, but {self._info.architecture} "
+                f"computes only prompts with {self._images.kind}. Send a chat with "
+                f"{self._images.kind}."
             )
         token_ids = self._check_prompt(prompt_token_ids)
         check_token_ids(params, self._info.vocab_size)
@@ -118,11 +120,9 @@ class NewSequences:
         """
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
-        if images.has_videos and self._images.video_reason:
-            raise RequestError(
-                f"messages: videos are refused, because {self._images.video_reason} Send some "
-                "frames of the video as image parts."
-            )
+        for kind in images.kinds:
+            if kind in self._images.refused:
+                raise refuse_kind(kind, self._images.refused[kind])
         if not self._images.shares_blocks:
             # This model stores no keys and values in the blocks of a prompt with images, so other
             # prompts must not reuse these blocks. first_token=0 declares that all keys and values

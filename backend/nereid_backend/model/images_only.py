@@ -72,7 +72,7 @@ def choose_images_only(
     images = choose_image_path(checkpoint, folder, _SPEC, block_size, progress)
     if images.reason:
         raise UnsupportedModelError(f"{error} Images are refused, because {images.reason}")
-    progress("texts: refused, because the model computes only prompts with images")
+    progress(f"texts: refused, because the model computes only prompts with {images.kind}")
     limit = model_limit(checkpoint.text_config, is_batched=False)
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)
     chosen = ChosenPath(_SPEC, images.difference, limit, trial)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares chat messages that contain images or videos with the checkpoint's own processor."""
+"""Prepares chat messages with images, videos or audio with the checkpoint's own processor."""
 
 import hashlib
 import inspect
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ from transformers.video_utils import VideoMetadata
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
-from nereid_backend.vision.load_processor import load_processor, refused_videos
+from nereid_backend.vision.audio_parts import FoundAudio, read_audio
+from nereid_backend.vision.load_processor import audio_processor, load_processor, refused_kinds
 from nereid_backend.vision.messages import (
+    KIND_OF,
     Found,
     FoundImage,
     FoundVideo,
@@ -28,19 +30,21 @@ from nereid_backend.vision.messages import (
     split_messages,
 )
 from nereid_backend.vision.read_image import ImageLimits
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from nereid_backend.vision.refused_parts import refuse_kind
 
 logger = logging.getLogger(__name__)
 
+# The attribute of a processor that contains the text of the placeholder.
+_TOKENS = {FoundImage: "image_token", FoundVideo: "video_token", FoundAudio: "audio_token"}
 _DIGEST_BYTES = 32
 # The outputs of a processor that belong to the text of a prompt. All other outputs belong to the
-# images.
+# images, videos or audio.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
 # The outputs of a processor that contain one value for each token. The value is 0 for a text token,
 # and another number for an image token.
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+# The sampling rate if the audio processor does not name its sampling rate.
+_DEFAULT_RATE = 16_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,9 @@ class TextProcessor:
         """
         messages, found = split_messages(messages, ImageLimits())
         if found:
-            raise RequestError(f"messages: images and videos are refused, because {self._reason}")
+            raise RequestError(
+                f"messages: images, videos and audio are refused, because {self._reason}"
+            )
         joined = [
             {**message, "content": "".join(_texts(message["content"]))}
             if isinstance(message.get("content"), list)
@@ -113,11 +119,13 @@ class TextProcessor:
 
 
 class ChatProcessor:
-    """Converts chat messages to token ids, and their images to arguments of the model.
+    """Converts chat messages to token ids, and their media to arguments of the model.
 
     Attributes:
         limits: the limits of the images of one request.
         processor: the checkpoint's processor, a processor of transformers.
+        refused: maps each kind of media that the processor does not accept to the reason.
+        placeholder_ids: the token ids of the placeholders for media.
     """
 
     def __init__(
@@ -130,7 +138,8 @@ class ChatProcessor:
         """
         self.limits = limits or ImageLimits()
         self.processor: Any = load_processor(folder, config)
-        self._image_token_ids = _image_token_ids(self.processor, config)
+        self.refused = refused_kinds(self.processor)
+        self.placeholder_ids = _placeholder_ids(self.processor, config)
         # Some models need the type of each token (text or image), but not every processor returns
         # these types.
         self._needs_token_types = _takes_token_types(config)
@@ -142,7 +151,8 @@ class ChatProcessor:
 
         Args:
             messages: messages in the format of OpenAI's chat completions. An image in a message is
-                a data URL, bytes or an image of Pillow.
+                a data URL, bytes or an image of Pillow. The modules video_frames and audio_parts
+                describe the formats of videos and audio.
             template_arguments: further variables of the chat template, such as `tools`.
 
         Raises:
@@ -161,10 +171,10 @@ class ChatProcessor:
         found: Sequence[Found],
         template_arguments: dict[str, Any],
     ) -> ImagePrompt:
-        """Convert messages and their images and videos to a prompt.
+        """Convert messages and their media to a prompt.
 
-        The messages contain a placeholder for each image and each video. The docstring of `prepare`
-        lists the errors.
+        The messages contain a placeholder for each image, video and audio file. The docstring of
+        `prepare` lists the errors.
         """
         if not self.has_template:
             return self._prepare_plain(messages, found)
@@ -173,13 +183,13 @@ class ChatProcessor:
     def _prepare_plain(self, messages: list[dict[str, Any]], found: Sequence[Found]) -> ImagePrompt:
         """Convert messages to a prompt if the checkpoint has no chat template.
 
-        The prompt consists of a placeholder for each image and each video, and of the texts.
+        The prompt consists of a placeholder for each image, video and audio file, and of the texts.
         Some processors insert the placeholders themselves, and refuse a text that contains
         placeholders.
         """
         texts = [text for message in messages for text in _texts(message.get("content"))]
         text = "\n".join(texts)
-        names = ["image_token" if isinstance(item, FoundImage) else "video_token" for item in found]
+        names = [_TOKENS[type(item)] for item in found]
         values = [getattr(self.processor, name, None) for name in names]
         placeholders = [value for value in values if isinstance(value, str)]
         if len(placeholders) < len(found):
@@ -193,17 +203,19 @@ class ChatProcessor:
                 raise error from None
 
     def prepare_text(self, text: str, found: Sequence[Found]) -> ImagePrompt:
-        """Convert a rendered text and its images and videos to a prompt.
+        """Convert a rendered text and its media to a prompt.
 
-        The text contains one placeholder for each image and each video, unless the processor
+        The text contains one placeholder for each image, video and audio file, unless the processor
         inserts the placeholders.
 
         Raises:
-            RequestError: an image or a video is invalid, or the processor refuses the text, an
-                image or a video.
+            RequestError: the media are invalid, or the processor refuses the text or the media.
         """
-        videos = [item for item in found if isinstance(item, FoundVideo)]
-        outputs = self._process(text, read_images(found, self.limits), videos)
+        kinds = _kinds(found)
+        for kind in kinds:
+            if kind in self.refused:
+                raise refuse_kind(kind, self.refused[kind])
+        outputs = self._process(text, found)
         token_ids = [int(token) for token in outputs["input_ids"][0]]
         if self._needs_token_types and TOKEN_TYPES[0] not in outputs:
             types = self.processor.create_mm_token_type_ids([token_ids])
@@ -213,14 +225,12 @@ class ChatProcessor:
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
         first_token = self._first_image_token(token_ids, arguments)
         digest = arguments_digest(arguments)
-        return ImagePrompt(
-            token_ids, ImageInputs(arguments, digest, first_token, bool(videos)), text
-        )
+        return ImagePrompt(token_ids, ImageInputs(arguments, digest, first_token, kinds), text)
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Render messages with the chat template, and return the text.
 
-        The text contains one placeholder for each image.
+        The text contains one placeholder for each image, video and audio file.
 
         Raises:
             RequestError: the chat template fails.
@@ -239,26 +249,31 @@ class ChatProcessor:
                 f"messages: the chat template cannot render the messages: {first_line(error)}"
             ) from error
 
-    def _process(
-        self, text: str, images: "list[Image]", videos: list[FoundVideo]
-    ) -> dict[str, Any]:
-        """Call the processor for a text, its images and its videos. Return the outputs."""
+    def _process(self, text: str, found: Sequence[Found]) -> dict[str, Any]:
+        """Call the processor for a text and its media. Return the outputs."""
         tokenizer = getattr(self.processor, "tokenizer", None)
         bos = getattr(tokenizer, "bos_token", None)
         arguments: dict[str, Any] = {"return_tensors": "pt"}
         if bos is not None and text.startswith(bos):
             # The rendered text already begins with the BOS token.
             arguments["add_special_tokens"] = False
-        if videos:
+        if "images" not in self.refused:
+            arguments["images"] = read_images(found, self.limits) or None
+        if videos := [item for item in found if isinstance(item, FoundVideo)]:
             arguments |= self._video_arguments(videos)
+        if audio := [item for item in found if isinstance(item, FoundAudio)]:
+            rate = getattr(audio_processor(self.processor), "sampling_rate", _DEFAULT_RATE)
+            arguments["audio"] = read_audio(audio, rate, self.limits)
+            arguments["sampling_rate"] = rate
         try:
-            outputs = self.processor(text=text, images=images or None, **arguments)
+            outputs = self.processor(text=text, **arguments)
         except Exception as error:
             # A processor can raise any exception. Convert the exception to a RequestError, so that
             # only the current request fails.
             logger.debug("The image processor failed.", exc_info=True)
             raise RequestError(
-                f"messages: the checkpoint's processor cannot prepare the images: "
+                f"messages: the checkpoint's processor cannot prepare the "
+                f"{' and the '.join(_kinds(found)) or 'text'}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
@@ -267,13 +282,8 @@ class ChatProcessor:
         """Decode videos, and return the arguments of the processor that contain the videos.
 
         Raises:
-            RequestError: the processor accepts no videos, or a frame is invalid.
+            RequestError: a frame is invalid.
         """
-        if reason := refused_videos(self.processor):
-            raise RequestError(
-                f"messages: videos are refused, because {reason}. Send some frames of the video as "
-                "image parts."
-            )
         frames = [read_video(found, self.limits) for found in videos]
         metadata = [
             VideoMetadata(
@@ -302,13 +312,18 @@ class ChatProcessor:
             types = arguments.get(name)
             if isinstance(types, Tensor) and types.any():
                 return int(types[0].nonzero()[0])
-        positions = [i for i, token in enumerate(token_ids) if token in self._image_token_ids]
+        positions = [i for i, token in enumerate(token_ids) if token in self.placeholder_ids]
         return positions[0] if positions else 0
 
 
-def _image_token_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
-    """Return the token ids of the placeholders for images and videos."""
-    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+def _kinds(found: Sequence[Found]) -> tuple[str, ...]:
+    """Return the kinds of media in `found`, each kind once."""
+    return tuple(dict.fromkeys(KIND_OF[type(item)] for item in found))
+
+
+def _placeholder_ids(processor: Any, config: PretrainedConfig) -> set[int]:  # noqa: ANN401
+    """Return the token ids of the placeholders for images, videos and audio."""
+    names = [f"{token}_{end}" for token in _TOKENS.values() for end in ("id", "index")]
     values = [getattr(source, name, None) for source in (processor, config) for name in names]
     return {value for value in values if isinstance(value, int)}
 

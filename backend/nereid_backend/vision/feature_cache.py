@@ -1,30 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of image features. Image features are the output of a model's image encoder."""
+"""A cache of the features of images, videos and audio.
+
+The features are the output of a model's image encoder or audio encoder.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from transformers import PreTrainedModel
 
-_METHODS = ("get_image_features", "get_video_features")
+_METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 
 
 class FeatureCache:
-    """Stores the results of a model's methods `get_image_features` and `get_video_features`.
+    """Stores the results of the methods in `_METHODS` of a model.
 
     The key of a result consists of the digest of the images and the number of the call.
 
     Attributes:
-        num_encoded: the number of times that the image encoder was run.
+        num_encoded: the number of times that an encoder was run.
         num_reused: the number of times that stored features were used.
     """
 
     def __init__(self, model: Module, max_bytes: int) -> None:
         """In each module, replace the methods in `_METHODS` by methods that use this cache.
+
+        If the method `get_audio_features` cannot be replaced, replace the method `forward` of the
+        audio encoder.
 
         Args:
             model: the model.
@@ -39,11 +47,18 @@ class FeatureCache:
         self._digest: bytes | None = None
         self._num_calls = 0
         self._is_encoding = False
+        replaced: set[str] = set()
         for module in model.modules():
             for name in _METHODS:
                 method = getattr(module, name, None)
-                if callable(method):
+                # If the method gets the text of the prompt, its result depends on the text, too.
+                if callable(method) and "input_ids" not in signature(method).parameters:
                     setattr(module, name, self._cached(method))
+                    replaced.add(name)
+        if isinstance(model, PreTrainedModel) and "get_audio_features" not in replaced:
+            encoder: Any = model.get_encoder(modality="audio")
+            if encoder is not model:
+                encoder.forward = self._cached(encoder.forward)
 
     @contextmanager
     def serving(self, digest: bytes) -> Iterator[None]:

@@ -93,8 +93,8 @@ class ImageSources:
         """
         if len(images) > limits.max_images:
             raise RequestError(
-                f"messages: the request has {len(images)} images, but the limit is "
-                f"{limits.max_images}. Send fewer images."
+                f"messages: the request has {len(images)} images, videos and audio files, but the "
+                f"limit is {limits.max_images}. Send fewer files."
             )
         budget = _Budget(max_bytes, time.monotonic() + self._timeout_s)
         result = []

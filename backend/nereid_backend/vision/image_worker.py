@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that decodes and prepares the images of requests.
+"""The process that decodes and prepares the images, videos and audio of requests.
 
     python -m nereid_backend.vision.image_worker FD FOLDER TIMEOUT_S
 
@@ -10,7 +10,8 @@ hostile image ends only the child. Messages, packed with msgpack:
 
     first message of the worker    ["ready"] or ["failed", message]
     parent -> worker               [text, [image, ...]], each image is a data URL or base64;
-                                   a video is a data URL of its frames
+                                   a video is a data URL of its frames, and audio is a
+                                   data URL of a WAV file
     worker -> parent               ["done", token ids, packed images] or ["refused", message]
 """
 
@@ -182,6 +183,7 @@ def _load(folder: Path) -> Prepare:
         from nereid_backend.vision.chat_processor import ChatProcessor
 
     from nereid_backend.errors import RequestError
+    from nereid_backend.vision.audio_parts import is_audio_url, read_audio_url
     from nereid_backend.vision.messages import Found, FoundImage, FoundVideo, check_numbers
     from nereid_backend.vision.packed_tensors import pack_images
     from nereid_backend.vision.read_image import decode_data_url
@@ -192,11 +194,14 @@ def _load(folder: Path) -> Prepare:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     processor = ChatProcessor(folder, config)
 
-    def decode(content: bytes, field: str) -> Found:
+    def decode(content: bytes, number: int) -> Found:
+        field = f"image {number}"
         if content[:5].lower() == b"data:" or b"://" in content[:20]:
             url = content.decode("utf-8", "replace")
             if is_video_url(url):
                 return FoundVideo(field, read_video_url(url, field, processor.limits))
+            if is_audio_url(url):
+                return read_audio_url(url, f"audio {number}")
             return FoundImage(field, decode_data_url(url, field, processor.limits))
         try:
             return FoundImage(field, base64.b64decode(content, validate=True))
@@ -204,7 +209,7 @@ def _load(folder: Path) -> Prepare:
             raise RequestError(f"{field}: the base64 content is damaged: {error}") from error
 
     def prepare(text: str, images: list[bytes]) -> list[Any]:
-        found = [decode(image, f"image {number}") for number, image in enumerate(images, 1)]
+        found = [decode(image, number) for number, image in enumerate(images, 1)]
         check_numbers(found, processor.limits)
         prompt = processor.prepare_text(text, found)
         assert prompt.images is not None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the processor of a checkpoint. A missing package for videos is no error."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from nereid_backend.core.image_inputs import KINDS
 from nereid_backend.errors import ModelError, first_line
 from nereid_backend.vision.torchvision_operators import declare_operators
 
@@ -23,7 +25,7 @@ _FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def has_processor(folder: Path) -> bool:
-    """Return whether a checkpoint has a processor for images."""
+    """Return whether a checkpoint has a processor for images or audio."""
     return any((folder / name).is_file() for name in _FILES)
 
 
@@ -54,10 +56,12 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
         try:
             processor = _from_pretrained(AutoProcessor, folder, arguments)
         except (ImportError, OSError, ValueError):
+            if "image_processor" not in _processor_class(folder, config).get_attributes():
+                raise
             processor = None
         # If the files do not name the class of the processor, AutoProcessor returns only a
         # component of the processor, such as the tokenizer.
-        if getattr(processor, "image_processor", None) is None:
+        if not isinstance(processor, ProcessorMixin):
             processor = _load_without_video(folder, config, arguments)
     except Exception as error:
         # A processor can raise any exception for a broken file. The message of the ModelError
@@ -66,8 +70,11 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
             f"the image processor in {folder} cannot be loaded: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
-    if getattr(processor, "image_processor", None) is None:
-        raise ModelError(f"the processor in {folder} has no image processor")
+    refused = refused_kinds(processor)
+    if len(refused) == len(KINDS):
+        raise ModelError(
+            f"the processor in {folder} accepts no media: {'; '.join(refused.values())}"
+        )
     return processor
 
 
@@ -76,14 +83,32 @@ def _from_pretrained(auto_class: Any, folder: Path, arguments: dict[str, Any]) -
     return auto_class.from_pretrained(folder, trust_remote_code=False, **arguments)
 
 
-def refused_videos(processor: Any) -> str:  # noqa: ANN401 - a processor of transformers
-    """Return a clause that says why a processor accepts no videos; empty if it accepts videos."""
+def refused_kinds(processor: Any) -> dict[str, str]:  # noqa: ANN401 - a processor of transformers
+    """Map each kind of media that a processor does not accept to a clause with the reason.
+
+    The keys are members of `KINDS`.
+    """
+    refused = {}
+    if getattr(processor, "image_processor", None) is None:
+        refused["images"] = "the checkpoint's processor has no image processor"
     video_processor = getattr(processor, "video_processor", None)
     if video_processor is None:
-        return "the checkpoint's processor has no video processor"
-    if isinstance(video_processor, _NoVideo):
-        return "the video processor needs the package torchvision, which is not installed"
-    return ""
+        refused["videos"] = "the checkpoint's processor has no video processor"
+    elif isinstance(video_processor, _NoVideo):
+        refused["videos"] = (
+            "the video processor needs the package torchvision, which is not installed"
+        )
+    if audio_processor(processor) is None:
+        refused["audio"] = "the checkpoint's processor has no audio processor"
+    elif "audio" not in inspect.signature(processor.__call__).parameters:
+        refused["audio"] = "the checkpoint's processor has no argument for audio"
+    return refused
+
+
+def audio_processor(processor: Any) -> Any:  # noqa: ANN401 - processors of transformers
+    """Return the component of a processor that prepares audio, or None."""
+    component = getattr(processor, "audio_processor", None)
+    return component or getattr(processor, "feature_extractor", None)
 
 
 class _NoVideo:
@@ -110,7 +135,7 @@ def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: AN
 
 
 def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - a processor of transformers
-    """Return a processor that accepts texts and images, but no videos.
+    """Return a processor that accepts texts, images and perhaps audio, but no videos.
 
     Raises:
         ImportError: the image processor needs a package that is not installed.
@@ -121,6 +146,7 @@ def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[
         "image_processor": lambda: image_processor,
         "tokenizer": lambda: _from_pretrained(AutoTokenizer, folder, arguments),
         "feature_extractor": lambda: _from_pretrained(AutoFeatureExtractor, folder, arguments),
+        "audio_processor": lambda: _from_pretrained(AutoFeatureExtractor, folder, arguments),
         "video_processor": lambda: _NoVideo(image_processor),
     }
     parts = [loaders[name]() for name in processor_class.get_attributes()]

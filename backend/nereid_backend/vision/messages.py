@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Separates the images and videos of a chat from the messages."""
+"""Separates the images, videos and audio of a chat from the messages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nereid_backend.errors import RequestError
+from nereid_backend.vision.audio_parts import FoundAudio, is_audio_part, read_audio_part
 from nereid_backend.vision.read_image import (
     ImageLimits,
     check_size,
@@ -54,23 +55,25 @@ class FoundVideo:
     video: VideoFrames
 
 
-Found = FoundImage | FoundVideo
+Found = FoundImage | FoundVideo | FoundAudio
+KIND_OF = {FoundImage: "images", FoundVideo: "videos", FoundAudio: "audio"}
+"""Maps a class of found media to the member of `KINDS`."""
 
 
 def split_messages(
     messages: Sequence[Mapping[str, Any]], limits: ImageLimits
 ) -> tuple[list[dict[str, Any]], list[Found]]:
-    """Replace each image and each video in messages by a placeholder.
+    """Replace each image, video and audio file in messages by a placeholder.
 
-    Return the new messages, and a list of the images and videos in their order.
+    Return the new messages, and a list of the images, videos and audio files in their order.
 
     Example: a message with the content [{"type": "image_url", "image_url": {"url": "data:..."}},
     {"type": "text", "text": "Hi"}] gets the content [{"type": "image"}, {"type": "text", "text":
     "Hi"}], and "data:..." is the only image.
 
     Raises:
-        RequestError: a content part is invalid, a content part is audio or a file, or there are
-            too many images.
+        RequestError: a content part is invalid, a content part is a file, or there are too many
+            images.
     """
     found: list[Found] = []
     result = []
@@ -90,7 +93,7 @@ def split_messages(
 
 
 def check_numbers(found: Sequence[Found], limits: ImageLimits) -> None:
-    """Raise a RequestError if a request has too many images or too many frames of videos."""
+    """Raise a RequestError if a request has too many images, frames of videos or audio files."""
     num_images = sum(isinstance(item, FoundImage) for item in found)
     if num_images > limits.max_images:
         raise RequestError(
@@ -99,6 +102,12 @@ def check_numbers(found: Sequence[Found], limits: ImageLimits) -> None:
         )
     num_frames = sum(len(item.video.frames) for item in found if isinstance(item, FoundVideo))
     check_num_frames(num_frames, "messages", limits)
+    num_audios = sum(isinstance(item, FoundAudio) for item in found)
+    if num_audios > limits.max_audios:
+        raise RequestError(
+            f"messages: the request has {num_audios} audio files, but the limit is "
+            f"{limits.max_audios}. Send fewer audio files."
+        )
 
 
 def _split_part(
@@ -107,15 +116,18 @@ def _split_part(
     found: list[Found],
     limits: ImageLimits,
 ) -> dict[str, Any]:
-    """Return a placeholder for an image or a video. Return any other content part unchanged.
+    """Return a placeholder for an image, a video or audio. Return any other part unchanged.
 
-    Mutates: `found`. The image or the video is appended.
+    Mutates: `found`. The image, the video or the audio is appended.
     """
     if not isinstance(part, Mapping):
         raise RequestError(f"{field}: the content part must be an object.")
     if is_video_part(part):
         found.append(FoundVideo(field, read_video_part(part, field, limits)))
         return {"type": "video"}
+    if is_audio_part(part):
+        found.append(read_audio_part(part, field))
+        return {"type": "audio"}
     refused = refused_part(part)
     if refused is not None:
         raise RequestError(f"{field}: the content part has the type {refused[0]}, but {refused[1]}")
@@ -132,7 +144,7 @@ def _split_part(
 
 
 def read_images(found: Sequence[Found], limits: ImageLimits) -> list["Image"]:
-    """Decode the images in `found`, and return them in the same order. Videos are left out.
+    """Decode the images in `found`, and return them in the same order. Other media are left out.
 
     Raises:
         RequestError: an image is damaged or too large.

@@ -24,7 +24,7 @@ _RESERVED = frozenset(
 def pack_images(images: ImageInputs) -> bytes:
     """Convert the prepared images of a prompt to msgpack bytes."""
     arguments = {name: _pack(value) for name, value in images.arguments.items()}
-    packed: bytes = msgpack.packb([arguments, images.digest, images.first_token, images.has_videos])
+    packed: bytes = msgpack.packb([arguments, images.digest, images.first_token, images.kinds])
     return packed
 
 
@@ -35,11 +35,11 @@ def unpack_images(data: bytes) -> ImageInputs:
         RequestError: the bytes are damaged.
     """
     try:
-        arguments, digest, first_token, has_videos = msgpack.unpackb(data)
+        arguments, digest, first_token, kinds = msgpack.unpackb(data)
         if _RESERVED.intersection(arguments):
             raise ValueError("an argument has a reserved name")
         unpacked = {str(name): _unpack(value) for name, value in arguments.items()}
-        return ImageInputs(unpacked, bytes(digest), int(first_token), bool(has_videos))
+        return ImageInputs(unpacked, bytes(digest), int(first_token), tuple(map(str, kinds)))
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise RequestError(f"envelope: the images are damaged: {first_line(error)}") from None
 

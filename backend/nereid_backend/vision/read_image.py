@@ -27,12 +27,14 @@ IMAGE_DATA_URL = re.compile(r"data:image/[A-Za-z0-9.+-]*;base64,", re.IGNORECASE
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """The limits of the images of one request.
+    """The limits of the images, videos and audio of one request.
 
     Attributes:
         max_images: the largest number of images.
         max_frames: the largest number of images in all videos together.
-        max_bytes: the largest size of an image file.
+        max_audios: the largest number of audio files.
+        max_audio_s: the largest duration of all audio files together, in seconds.
+        max_bytes: the largest size of an image file or an audio file.
         max_pixels: the largest number of pixels of an image.
         max_aspect_ratio: the largest ratio of an image's longer side to its shorter side. If the
             ratio of an image is larger, a processor can enlarge the image to many more pixels.
@@ -40,6 +42,8 @@ class ImageLimits:
 
     max_images: int = 16
     max_frames: int = 64
+    max_audios: int = 16
+    max_audio_s: float = 600.0
     max_bytes: int = 20 * 2**20
     max_pixels: int = 16 * 10**6
     max_aspect_ratio: int = 100
@@ -74,7 +78,7 @@ def decode_data_url(url: str, field: str, limits: ImageLimits) -> bytes:
 
 
 def decode_base64(text: str, field: str, limits: ImageLimits) -> bytes:
-    """Decode the base64 text of an image file, and return the bytes of the file.
+    """Decode the base64 text of a file, and return the bytes of the file.
 
     Raises:
         RequestError: the text is not valid base64, or the file is too large.
@@ -83,7 +87,7 @@ def decode_base64(text: str, field: str, limits: ImageLimits) -> bytes:
     num_bytes = len(text) * 3 // 4
     if num_bytes > limits.max_bytes + 2:
         raise RequestError(
-            f"{field}: the image file has about {num_bytes} bytes, but the limit is "
+            f"{field}: the file has about {num_bytes} bytes, but the limit is "
             f"{limits.max_bytes}. Send a smaller file."
         )
     try:

@@ -23,7 +23,7 @@ _REFUSED_BLOCKS = {
     "image": "only messages of the user may contain images",
     "document": f"{_TEXT_ONLY}; send the document's text in a text block",
     "video": "only /v1/chat/completions reads videos; send frames as image blocks",
-    "audio": "Nereid reads no audio; send a transcript in a text block",
+    "audio": "only /v1/chat/completions reads audio; send a transcript in a text block",
     "search_result": f"{_TEXT_ONLY}; send the result's text in a text block",
     "tool_reference": "Nereid has no tool search; send only tools to offer now",
 }

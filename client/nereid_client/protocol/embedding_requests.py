@@ -17,7 +17,7 @@ from nereid_client.protocol.request_body import RequestBody, check_token_ids
 _CONTENT_PARTS = ("text", "image", "image_url")
 _REFUSED_PARTS = {
     **dict.fromkeys(VIDEO_PARTS, "this endpoint reads no videos; send frames as images"),
-    **dict.fromkeys(AUDIO_PARTS, "Nereid reads no audio; send a transcript as text"),
+    **dict.fromkeys(AUDIO_PARTS, "this endpoint reads no audio; send a transcript as text"),
 }
 """Maps the key of a refused content part to the reason for the refusal and an alternative."""
 

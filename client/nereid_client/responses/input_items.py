@@ -19,7 +19,9 @@ FindItem = Callable[[str], Json | None]
 
 _ROLES = ("user", "assistant", "system", "developer")
 _REMEDIES = {
-    **dict.fromkeys(AUDIO_PARTS, "Nereid reads no audio. Send a transcript as input_text."),
+    **dict.fromkeys(
+        AUDIO_PARTS, "Only /v1/chat/completions reads audio. Send a transcript as input_text."
+    ),
     **dict.fromkeys(
         VIDEO_PARTS, "Only /v1/chat/completions reads videos. Send frames as input_image."
     ),

@@ -1,9 +1,10 @@
 # ruff: noqa: E402 - torchvision is prepared before transformers is imported
-"""Compare greedy tokens of the engine with transformers for every type that reads images.
+"""Compare greedy tokens of the engine with transformers for every type that reads media.
 
     python tests/backend/vision/image_archs.py              run the types without a result
     python tests/backend/vision/image_archs.py llava gemma3   run these types again
     python tests/backend/vision/image_archs.py --videos       send videos instead of images
+    python tests/backend/vision/image_archs.py --audio        send audio instead of images
 
 Each type runs in its own process with a limit on time and memory. The file `--results` contains one
 line of JSON for each result.
@@ -33,6 +34,7 @@ from nereid_backend.vision.torchvision_operators import declare_operators
 # transformers imports torchvision if it is installed.
 declare_operators()
 
+import numpy as np
 import torch
 import transformers
 from backend.vision import image_types
@@ -47,6 +49,8 @@ from transformers.utils import logging
 _SECONDS = 600
 _MEMORY_BYTES = 10 * 2**30
 MAX_TOKENS = 9
+# The sampling rate of the audio.
+RATE = 16_000
 PARAMS = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 Answers = list[list[int]]
@@ -64,7 +68,7 @@ class Result:
         cells: for each situation, the number of equal tokens and of all tokens, such as "27/27".
         reason: why the type was refused or not built.
         num_distinct: the number of different tokens among the expected tokens.
-        depends: whether the expected tokens or logits depend on the pixels.
+        depends: whether the expected tokens or logits depend on the media.
         seconds: the wall time of the type's process.
     """
 
@@ -98,6 +102,17 @@ def video_chat(videos: list[list[Image.Image]], text: str) -> Chat:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
+def noise(seed: int, seconds: float) -> dict[str, Any]:
+    """Return a content part with audio of random samples."""
+    samples = np.random.default_rng(seed).uniform(-0.5, 0.5, int(seconds * RATE))
+    return {"type": "audio", "audio": samples.astype(np.float32), "sampling_rate": RATE}
+
+
+def audio_chat(parts: list[dict[str, Any]], text: str) -> Chat:
+    """Return a chat with audio and a text. Each part is a return value of `noise`."""
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
 def make_chats() -> list[Chat]:
     """Return chats with one or two images."""
     return [
@@ -121,6 +136,30 @@ def make_video_chats() -> list[Chat]:
     ]
 
 
+def make_audio_chats() -> list[Chat]:
+    """Return chats with one or two audio files."""
+    return [
+        audio_chat([noise(1, 0.6)], "hello"),
+        audio_chat([noise(2, 1.1)], "a longer question?"),
+        audio_chat([noise(1, 0.6), noise(3, 0.8)], "two"),
+        audio_chat([{"type": "image", "image": picture(1, 60, 40)}, noise(3, 0.8)], "and"),
+    ]
+
+
+def similar_chats(kind: str) -> list[Chat]:
+    """Return two chats of the same lengths with different media."""
+    make: dict[str, Callable[[int], Chat]] = {
+        "image": lambda seed: chat([picture(seed, 60, 40)], "hello"),
+        "video": lambda seed: video_chat([film(seed, 4)], "hello"),
+        "audio": lambda seed: audio_chat([noise(seed, 0.6)], "hello"),
+    }
+    return [make[kind](seed) for seed in (1, 9)]
+
+
+_CHATS = {"image": make_chats, "video": make_video_chats, "audio": make_audio_chats}
+_KINDS = {"image": "images", "video": "videos", "audio": "audio"}
+
+
 def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
     config = AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
@@ -128,22 +167,18 @@ def _load_reference(folder: Path) -> tuple[Any, ChatProcessor]:
     return model.eval(), ChatProcessor(folder, model.config)
 
 
-def reference(folder: Path, is_video: bool) -> tuple[list[Chat], Answers, bool]:
-    """Return the chats that transformers can answer, its tokens, and whether pixels matter."""
+def reference(folder: Path, kind: str) -> tuple[list[Chat], Answers, bool]:
+    """Return the chats that transformers can answer, its tokens, and whether the media matter."""
     model, processor = _load_reference(folder)
     chats, answers = [], []
-    for each in make_video_chats() if is_video else make_chats():
+    for each in _CHATS[kind]():
         try:
             answers.append(_generate(model, processor, each)[0])
             chats.append(each)
         except Exception:
             if len(chats) < 2:
                 raise
-    similar = [
-        video_chat([film(seed, 4)], "hello") if is_video else chat([picture(seed, 60, 40)], "hello")
-        for seed in (1, 9)
-    ]
-    logits = [_generate(model, processor, each)[1] for each in similar]
+    logits = [_generate(model, processor, each)[1] for each in similar_chats(kind)]
     return chats, answers, bool((logits[0] - logits[1]).abs().max() > 1e-4)
 
 
@@ -225,14 +260,14 @@ SITUATIONS: dict[str, tuple[dict[str, Any], Callable[[Engine, list[Chat]], Answe
 
 
 def build(
-    model_type: str, parent: Path, is_video: bool = False
+    model_type: str, parent: Path, kind: str = "image"
 ) -> tuple[Path, list[Chat], Answers, bool]:
     """Write a checkpoint that transformers can run, and return it with its `reference`."""
     errors = []
     for sizes in image_types.SIZES:
         try:
             folder = image_types.save(model_type, parent / sizes, sizes)
-            return folder, *reference(folder, is_video)
+            return folder, *reference(folder, kind)
         except Exception as error:  # noqa: BLE001 - the sizes of images do not fit the type
             errors.append(f"{sizes}: {type(error).__name__}: {str(error).strip()[-150:]}")
     raise ValueError("; ".join(dict.fromkeys(errors)))
@@ -242,11 +277,11 @@ def examine(
     model_type: str,
     result: Result,
     situations: list[str] | None = None,
-    is_video: bool = False,
+    kind: str = "image",
 ) -> None:
     """Run one type in every situation and store the outcome in `result`."""
     with tempfile.TemporaryDirectory() as name:
-        folder, chats, expected, result.depends = build(model_type, Path(name), is_video)
+        folder, chats, expected, result.depends = build(model_type, Path(name), kind)
         result.num_distinct = len({token for answer in expected for token in answer})
         result.status = "wrong"
         for situation in situations or SITUATIONS:
@@ -259,7 +294,7 @@ def examine(
             try:
                 result.path, result.text_path = engine._parts.images.name, engine.info.path
                 images = engine._parts.images
-                if reason := images.reason or (is_video and images.video_reason):
+                if reason := images.reason or images.refused.get(_KINDS[kind]):
                     result.status, result.reason = "refused", reason
                     return
                 result.cells[situation] = _cell(expected, run(engine, chats))
@@ -275,13 +310,13 @@ def _cell(expected: Answers, got: Answers) -> str:
     return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
 
 
-def examine_in_child(model_type: str, is_video: bool) -> Result:
+def examine_in_child(model_type: str, kind: str) -> Result:
     """Run `examine` in a child process, and return the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _serve(model_type, is_video, writer)
+        _serve(model_type, kind, writer)
     os.close(writer)
     with os.fdopen(reader) as stream:
         text = stream.read()
@@ -291,14 +326,14 @@ def examine_in_child(model_type: str, is_video: bool) -> Result:
     return Result(**json.loads(text))
 
 
-def _serve(model_type: str, is_video: bool, writer: int) -> None:
+def _serve(model_type: str, kind: str, writer: int) -> None:
     """Run `examine`, write the result to the pipe, and end the child process."""
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     result = Result(model_type)
     start = time.monotonic()
     try:
-        examine(model_type, result, is_video=is_video)
+        examine(model_type, result, kind=kind)
     except BaseException as error:  # noqa: BLE001 - any error is this type's result
         result.reason = f"{type(error).__name__}: {str(error).strip()[-300:]}"
     result.seconds = round(time.monotonic() - start, 1)
@@ -331,19 +366,22 @@ def table(results: dict[str, Result]) -> str:
 
 def main() -> None:
     """Run the requested types, then print the table."""
-    parser = argparse.ArgumentParser(description="Compare chats with images with transformers.")
+    parser = argparse.ArgumentParser(description="Compare chats with media with transformers.")
     parser.add_argument("types", nargs="*", help="types to run again; by default all")
-    parser.add_argument("--videos", action="store_true", help="send videos instead of images")
     parser.add_argument(
-        "--results",
-        type=Path,
-        help="default: build/image_archs.jsonl, with --videos build/video_archs.jsonl",
+        "--videos", dest="kind", action="store_const", const="video", help="send videos"
+    )
+    parser.add_argument("--audio", dest="kind", action="store_const", const="audio")
+    parser.set_defaults(kind="image")
+    parser.add_argument(
+        "--results", type=Path, help="default: build/{image,video,audio}_archs.jsonl"
     )
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--table", action="store_true", help="print the table and exit")
     asked = parser.parse_args()
-    kind = "video" if asked.videos else "image"
-    asked.results = asked.results or Path(f"build/{kind}_archs.jsonl")
+    asked.results = asked.results or Path(f"build/{asked.kind}_archs.jsonl")
+    reads_audio = asked.kind == "audio"
+    types = image_types.audio_types() if reads_audio else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     results = load_results(asked.results)
     if not asked.table:
         warnings.filterwarnings("ignore")
@@ -353,10 +391,10 @@ def main() -> None:
         torch.set_num_threads(1)
         asked.results.parent.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + asked.seconds
-        for model_type in asked.types or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        for model_type in asked.types or types:
             if (model_type in results and not asked.types) or time.monotonic() > end:
                 continue
-            result = results[model_type] = examine_in_child(model_type, asked.videos)
+            result = results[model_type] = examine_in_child(model_type, asked.kind)
             with asked.results.open("a") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
             what = f"{result.cells} {result.reason}"

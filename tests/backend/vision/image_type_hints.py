@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from backend.vision.audio_type_hints import AUDIO_HINTS
+
 HINTS: dict[str, dict[str, Any]] = {
     "glm_ocr": {"_processor": "Glm46VProcessor", "_image_processor": "Glm46VImageProcessorPil"},
     "glmga": {"_processor": "Glm46VProcessor", "_image_processor": "GlmgaImageProcessorPil"},
@@ -362,3 +364,5 @@ HINTS |= {
     for name in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm5_next")
 }
 HINTS["ernie4_5_vl_moe"] |= {"_video": {"draw_on_frames": False}}
+for _name, _hints in AUDIO_HINTS.items():
+    HINTS[_name] = {**HINTS.get(_name, {}), **_hints}

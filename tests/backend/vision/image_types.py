@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, with a processor, of the types that transformers knows for images.
+"""Tiny random checkpoints, with a processor, of the types that read images or audio.
 
 The config of a type is made small by `shrink`. The tokenizer has one token for each character and
 each special text that the source of the processor names.
@@ -17,7 +17,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
@@ -25,6 +29,12 @@ from transformers.utils import is_torchvision_available
 from backend import shrink, shrink_hints
 
 LENGTH = 4096
+# The names of the model classes that read images or audio, by type of model.
+_CLASSES = {
+    **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+}
 _CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
 _PATTERN = re.compile(r"""["'](<[^"'<>\s]{1,40}>|\[[A-Z_]{2,20}\])["']""")
 # The text of a special token in a processor's constructor, such as: self.image_token = "<image>"
@@ -42,7 +52,7 @@ def save(model_type: str, folder: Path, sizes: str = "defaults") -> Path:
     """Write a tiny random checkpoint of the type with its processor. See `SIZES`."""
     hints = {"_sizes": sizes, **HINTS.get(model_type, {})}
     values, config_class = small_values(model_type, hints)
-    processor = make_processor(model_type, hints, _vision_values(values))
+    processor = make_processor(model_type, hints, values)
     _set_tokens(values, processor)
     _set_ids(values, processor, hints)
     config = config_class(**values)
@@ -59,7 +69,23 @@ def save(model_type: str, folder: Path, sizes: str = "defaults") -> Path:
 
 
 def _model_class(model_type: str) -> Any:
-    return getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+    return getattr(transformers, _CLASSES[model_type])
+
+
+def audio_types() -> list[str]:
+    """Return the types of models whose processor has an audio processor."""
+    found = []
+    for model_type in _CLASSES:
+        name = HINTS.get(model_type, {}).get("_processor") or PROCESSOR_MAPPING_NAMES.get(
+            model_type
+        )
+        try:
+            parts = getattr(transformers, name or "").get_attributes()
+        except (AttributeError, ImportError):
+            parts = []
+        if {"feature_extractor", "audio_processor"} & set(parts):
+            found.append(model_type)
+    return found
 
 
 def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
@@ -171,21 +197,23 @@ def _set_ids(values: dict[str, Any], processor: Any, hints: dict[str, Any]) -> N
             values[name] = [vocabulary[text] for text in texts]
 
 
-def make_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any]) -> Any:
+def make_processor(model_type: str, hints: dict[str, Any], values: dict[str, Any]) -> Any:
     """Return the processor of a type."""
     name = hints.get("_processor") or PROCESSOR_MAPPING_NAMES[model_type]
     processor_class = getattr(transformers, name)
     tokenizer = make_tokenizer(processor_class, hints)
+    vision = _vision_values(values)
     parts: dict[str, Any] = {}
-    image_processor = _image_processor(model_type, hints, vision)
-    for part in processor_class.get_attributes():
+    names = processor_class.get_attributes()
+    reads_images = "image_processor" in names
+    image_processor = _image_processor(model_type, hints, vision) if reads_images else None
+    for part in names:
         if "tokenizer" in part:
             parts[part] = tokenizer
         elif part == "image_processor":
             parts[part] = image_processor
-        elif part == "feature_extractor":
-            audio_name = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type, "WhisperFeatureExtractor")
-            parts[part] = getattr(transformers, audio_name)()
+        elif part in ("feature_extractor", "audio_processor"):
+            parts[part] = _audio_processor(model_type, hints, values)
         else:
             video_processor = _video_processor(model_type, hints, vision)
             parts[part] = video_processor or _NoVideo(image_processor)
@@ -236,6 +264,16 @@ def _image_processor(model_type: str, hints: dict[str, Any], vision: dict[str, A
     fits_config = hints["_sizes"] in ("config", "small")
     sizes = _image_sizes(image_class(), vision) if fits_config else {}
     return image_class(**(sizes | hints.get("_image", {})))
+
+
+def _audio_processor(model_type: str, hints: dict[str, Any], values: dict[str, Any]) -> Any:
+    name = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type, "WhisperFeatureExtractor")
+    audio_class = getattr(transformers, name)
+    audio = values.get("audio_config")
+    num_bins = audio.get("num_mel_bins") if isinstance(audio, dict) else None
+    takes_size = "feature_size" in inspect.signature(audio_class.__init__).parameters
+    sizes = {"feature_size": num_bins} if num_bins and takes_size else {}
+    return audio_class(**(sizes | hints.get("_audio", {})))
 
 
 def _video_processor(model_type: str, hints: dict[str, Any], vision: dict[str, Any]) -> Any:

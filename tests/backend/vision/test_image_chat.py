@@ -120,7 +120,7 @@ def test_a_model_without_images_answers_texts_and_refuses_images():
     try:
         hello = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]
         assert engine.chat(hello, PARAMS).outputs[0].text
-        with pytest.raises(RequestError, match="images and videos are refused, because"):
+        with pytest.raises(RequestError, match="images, videos and audio are refused, because"):
             engine.chat(chat([picture(1, 8, 8)], "hello"), PARAMS)
     finally:
         engine.close()
@@ -137,7 +137,7 @@ def test_models_that_need_images_and_encoder_decoder_models_give_the_tokens_of_g
         assert image_archs._mixed(engine, chats) == answers
         engine.check()
         if model_type == "idefics":
-            with pytest.raises(RequestError, match=r"has no image, .* computes only prompts with"):
+            with pytest.raises(RequestError, match=r"has no images, .* computes only prompts with"):
                 engine.generate([[60, 61]], PARAMS)
         else:
             params = image_archs.SamplingParams(max_tokens=1, prompt_logprobs=1)

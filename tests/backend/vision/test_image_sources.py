@@ -164,5 +164,5 @@ def test_the_images_of_a_request_share_one_limit(tmp_path):
     url = f"file://{tmp_path}/half"
     with pytest.raises(RequestError, match="image 2: the image file has more than the 499 bytes"):
         read(ImageSources(folder=str(tmp_path)), url, url)
-    with pytest.raises(RequestError, match="3 images, but the limit is 2"):
+    with pytest.raises(RequestError, match="3 images, videos and audio files, but the limit is 2"):
         read(ImageSources(), *[url] * 3, limits=ImageLimits(max_images=2))

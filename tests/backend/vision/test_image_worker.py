@@ -112,8 +112,8 @@ def test_packed_images_are_unpacked_unchanged():
         "image_grid_thw": torch.tensor([[1, 2, 2]]),
         "sizes": [torch.zeros(2, dtype=torch.bool), 3, "a"],
     }
-    images = unpack_images(pack_images(ImageInputs(arguments, b"d" * 32, 7, True)))
-    assert (images.digest, images.first_token, images.has_videos) == (b"d" * 32, 7, True)
+    images = unpack_images(pack_images(ImageInputs(arguments, b"d" * 32, 7, ("videos",))))
+    assert (images.digest, images.first_token, images.kinds) == (b"d" * 32, 7, ("videos",))
     assert torch.equal(images.arguments["pixel_values"], arguments["pixel_values"])
     assert torch.equal(images.arguments["image_grid_thw"], arguments["image_grid_thw"])
     assert images.arguments["sizes"][1:] == [3, "a"]

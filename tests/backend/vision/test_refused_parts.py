@@ -1,4 +1,4 @@
-"""Audio, files and embeddings in chats are refused by name, in the formats of all APIs."""
+"""Files and embeddings in chats are refused by name, in the formats of all APIs."""
 
 import pytest
 from nereid_backend.errors import RequestError
@@ -9,14 +9,11 @@ from nereid_backend.vision.read_image import ImageLimits
 from nereid_client.anthropic.content_blocks import _REFUSED_BLOCKS
 from nereid_client.responses.input_items import _REMEDIES
 
-URL = {"url": "data:audio/wav;base64,AAAA"}
 PARTS = [
-    ({"type": "audio_url", "audio_url": URL}, "audio"),
-    ({"audio_url": URL}, "audio"),
-    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio"),
     ({"type": "file", "file": {"file_id": "file-1"}}, "files"),
     ({"type": "image_embeds", "image_embeds": "AAAA"}, "embeddings of images"),
-    ({"type": "video_embeds", "video_embeds": "AAAA"}, "embeddings of images and videos"),
+    ({"type": "video_embeds", "video_embeds": "AAAA"}, "embeddings of images, videos"),
+    ({"type": "audio_embeds", "audio_embeds": "AAAA"}, "embeddings of images, videos and audio"),
 ]
 
 

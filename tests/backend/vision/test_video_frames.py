@@ -112,11 +112,11 @@ def test_a_damaged_frame_is_named(second, message):
 @pytest.mark.skipif(not is_torchvision_available(), reason="torchvision is not installed")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tokens_equal_those_of_generate(model_type, tmp_path):
-    folder, chats, answers, depends = image_archs.build(model_type, tmp_path, is_video=True)
+    folder, chats, answers, depends = image_archs.build(model_type, tmp_path, kind="video")
     assert depends
     engine = open_engine(folder, block_size=4, max_num_batched_tokens=32)
     try:
-        assert not engine._parts.images.video_reason
+        assert "videos" not in engine._parts.images.refused
         assert image_archs._mixed(engine, chats) == answers
         engine.check()
         assert image_archs._cached(engine, chats) == answers
@@ -124,12 +124,14 @@ def test_tokens_equal_those_of_generate(model_type, tmp_path):
         engine.close()
 
 
-def test_a_model_that_reads_images_but_no_videos_refuses_videos(tmp_path):
+def test_a_model_that_reads_only_images_refuses_videos_and_audio(tmp_path):
     folder = image_archs.image_types.save("idefics2", tmp_path, "small")
     engine = open_engine(folder)
     try:
         assert engine._parts.images.name == "packed"
         with pytest.raises(RequestError, match="videos are refused, because the checkpoint's proc"):
             engine.image_prompt(image_archs.video_chat([film(1, 2)], "hello"))
+        with pytest.raises(RequestError, match=r"audio is refused, because .* Send a transcript"):
+            engine.image_prompt(image_archs.audio_chat([image_archs.noise(1, 0.6)], "hello"))
     finally:
         engine.close()

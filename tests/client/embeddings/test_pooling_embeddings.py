@@ -127,7 +127,7 @@ async def test_content_parts_are_passed_on(ask, pooling, part):
         ),
         (
             {"input": {"input_audio": {"data": "AAAA", "format": "wav"}}},
-            "input[0] has input_audio, but Nereid reads no audio; send a transcript as text",
+            "input[0] has input_audio, but this endpoint reads no audio; send a transcript as text",
         ),
         ({"input": "a", "dimensions": 0}, "dimensions must be at least 1, but the request has 0"),
         ({"input": "a", "dimensions": 9}, "dimensions must be from 1 to 4, got 9"),

@@ -40,7 +40,7 @@ _COUNTERS = {
     "num_preemptions_total": "Preemptions: a running request loses its KV cache blocks",
     "prefix_cache_queries_total": "Prompt tokens that were looked up in the prefix cache",
     "prefix_cache_hits_total": "Prompt tokens that were found in the prefix cache",
-    "image_encodings_total": "Runs of the image encoder; known images need none",
+    "image_encodings_total": "Runs of the image or audio encoder; known files need none",
     "spec_decode_num_drafts_total": "Drafts that the model verified",
     "spec_decode_num_draft_tokens_total": "Draft tokens that speculative decoding proposed",
     "spec_decode_num_accepted_tokens_total": "Draft tokens that the model accepted",

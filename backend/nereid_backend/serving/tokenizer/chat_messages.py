@@ -10,11 +10,12 @@ from nereid_backend.field_checks import shown
 from nereid_backend.serving.tokenizer.request_limits import RequestLimits
 from nereid_backend.vision.refused_parts import refused_part
 
-# `IMAGE_PLACEHOLDER` is the content part that replaces each image before the messages are rendered.
-# `VIDEO_PLACEHOLDER` replaces each video.
+# The content parts that replace each image, each video and each audio file before the messages are
+# rendered.
 IMAGE_PLACEHOLDER = {"type": "image"}
 VIDEO_PLACEHOLDER = {"type": "video"}
-_PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER)
+AUDIO_PLACEHOLDER = {"type": "audio"}
+_PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
 _TEXT_PART_TYPES = ("text", "refusal")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -53,7 +54,7 @@ def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _has_image(message: Any) -> bool:  # noqa: ANN401 - JSON
-    """Return whether a message contains a placeholder for an image or a video.
+    """Return whether a message contains a placeholder for an image, a video or audio.
 
     `take_images` has inserted the placeholders.
     """
@@ -120,7 +121,7 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     returns "No."
 
     Raises:
-        RequestError: the part contains no text, for example because it is an audio file.
+        RequestError: the part contains no text, for example because it is a file.
     """
     if not isinstance(part, dict):
         raise _part_type_error(part, index)
@@ -141,7 +142,8 @@ def _part_type_error(part_type: object, index: int) -> RequestError:
     """Return the error for a content part of an unknown type in the message `index`."""
     return RequestError(
         f"messages: item {index} has a content part of type {shown(part_type)}, but this server "
-        'supports only text and image parts. Send parts such as {"type": "text", "text": "..."}.'
+        'supports only parts with text, images, videos or audio. Send parts such as {"type": '
+        '"text", "text": "..."}.'
     )
 
 

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds prompts that contain images. A separate process does the work (vision/image_worker.py)."""
+"""Builds prompts with images, videos or audio.
+
+A separate process does the work (vision/image_worker.py).
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from nereid_backend.errors import RequestError
-from nereid_backend.serving.tokenizer.chat_messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from nereid_backend.serving.tokenizer.chat_messages import (
+    AUDIO_PLACEHOLDER,
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+)
+from nereid_backend.vision.audio_parts import audio_url, is_audio_part, read_audio_part
 from nereid_backend.vision.image_process import ImageProcess
 from nereid_backend.vision.image_sources import ImageSources
 from nereid_backend.vision.messages import IMAGE_TYPES
@@ -22,11 +30,11 @@ _MAX_FILE_BYTES = MAX_IMAGE_BYTES * 3 // 4
 
 
 def reads_images(model: str) -> bool:
-    """Return whether the files of a checkpoint describe an image encoder and an image processor.
+    """Return whether the files of a checkpoint describe an encoder and a processor of media.
 
-    An image encoder converts an image to embeddings for the model. An image processor scales an
-    image for the encoder. The engine may still refuse images, because only the engine checks
-    whether it supports the model's architecture.
+    An encoder converts images or audio to embeddings for the model. A processor converts the files
+    of a client to inputs of the encoder. The engine may still refuse images and audio, because only
+    the engine checks whether it supports the model's architecture.
 
     Args:
         model: the folder of the checkpoint.
@@ -37,23 +45,26 @@ def reads_images(model: str) -> bool:
     except (OSError, ValueError):
         return False
     has_processor = any((folder / name).is_file() for name in _PROCESSOR_FILES)
-    return has_processor and _describes_image_encoder(config)
+    return has_processor and _describes_encoder(config)
 
 
-def _describes_image_encoder(config: dict[str, Any]) -> bool:
-    """Return whether the content of a checkpoint's config.json describes an image encoder.
+def _describes_encoder(config: dict[str, Any]) -> bool:
+    """Return whether the content of a checkpoint's config.json describes an encoder of media.
 
-    The description is an object whose name contains "vis", such as `vision_config` or `visual`.
-    Models that convert an image to tokens have the key `vq_config` instead (VQ means vector
-    quantisation).
+    The description is an object such as `vision_config`, `visual`, `audio_config` or
+    `encoder_config`. Models that convert an image to tokens have the key `vq_config` instead (VQ
+    means vector quantisation).
     """
     if "vq_config" in config:
         return True
-    return any("vis" in name and isinstance(value, dict) for name, value in config.items())
+    return any(
+        isinstance(value, dict) and any(part in name for part in ("vis", "audio", "encoder"))
+        for name, value in config.items()
+    )
 
 
 def has_image_parts(body: dict[str, Any] | None) -> bool:
-    """Return whether the messages of a chat contain at least one image or video.
+    """Return whether the messages of a chat contain at least one image, video or audio file.
 
     Messages with a wrong type are ignored, because `read_messages` refuses them later.
     """
@@ -68,22 +79,23 @@ def has_image_parts(body: dict[str, Any] | None) -> bool:
 
 
 def _is_image_part(part: Any) -> bool:  # noqa: ANN401 - any JSON value
-    """Return whether a part of a message's content is an image or a video."""
+    """Return whether a part of a message's content is an image, a video or audio."""
     if not isinstance(part, dict):
         return False
-    return part.get("type") in IMAGE_TYPES or is_video_part(part)
+    return part.get("type") in IMAGE_TYPES or is_video_part(part) or is_audio_part(part)
 
 
 def take_images(body: dict[str, Any]) -> list[bytes]:
-    """Replace each image and each video in the messages of a chat by a placeholder.
+    """Replace each image, video and audio file in the messages of a chat by a placeholder.
 
-    Return the images and videos. A video is returned as one data URL that contains its frames.
+    Return the images, videos and audio files. A video is returned as one data URL that contains its
+    frames, and an audio file is returned as a data URL.
 
     Example: the part {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
     becomes {"type": "image"}, and b"data:image/png;base64,iVBO" is returned.
 
     Raises:
-        RequestError: an image part has no URL, or a video part has no frames.
+        RequestError: an image part has no URL, a video part has no frames, or audio is not WAV.
 
     Mutates: `body`.
     """
@@ -102,14 +114,18 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
 
 
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a placeholder for an image part or a video part. Return any other part unchanged.
+    """Return a placeholder for a part with an image, a video or audio.
 
-    Mutates: `images`. The URL or the base64 text of the image or the video is appended.
+    Other parts are returned unchanged.
+
+    Mutates: `images`. The URL or the base64 text of the image, the video or the audio is appended.
     """
     if not _is_image_part(part):
         return part
     if is_video_part(part):
         source, placeholder = _video_source(part), VIDEO_PLACEHOLDER
+    elif is_audio_part(part):
+        source, placeholder = audio_url(read_audio_part(part, "messages")), AUDIO_PLACEHOLDER
     else:
         source, placeholder = _image_source(part), IMAGE_PLACEHOLDER
     images.append(source.encode("utf-8", "surrogatepass"))

@@ -51,7 +51,8 @@ class RequestPrompts:
         if tensor_images or has_image_parts(body):
             field = "image" if tensor_images else "messages"
             raise RequestError(
-                f"{field}: the served model does not accept images or videos. Send text only."
+                f"{field}: the served model does not accept images, videos or audio. Send text "
+                "only."
             )
         return []
 

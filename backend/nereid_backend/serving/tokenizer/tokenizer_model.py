@@ -49,9 +49,9 @@ from nereid_backend.serving.tracing import Tracing, traceparent_of
 from nereid_backend.serving.wire import RequestEnvelope, pack_params
 from nereid_backend.vision.image_sources import ImageSources
 
-# A request that contains one of these texts probably has an image. Preparing an image takes time,
-# and downloading an image takes even longer.
-_IMAGE_MARKS = (b"data:image", b"image_url")
+# A request that contains one of these texts probably has an image, a video or audio. Preparing an
+# image takes time, and downloading an image takes even longer.
+_IMAGE_MARKS = (b"data:image", b"image_url", b"data:video", b"data:audio", b"input_audio")
 # Tokenising `_LONG_PROMPT_BYTES` bytes takes about 15 ms.
 _LONG_PROMPT_BYTES = 32 * 1024
 

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads audio in the content parts of chat messages. Only WAV files are decoded.
+
+The formats of OpenAI and vLLM are accepted:
+
+    {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}
+    {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,BASE64"}}
+
+A caller of the engine can also send arrays: {"type": "audio", "audio": ARRAY, "sampling_rate": N}.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nereid_backend.errors import RequestError
+from nereid_backend.field_checks import shown
+from nereid_backend.vision.read_image import ImageLimits, decode_base64
+from nereid_backend.vision.read_wav import (
+    Samples,
+    check_duration,
+    check_rate,
+    decode_wav,
+    resample,
+)
+
+_TYPES = ("audio", "audio_url", "input_audio")
+# The fields of a content part that can contain the audio.
+_FIELDS = ("input_audio", "audio_url", "audio", "url")
+_DATA_URL = re.compile(r"data:audio/(?:wav|x-wav|wave|vnd\.wave);base64,", re.IGNORECASE)
+_REMEDY = 'Send WAV: {"type": "input_audio", "input_audio": {"data": BASE64, "format": "wav"}}.'
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAudio:
+    """Audio in a chat message.
+
+    Attributes:
+        field: the name of the content part, such as `messages[0].content[1]`.
+        source: the base64 text of a WAV file, the bytes of a WAV file, or an array of samples.
+        rate: the sampling rate of an array; None for a file.
+    """
+
+    field: str
+    source: Any
+    rate: int | None = None
+
+
+def is_audio_part(part: Mapping[str, Any]) -> bool:
+    """Return whether a content part is audio.
+
+    In vLLM's API, a content part can have no type. Example: {"audio_url": {"url": "data:..."}}.
+    """
+    kind = part.get("type")
+    return kind in _TYPES or (kind is None and any(name in part for name in _TYPES))
+
+
+def is_audio_url(url: str) -> bool:
+    """Return whether a text is a data URL of audio."""
+    return url[:11].lower() == "data:audio/"
+
+
+def audio_url(audio: FoundAudio) -> str:
+    """Return the data URL that `read_audio_url` converts to `audio`, whose source is a text."""
+    return f"data:audio/wav;base64,{audio.source}"
+
+
+def read_audio_url(url: str, field: str) -> FoundAudio:
+    """Return the audio in a data URL.
+
+    Example: "data:audio/wav;base64,UklGRg==" returns audio with the source "UklGRg==".
+
+    Raises:
+        RequestError: the text is not a data URL of a WAV file.
+    """
+    match = _DATA_URL.match(url)
+    if match is None:
+        raise RequestError(
+            f"{field}: the URL must be a data URL such as data:audio/wav;base64,..., but it begins "
+            f"with {shown(url[:30])}. The server reads no remote files and decodes only WAV. "
+            f"{_REMEDY}"
+        )
+    return FoundAudio(field, url[match.end() :])
+
+
+def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
+    """Return the audio in a content part.
+
+    Args:
+        part: a content part for which `is_audio_part` returns true.
+        field: the name of the content part, for error messages.
+
+    Raises:
+        RequestError: the content part has no audio, or the format of the audio is not WAV.
+    """
+    source = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
+    rate = part.get("sampling_rate")
+    if isinstance(source, Mapping):
+        declared = source.get("format", "wav")
+        if declared != "wav":
+            raise RequestError(
+                f"{field}: the audio has the format {shown(declared)}, but the server decodes only "
+                f"WAV. {_REMEDY}"
+            )
+        if isinstance(source.get("data"), str) and source["data"]:
+            return FoundAudio(field, source["data"])
+        source = source.get("url")
+    if isinstance(source, str) and source:
+        return read_audio_url(source, field)
+    if isinstance(source, np.ndarray) and (isinstance(rate, bool) or not isinstance(rate, int)):
+        raise RequestError(
+            f"{field}: an array needs sampling_rate, an integer, but the part has {shown(rate)}."
+        )
+    if isinstance(source, bytes | np.ndarray):
+        return FoundAudio(field, source, rate)
+    raise RequestError(f"{field}: the content part has no audio. {_REMEDY}")
+
+
+def read_audio(found: Sequence[FoundAudio], rate: int, limits: ImageLimits) -> list[Samples]:
+    """Decode audio, and convert the audio to a sampling rate.
+
+    Raises:
+        RequestError: a file is damaged or exceeds a limit, or all audio together is too long.
+    """
+    clips: list[Samples] = []
+    for each in found:
+        samples, old_rate = _decode(each, limits)
+        clips.append(resample(samples, old_rate, rate))
+        check_duration(sum(map(len, clips)), rate, each.field, limits)
+    return clips
+
+
+def _decode(audio: FoundAudio, limits: ImageLimits) -> tuple[Samples, int]:
+    """Return the samples and the sampling rate of audio."""
+    source, field = audio.source, audio.field
+    if isinstance(source, str):
+        source = decode_base64(source, field, limits)
+    if isinstance(source, bytes):
+        return decode_wav(source, field, limits)
+    assert audio.rate is not None
+    check_rate(audio.rate, field)
+    check_duration(len(source), audio.rate, field, limits)
+    samples = np.asarray(source, np.float32)
+    if samples.ndim != 1 or not np.isfinite(samples).all():
+        raise RequestError(f"{field}: an array of audio must have one axis and finite numbers.")
+    return samples, audio.rate

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decodes WAV files that may be hostile, and changes their sampling rate.
+
+A WAV file consists of chunks. The chunk "fmt " describes the samples, and the chunk "data" contains
+them. A sample is one number for each channel. The Python module `wave` reads no samples that are
+floating-point numbers, so this module reads the chunks itself.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from nereid_backend.errors import RequestError
+from nereid_backend.vision.read_image import ImageLimits
+
+Samples = np.ndarray[tuple[int], np.dtype[np.float32]]
+"""The samples of one channel, numbers between -1 and 1."""
+
+MIN_RATE, MAX_RATE = 4_000, 192_000
+"""The limits of the sampling rate, in samples for each second."""
+
+_REMEDY = (
+    "Send WAV with PCM samples of 8, 16, 24 or 32 bits or with floating-point samples of 32 bits."
+)
+_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+# The accepted formats of a sample: the kind of number, and the number of bits.
+_FORMATS = {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32)}
+
+
+class _Format(NamedTuple):
+    """The content of the chunk "fmt "."""
+
+    kind: int
+    num_channels: int
+    rate: int
+    num_bits: int
+
+
+def decode_wav(data: bytes, field: str, limits: ImageLimits) -> tuple[Samples, int]:
+    """Decode a WAV file. Return its samples and its sampling rate.
+
+    The two channels of a stereo file are averaged.
+
+    Args:
+        data: the content of the file.
+        field: the name of the request field, for error messages.
+        limits: the limits of the request.
+
+    Raises:
+        RequestError: the file is not a WAV file, is damaged or exceeds a limit.
+    """
+    if len(data) > limits.max_bytes:
+        raise RequestError(
+            f"{field}: the audio file has {len(data)} bytes, but the limit is {limits.max_bytes}. "
+            "Send a shorter file, or a lower sampling rate."
+        )
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        raise RequestError(f"{field}: the file is not a WAV file. {_REMEDY}")
+    layout: _Format | None = None
+    for name, content in _chunks(data, field):
+        if name == b"fmt ":
+            layout = _read_format(content, field)
+        elif name == b"data" and layout is not None:
+            return _decode(content, layout, field, limits), layout.rate
+    raise RequestError(f'{field}: the WAV file has no chunk "fmt " or no chunk "data" after it.')
+
+
+def check_rate(rate: int, field: str) -> None:
+    """Raise a RequestError if a sampling rate is outside the limits."""
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise RequestError(
+            f"{field}: the sampling rate must be between {MIN_RATE} and {MAX_RATE} Hz, but it is "
+            f"{rate} Hz. Send another sampling rate."
+        )
+
+
+def check_duration(num_samples: int, rate: int, field: str, limits: ImageLimits) -> None:
+    """Raise a RequestError if audio is empty or too long."""
+    if num_samples == 0:
+        raise RequestError(f"{field}: the audio has no samples. Send audio that is not empty.")
+    if num_samples > limits.max_audio_s * rate:
+        raise RequestError(
+            f"{field}: the audio takes {num_samples / rate:.1f} seconds, but the limit is "
+            f"{limits.max_audio_s:g} seconds. Send a shorter part of the audio."
+        )
+
+
+def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
+    """Return the same audio with another sampling rate.
+
+    Frequencies that the new rate cannot express are removed. Zeros are appended before the Fourier
+    transform, because the transform would otherwise mix the end of the audio with the start.
+    """
+    if rate == new_rate:
+        return samples
+    # The process that reads requests does not resample audio, and starts faster without torch.
+    import torch
+
+    # With a whole number of seconds, the numbers of old and new samples are integers.
+    num_seconds = len(samples) // rate + 2
+    padded = torch.zeros(num_seconds * rate)
+    padded[: len(samples)] = torch.from_numpy(samples)
+    num_new = num_seconds * new_rate
+    spectrum = torch.fft.rfft(padded)[: num_new // 2 + 1]
+    resampled = torch.fft.irfft(spectrum, n=num_new) * (new_rate / rate)
+    num_kept = max(1, round(len(samples) * new_rate / rate))
+    result: Samples = resampled[:num_kept].numpy()
+    return result
+
+
+def _chunks(data: bytes, field: str) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield the name and the content of each chunk of a WAV file."""
+    view, start = memoryview(data), 12
+    while start + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, start)
+        start += 8
+        if start + size > len(data):
+            raise RequestError(
+                f"{field}: the WAV file declares a chunk of {size} bytes, but only "
+                f"{len(data) - start} bytes follow. Send the complete file."
+            )
+        yield name, view[start : start + size]
+        # A chunk with an odd number of bytes is followed by one more byte.
+        start += size + size % 2
+
+
+def _read_format(content: memoryview, field: str) -> _Format:
+    """Return the content of the chunk "fmt ".
+
+    Raises:
+        RequestError: the chunk is damaged, or the format is not supported.
+    """
+    if len(content) < 16:
+        raise RequestError(
+            f'{field}: the chunk "fmt " of the WAV file has {len(content)} bytes, but it must have '
+            "at least 16 bytes."
+        )
+    kind, num_channels, rate, _, _, num_bits = struct.unpack_from("<HHIIHH", content)
+    if kind == _EXTENSIBLE and len(content) >= 26:
+        # The kind of the samples follows at another place.
+        (kind,) = struct.unpack_from("<H", content, 24)
+    if (kind, num_bits) not in _FORMATS:
+        raise RequestError(
+            f"{field}: the samples of the WAV file have the format {kind} and {num_bits} bits, "
+            f"which is not supported. {_REMEDY}"
+        )
+    if num_channels not in (1, 2):
+        raise RequestError(
+            f"{field}: the WAV file has {num_channels} channels, but only 1 or 2 channels are "
+            "supported. Send mono or stereo."
+        )
+    check_rate(rate, field)
+    return _Format(kind, num_channels, rate, num_bits)
+
+
+def _decode(content: memoryview, layout: _Format, field: str, limits: ImageLimits) -> Samples:
+    """Convert the content of the chunk "data" to samples."""
+    frame_bytes = layout.num_bits // 8 * layout.num_channels
+    num_samples, num_left = divmod(len(content), frame_bytes)
+    if num_left:
+        raise RequestError(
+            f"{field}: the samples of the WAV file have {len(content)} bytes, which is not a "
+            f"multiple of {frame_bytes}. Send the complete file."
+        )
+    check_duration(num_samples, layout.rate, field, limits)
+    if layout.kind == _FLOAT:
+        samples = np.frombuffer(content, "<f4")
+        if not np.isfinite(samples).all():
+            raise RequestError(f"{field}: a sample of the WAV file is not a finite number.")
+        samples = samples.clip(-1.0, 1.0)
+    elif layout.num_bits == 8:
+        # Samples of 8 bits have no sign: 128 means 0.
+        samples = (np.frombuffer(content, "u1").astype(np.float32) - 128) / 128
+    elif layout.num_bits == 24:
+        # Each sample becomes the upper three bytes of an integer with four bytes.
+        wide = np.zeros((len(content) // 3, 4), "u1")
+        wide[:, 1:] = np.frombuffer(content, "u1").reshape(-1, 3)
+        samples = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
+    else:
+        integers = np.frombuffer(content, f"<i{layout.num_bits // 8}")
+        samples = integers.astype(np.float32) / 2 ** (layout.num_bits - 1)
+    samples = samples.astype(np.float32, copy=False)
+    if layout.num_channels == 2:
+        samples = samples.reshape(-1, 2).mean(axis=1)
+    return samples

@@ -1,4 +1,4 @@
-"""A real server with a tiny vision-language model answers chats with images on every API."""
+"""A real server with a tiny multimodal model answers chats with images, videos and audio."""
 
 import base64
 import io
@@ -6,9 +6,11 @@ import json
 import time
 
 import httpx
+import numpy as np
 import pytest
 from backend.vision import image_types
 from backend.vision.image_archs import picture
+from backend.vision.test_audio import wav
 from e2e.gauges_page import gauge_of
 from fakes.live_frontend import wait_for
 from PIL import Image
@@ -18,8 +20,8 @@ from loadtest.server.served import ALONE, Served
 
 pytestmark = pytest.mark.triton
 
-# The template prints one placeholder for each image and each video, and the functions in the format
-# of Hermes.
+# The template prints one placeholder for each image, video and audio file, and the functions in the
+# format of Hermes.
 _TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 You may call functions: <tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
@@ -31,8 +33,9 @@ Answer with <tool_call>
 {% if message.content is string %}{{ message.content }}
 {%- elif message.content %}
 {%- for part in message.content %}
-{%- if part.type == 'image' %}<|image_pad|>
-{%- elif part.type == 'video' %}<|video_pad|>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}<image_token>
+{%- elif part.type == 'video' %}<video_token>
+{%- elif part.type == 'audio' %}<audio_token>{% else %}{{ part.text }}{% endif %}
 {%- endfor %}
 {%- endif %}
 {%- for call in message.tool_calls or [] %}<tool_call>
@@ -81,8 +84,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory, fork_server):
-    model = image_types.save("qwen2_vl", tmp_path_factory.mktemp("checkpoint"), "small")
+    model = image_types.save("qwen2_5_omni_thinker", tmp_path_factory.mktemp("checkpoint"), "small")
     (model / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+    # Grammars need a token that ends the answer.
+    (model / "generation_config.json").write_text('{"eos_token_id": 2}', encoding="utf-8")
     environment = {
         "NEREID_KV_CACHE_MEMORY": "64MiB",
         "NEREID_MAX_MODEL_LEN": "2048",
@@ -170,6 +175,49 @@ def test_a_video_is_answered_or_refused_by_name(ask, post):
     status, answer = post("/chat/completions", messages=messages, max_tokens=8)
     assert status == 400
     assert "decodes no video files. Send the frames" in answer["error"]["message"]
+
+
+def test_audio_is_answered_alone_and_beside_an_image(ask):
+    def spoken(seed: int, *urls: str, rate: int = 16_000) -> list[dict]:
+        rng = np.random.default_rng(seed)
+        content = wav(rng.integers(-9000, 9000, rate // 2, "<i2").tobytes(), rate=rate)
+        audio = {"data": base64.b64encode(content).decode(), "format": "wav"}
+        part = {"type": "input_audio", "input_audio": audio}
+        text = {"type": "text", "text": "What is said?"}
+        return [{"role": "user", "content": [part, *map(image_part, urls), text]}]
+
+    first, usage = ask(spoken(1))
+    second, again = ask(spoken(1))
+    assert second["message"] == first["message"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > 0
+    _, other = ask(spoken(2))
+    assert other["prompt_tokens"] == usage["prompt_tokens"]
+    assert other["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 1
+    assert ask(spoken(3, rate=44_100))[1]["prompt_tokens"] == usage["prompt_tokens"]
+    assert ask(spoken(1, data_url(8)))[1]["prompt_tokens"] > usage["prompt_tokens"] + 3
+
+
+HOSTILE = {
+    "truncated": (wav(bytes(64))[:-10], "Send the complete file"),
+    "a huge chunk": (wav(bytes(64)).replace(b"data@\0\0\0", b"data\xff\xff\xff\xff"), "4294967295"),
+    "no samples": (wav(b""), "has no samples"),
+    "NaN": (wav(np.full(99, np.nan, "<f4").tobytes(), 3, 32), "not a finite number"),
+    "a sampling rate of 1 Hz": (wav(bytes(64), rate=1), "between 4000 and 192000 Hz"),
+    "MP3": (b"ID3" + bytes(64), "not a WAV file. Send WAV"),
+    "1,000 seconds": (wav(bytes(8_000_000), num_bits=8, rate=8_000), "the limit is 600 seconds"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_audio_is_refused(post, content, message):
+    url = f"data:audio/wav;base64,{base64.b64encode(content).decode()}"
+    messages = [{"role": "user", "content": [{"type": "audio_url", "audio_url": {"url": url}}]}]
+    started = time.monotonic()
+    status, answer = post("/chat/completions", messages=messages, max_tokens=8)
+    assert status == 400, answer
+    assert message in answer["error"]["message"]
+    # A request takes less than a second on an idle machine.
+    assert time.monotonic() - started < 5
 
 
 def test_the_three_apis_give_the_same_answer(post, ask):
@@ -261,8 +309,9 @@ def test_a_large_legal_image_is_answered_soon(ask, kind):
 
 
 def test_a_prompt_that_the_model_cannot_process_ends_only_its_request(post, ask):
-    """Two images without a token between them: the model's code cannot compute their positions."""
-    messages = question(data_url(1), data_url(2))
+    """The start of audio without audio: the model's code cannot compute the positions."""
+    messages = question(data_url(1))
+    messages[0]["content"][1]["text"] = "<audio_start_token>"
     for _ in range(4):  # more often than max_step_failures
         status, answer = post("/chat/completions", max_tokens=8, messages=messages)
         assert status == 400, answer

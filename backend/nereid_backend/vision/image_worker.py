@@ -83,9 +83,15 @@ class Children:
             if is_reused:
                 # Earlier requests may have used up the memory or the CPU time of the child.
                 return self.answer(request)
-            return _refusal("the images need too much memory, or their decoder has crashed")
+            return _refusal(
+                "the images or the audio need too much memory, or their decoder has crashed. Send "
+                "smaller or fewer files"
+            )
         if answer is None:
-            answer = _refusal(f"the images were not prepared within {self._timeout_s:g} seconds")
+            answer = _refusal(
+                f"the images or the audio were not prepared within {self._timeout_s:g} seconds. "
+                "Send smaller or fewer files"
+            )
         if not answer.startswith(_DONE) or self._child.num_requests >= _MAX_REQUESTS:
             self.close()
         return answer

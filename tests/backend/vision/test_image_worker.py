@@ -67,14 +67,15 @@ def test_a_child_that_hangs_is_ended(ask):
     kind, message = ask(lambda text, images: time.sleep(60), timeout_s=0.3)
     assert (kind, message) == (
         "refused",
-        "messages: the images were not prepared within 0.3 seconds.",
+        "messages: the images or the audio were not prepared within 0.3 seconds. Send smaller or "
+        "fewer files.",
     )
     assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("prepare", [lambda *_: os._exit(3), lambda *_: bytes(20 * 2**30)])
 def test_a_child_that_crashes_or_needs_too_much_memory_refuses_the_images(ask, prepare):
-    assert ask(prepare)[1].startswith("messages: the images need too much memory")
+    assert ask(prepare)[1].startswith("messages: the images or the audio need too much memory")
 
 
 def test_an_error_of_a_child_is_a_refusal(ask):

@@ -144,7 +144,7 @@ demo-eval: setup ## Evaluate the demo models on held-out prompts: accuracy for e
 archs: setup ## Compare every causal language model type of transformers with transformers, on tiny random weights
 	@$(BIN)/python tests/backend/archs.py $(ARGS)
 
-image-archs: setup ## Compare every type of transformers that reads images with transformers, on tiny random weights
+image-archs: setup ## Compare every type of transformers that reads images (or videos, audio: ARGS=--audio) with transformers, on tiny random weights
 	@$(BIN)/python tests/backend/vision/image_archs.py $(ARGS)
 
 bench: setup ## Compare the engine with transformers and llama.cpp, and with the limits of this machine

@@ -42,7 +42,10 @@ def make_trials(
     for kind, make_prompts in _PROMPTS.items():
         if kind not in refused:
             try:
-                trials[kind] = _make_trial(checkpoint, processor, make_prompts, block_size)
+                trial = _make_trial(checkpoint, processor, make_prompts, block_size)
+                if kind == "audio":
+                    _check_dependence(trial)
+                trials[kind] = trial
             except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
                 refused[kind] = f"transformers cannot answer test {kind}: {describe(error)}"
     return trials
@@ -106,8 +109,19 @@ def _video_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
     return [partial(_test_prompt, processor, parts[:number]) for number in (1, 2)]
 
 
+def _check_dependence(trial: Trial) -> None:
+    """Raise an UnfitError if the logits do not depend on the audio.
+
+    Some models ignore audio if their checkpoint has no audio encoder.
+    """
+    num_rows = _NUM_STEPS + 1
+    # The last prompt equals the first prompt. The prompt before the last prompt has other audio.
+    if torch.equal(trial.expected[0], trial.expected[-2 * num_rows]):
+        raise UnfitError("the logits do not depend on the audio")
+
+
 def _audio_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
-    """Return two functions: one returns a prompt with one audio, the other one with two."""
+    """Return functions that return a prompt with one audio, with two, and with another one."""
     rng = np.random.default_rng(0)
     parts = [
         {
@@ -115,9 +129,10 @@ def _audio_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
             "audio": rng.uniform(-1, 1, int(seconds * _RATE)).astype(np.float32),
             "sampling_rate": _RATE,
         }
-        for seconds in _DURATIONS_S
+        for seconds in (*_DURATIONS_S, _DURATIONS_S[0])
     ]
-    return [partial(_test_prompt, processor, parts[:number]) for number in (1, 2)]
+    chosen = (parts[:1], parts[:2], parts[2:])
+    return [partial(_test_prompt, processor, each) for each in chosen]
 
 
 _PROMPTS = {"images": _image_prompts, "videos": _video_prompts, "audio": _audio_prompts}

@@ -26,6 +26,8 @@ AUDIO_HINTS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"_birth": {"vision_config": {}, "audio_config": {}}},
     "phi4_multimodal": {
         "_vision": {"crop_size": 56},
+        # The names of the encoders contain embed_tokens_extend.
+        "_embeddings": ("embed_tokens.",),
         "audio_config": {
             "nemo_conv_channels": 64,
             "ext_pw_out_channel": 64,
@@ -40,6 +42,10 @@ AUDIO_HINTS: dict[str, dict[str, Any]] = {
     },
     "granite_speech": _GRANITE,
     "granite_speech_plus": _GRANITE,
+    "nemotron_h_omni": {
+        "_audio_class": "ParakeetFeatureExtractor",
+        "_birth": {"audio_config": {"projection_hidden_size": 64, "projection_bias": False}},
+    },
     "nemo_speechlm": {
         "_audio": {"feature_size": 128},
         "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 64}}},

@@ -89,9 +89,10 @@ def audio_types() -> list[str]:
 
 
 def _randomise(model: PreTrainedModel, hints: dict[str, Any]) -> None:
+    embeddings = hints.get("_embeddings", ("embed", "wte"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "embed" in name or "wte" in name:
+            if any(part in name for part in embeddings):
                 parameter.normal_(0.0, 0.02)
             elif parameter.dim() > 1:
                 parameter.normal_(0.0, hints.get("_scale", 0.2))
@@ -267,7 +268,8 @@ def _image_processor(model_type: str, hints: dict[str, Any], vision: dict[str, A
 
 
 def _audio_processor(model_type: str, hints: dict[str, Any], values: dict[str, Any]) -> Any:
-    name = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type, "WhisperFeatureExtractor")
+    default = FEATURE_EXTRACTOR_MAPPING_NAMES.get(model_type, "WhisperFeatureExtractor")
+    name = hints.get("_audio_class", default)
     audio_class = getattr(transformers, name)
     audio = values.get("audio_config")
     num_bins = audio.get("num_mel_bins") if isinstance(audio, dict) else None

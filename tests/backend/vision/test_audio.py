@@ -8,11 +8,15 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from backend.vision import image_archs
 from backend.vision.image_archs import RATE, audio_chat, noise, open_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.errors import RequestError
+from nereid_backend.model.media_trials import _check_dependence
+from nereid_backend.model.self_check import Trial
+from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.serving.tokenizer.image_prompts import reads_images, take_images
 from nereid_backend.vision.audio_parts import read_audio, read_audio_url
 from nereid_backend.vision.messages import split_messages
@@ -209,6 +213,13 @@ def test_the_process_that_reads_requests_imports_no_torch():
     program = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_a_model_that_ignores_audio_refuses_audio():
+    logits = torch.arange(20.0)[:, None]
+    _check_dependence(Trial([], logits, block_size=4))
+    with pytest.raises(UnfitError, match="do not depend on the audio"):
+        _check_dependence(Trial([], torch.zeros_like(logits), block_size=4))
 
 
 def test_tokens_equal_those_of_generate(tmp_path):

@@ -25,6 +25,9 @@ _REMEDY = (
     "Send WAV with PCM samples of 8, 16, 24 or 32 bits or with floating-point samples of 32 bits."
 )
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+# A program that writes a WAV file into a pipe does not know the size of the last chunk. The program
+# writes this number instead of the size.
+_UNKNOWN_SIZE = 0xFFFFFFFF
 # The accepted formats of a sample: the kind of number, and the number of bits.
 _FORMATS = {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32)}
 
@@ -116,6 +119,8 @@ def _chunks(data: bytes, field: str) -> Iterator[tuple[bytes, memoryview]]:
     while start + 8 <= len(data):
         name, size = struct.unpack_from("<4sI", data, start)
         start += 8
+        if size == _UNKNOWN_SIZE:
+            size = len(data) - start
         if start + size > len(data):
             raise RequestError(
                 f"{field}: the WAV file declares a chunk of {size} bytes, but only "

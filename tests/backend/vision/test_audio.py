@@ -63,6 +63,10 @@ CONTENTS = {
         32,
         num_channels=2,
     ),
+    "unknown size": RIFF
+    + header(PCM, 16)
+    + b"data\xff\xff\xff\xff"
+    + (LEVELS * 2**15).astype("<i2").tobytes(),
     "other chunks": RIFF
     + chunk(b"LIST", b"odd")
     + header(PCM, 16)
@@ -97,8 +101,8 @@ REFUSED = {
     "short format": (RIFF + chunk(b"fmt ", b"ab") + chunk(b"data", SILENCE), "has 2 bytes"),
     "truncated": (wav(SILENCE)[:-10], "chunk of 64 bytes, but only 54 bytes follow. Send the comp"),
     "huge chunk": (
-        RIFF + header(PCM, 16) + b"data\xff\xff\xff\xff",
-        "4294967295 bytes, but only 0",
+        RIFF + header(PCM, 16) + b"data\xfe\xff\xff\xff",
+        "4294967294 bytes, but only 0",
     ),
     "half a sample": (wav(bytes(63)), "not a multiple of 2"),
     "no samples": (wav(b""), "the audio has no samples"),

@@ -199,7 +199,7 @@ def _print_stream(paint: Paint, parser: StreamParser, text: str, size: int) -> N
 
 
 def _print_events(paint: Paint, events: list[Event]) -> None:
-    """Print one line for each event, followed by the event's fault in brackets, if it has one.
+    """Print each event on one line. If an event has a `reason`, print the reason in brackets.
 
     Example: `  content    '<tool_call> is a tag'  [no call follows the marker]`.
     """

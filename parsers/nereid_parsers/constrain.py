@@ -96,7 +96,7 @@ def structural_tag(
 
 
 def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
-    """Return the markers of the reasoning, and the state of the reasoning after the prompt.
+    """Return the reasoning's markers, and the state of the reasoning at the end of the prompt.
 
     A server uses the markers to find or to enforce the end of the reasoning. Return None if the
     format has no reasoning, or if no marker closes the reasoning.
@@ -180,10 +180,11 @@ def _opened_reasoning(declaration: Reasoning, text: Node) -> list[Node]:
 
 
 def _optional_reasoning(declaration: Reasoning, text: Node) -> Node:
-    """Return the grammar node for reasoning that the model may omit: `<think>Hm.</think>`.
+    """Return the grammar node for reasoning, such as `<think>Hm.</think>`, or for the empty text.
 
-    Some models skip the reasoning and write only the closing marker. So if the model itself opens
-    the reasoning, the node also matches `</think>` alone.
+    Example of matching text: `<think>Hm.</think>`. Some models skip the reasoning and write only
+    the closing marker. So if the model itself opens the reasoning, the node also matches `</think>`
+    alone.
 
     Args:
         declaration: The declaration of the reasoning and its markers.
@@ -215,8 +216,8 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
     """
     content = _content_node(layout, request)
     if not request.tools:
-        # If a request had neither tools nor the field `answer`, the output would not be
-        # constrained. So `content` is not None.
+        # For a request with neither tools nor the field `answer`, `structural_tag` returns None
+        # and does not call this function. So `content` is not None here.
         assert content is not None
         return content
     if layout.tools is None:
@@ -233,7 +234,7 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
 
 
 def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -> Node:
-    """Return the grammar node for an output of tool calls without content.
+    """Return the grammar node for an output that contains tool calls, but no content.
 
     Different templates and models write different white space before and after tool calls, so the
     node allows white space at both places. `wrapper` declares the markers around the content.

@@ -95,7 +95,7 @@ def _tagged_value(declaration: TaggedArguments, key: str, schema: Mapping[str, A
 
 
 def _tagged_text(declaration: TaggedArguments, key: str, schema: Mapping[str, Any]) -> Node:
-    """Return the grammar node for the value of an argument that may be a string, with its tags.
+    """Return the grammar node for an argument's value and its tags. The value may be a string.
 
     If the schema lists the allowed strings, the node matches only these strings. Otherwise the
     value may be any text. Example of matching text: `<parameter=city>Paris</parameter>`.
@@ -128,7 +128,7 @@ def _string_choices(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def _unquoted_variants(declaration: TaggedArguments) -> list[TaggedArguments]:
-    """Return the variants in `declaration.also` that write a string without quotes.
+    """Return the variants in `declaration.also` in which a string is written without quotes.
 
     Some formats quote a string with CDATA only if the string contains special characters. The text
     before an unquoted value (`<p>`) is then a prefix of the text before a quoted value
@@ -151,7 +151,7 @@ def _is_unquoted_variant_of(variant: TaggedArguments, quoted: TaggedArguments) -
 def _tagged_json(
     declaration: TaggedArguments, key: str, schema: Mapping[str, Any], types: frozenset[str]
 ) -> Node:
-    """Return the grammar node for the value of an argument that cannot be a string, with its tags.
+    """Return the grammar node for an argument's value and its tags. The value cannot be a string.
 
     A boolean or null may also be written as in Python (True, False, None). Example of matching
     text: `<parameter=days>3</parameter>`.
@@ -215,7 +215,10 @@ def _scalar_variants(variants: tuple[TaggedArguments, ...]) -> tuple[TaggedArgum
 
 
 def _is_quoted(variant: TaggedArguments, all_variants: tuple[TaggedArguments, ...]) -> bool:
-    """Return whether `variant.open` is another variant's tag with a quote, as in `<v>"`."""
+    """Return whether `variant.open` starts with the shorter `open` text of another variant.
+
+    Example: `<v>"` starts with `<v>`.
+    """
     return any(_is_unquoted_variant_of(other, variant) for other in all_variants)
 
 
@@ -363,5 +366,5 @@ def _list_of_optional(members: list[Node], separator: str) -> Node:
 
 
 def _optional_followers(members: list[Node], separator: str) -> list[Node]:
-    """Return one optional node for each member. The node matches the separator and the member."""
+    """For each member, return an optional node that matches the separator and then the member."""
     return [optional(sequence(const(separator), member)) for member in members]

@@ -254,7 +254,7 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
 
 
 def _is_id_optional(keys: Keys, id_path: str) -> bool:
-    """Return whether the id of a tool call is a member of the outer object that may be omitted."""
+    """Return whether a tool call's id is optional and is a member of the outer JSON object."""
     is_required = "id" in keys.order
     is_in_inner_object = "." in id_path
     return not is_required and not is_in_inner_object

@@ -22,11 +22,12 @@ from nereid_parsers.tool_declarations import JsonArguments, TaggedArguments
 
 
 def first_route(layout: Messages, stage: Stage) -> Route | None:
-    """Return the route that constrained output uses for messages of the given stage.
+    """Return the declaration of the header for messages of the given stage.
 
-    A route maps a message header, such as `<|channel|>final`, to the stage of the message:
-    reasoning, content or tool calls. A header without fields (`{name}`) is preferred, because such
-    a header is one exact text. If no route has the stage, return None.
+    Constrained output contains this header. A route maps a message header, such as
+    `<|channel|>final`, to the stage of the message: reasoning, content or tool calls. A header
+    without fields (`{name}`) is preferred, because such a header is one exact text. If no route has
+    the stage, return None.
     """
     routes = [route for route in layout.routes if route.stage is stage]
     for route in routes:
@@ -96,7 +97,7 @@ def reasoning_messages(fmt: FormatData, layout: Messages, state: ReasoningState)
 
 
 def _reasoning_body(fmt: FormatData, layout: Messages) -> Node:
-    """Return the grammar node for the text of a reasoning message and its end marker.
+    """Return the grammar node for the text and the end marker of a reasoning message.
 
     The first end marker ends the reasoning. Any other end marker would end the whole output before
     the answer, so the text must not contain such a marker.
@@ -123,7 +124,7 @@ def final_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
 
 
 def _content_message(fmt: FormatData, layout: Messages, answer: Node | None) -> Node:
-    """Return the grammar node for a message with content, from its header on.
+    """Return the grammar node for a message with content. The node also matches the header.
 
     `answer` is the node that the content must match, or None for free text.
 
@@ -168,8 +169,8 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
         )
         for tool in request.tools
     ]
-    # If the format has a separate end marker for tool calls, this marker also ends the model's
-    # turn, so no second tool call can follow.
+    # Some formats have an end marker that occurs only after tool calls. Such a marker also ends the
+    # model's turn, so no second tool call can follow.
     has_only_one_call = request.is_single or bool(layout.call_end)
     # The first marker in `layout.ends` ends only the message. The other markers also end the
     # model's turn.

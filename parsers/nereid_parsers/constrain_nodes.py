@@ -178,9 +178,10 @@ def tag(node: Node) -> Node:
 
 
 def without_outer_whitespace(node: Node) -> Node:
-    r"""Remove constant white space from the start and from the end of `node`.
+    r"""Remove white space from both ends of the text that `node` matches.
 
-    Example: `const("\n<a>\n")` gives `const("<a>")`.
+    Only white space in constant texts is removed. Example: `const("\n<a>\n")` gives
+    `const("<a>")`.
     """
     elements = _elements(node)
     if _is_const(elements[0]):

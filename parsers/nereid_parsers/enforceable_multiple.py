@@ -21,8 +21,8 @@ ANNOTATIONS = frozenset(
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # The largest value of `multipleOf` that xgrammar enforces.
 _LARGEST_MULTIPLE_OF = 1024
-# If more multiples are within the bounds of a schema, they are not listed, because the grammar
-# would be too large.
+# The largest number of multiples that a schema may list. A longer list would make the grammar too
+# large.
 _MAX_MULTIPLES = 256
 
 

@@ -268,7 +268,7 @@ def _merge_keywords(first: Schema, second: Schema) -> dict[str, Any]:
 
 
 def _merge_values(keyword: str, first: Any, second: Any) -> object:  # noqa: ANN401 - JSON
-    """Return the value of `keyword` that has the effect of both values, `first` and `second`.
+    """Return a value of `keyword` that has the same effect as `first` and `second` together.
 
     Examples: the values 5 and 9 of `maxLength` give 5. The values `["a", "b"]` and `["b", "c"]` of
     `enum` give `["b"]`. If the keyword is only an annotation, such as `title`, `first` is returned.
@@ -356,7 +356,10 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
 
 
 def _merge_or_forbid(first: object, second: object) -> dict[str, Any] | Literal[False]:
-    """Merge two schemas of a property. Return False if one of them is False: no property."""
+    """Merge two schemas of a property. Return False if one of the schemas is False.
+
+    The schema False forbids the property.
+    """
     is_forbidden = first is False or second is False
     return False if is_forbidden else _merge(first, second)
 
@@ -382,7 +385,7 @@ def _check_is_enforced(merged: dict[str, Any]) -> None:
         restrictions -= {"type"}  # All values of `enum` already have this type.
     has_length = bool({"minLength", "maxLength"} & restrictions)
     is_length_ignored = has_length and "pattern" in merged
-    # If a schema has a keyword such as `anyOf`, xgrammar ignores all its other keywords.
+    # If a schema has a keyword such as `anyOf`, xgrammar ignores all other keywords.
     is_other_keyword_ignored = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
     has_no_values = merged.get("enum") == []
     if is_length_ignored or is_other_keyword_ignored or has_no_values:

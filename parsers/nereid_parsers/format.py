@@ -109,7 +109,7 @@ class Format(FormatData):
         return replace(self, policy=policy)
 
     def stage(self, prompt: str | None) -> Stage:
-        r"""Return the stage of the first character that the model generates after `prompt`.
+        r"""Return the kind of text that the model generates first, for example `Stage.REASONING`.
 
         Example: a format with the opening marker `<think>` returns `Stage.REASONING` for the prompt
         `"<|im_start|>assistant\n<think>\n"`. The header of a message counts as content.

@@ -68,7 +68,7 @@ def first_literal(text: str) -> str:
 
 
 def _field(text: str, match: re.Match[str], *, follows_field: bool) -> PatternField:
-    """Return the field that `match` has found in the pattern `text`.
+    """Convert the regex match of a field such as `{name}` to a `PatternField`.
 
     Example: a match of `{name}` gives `PatternField("name")`.
 

@@ -24,7 +24,7 @@ class StartPoint:
 
 
 def find_start(fmt: FormatData, prompt: str | None) -> StartPoint:
-    r"""Return the state in which the output after `prompt` starts.
+    r"""Return the initial state of a parser for the output that follows `prompt`.
 
     A prompt may end with the beginning of the model's message, for example with the marker that
     opens the reasoning. This beginning is called the "prefill". An empty prompt is treated like
@@ -52,7 +52,7 @@ def _text_after_turn(fmt: FormatData, prompt: str) -> str | None:
 
 
 def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | None) -> StartPoint:
-    """Return the state in which the output starts, for a format with the layout `Sections`.
+    """Return the initial state of a parser for a format with the layout `Sections`.
 
     There are three cases:
 
@@ -101,7 +101,7 @@ def _marker_at_end(layout: Sections, prompt: str) -> str:
 
 
 def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | None) -> StartPoint:
-    """Return the state in which the output starts, for a format with the layout `Messages`.
+    """Return the initial state of a parser for a format with the layout `Messages`.
 
     Example: for the prompt `"..<|start|>assistant<|channel|>final<|message|>"`, the prefill is the
     text from `<|start|>` on. For the prompt `"..<|end|>"`, the output starts inside a header.
@@ -113,10 +113,10 @@ def _find_start_in_messages(fmt: FormatData, layout: Messages, prompt: str | Non
 
 
 def _open_message(fmt: FormatData, layout: Messages, prompt: str) -> str:
-    """Return the unfinished message at the end of the prompt, which the model continues, or "".
+    """Return the unfinished message at the end of the prompt, or "" if there is none.
 
-    Examples, for the marker `<|start|>` before each message and the marker `<|end|>` after each
-    message:
+    The model continues the unfinished message. Examples, for the marker `<|start|>` before each
+    message and the marker `<|end|>` after each message:
 
         end of the prompt               result
         `..<|end|><|start|>assistant`   `<|start|>assistant`

@@ -78,7 +78,7 @@ def _inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[objec
 
 
 def _describe_partial(schema: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Yield a description of each keyword that xgrammar enforces in some schemas, but not in this.
+    """Yield a description of each keyword in `schema` that xgrammar enforces only in other schemas.
 
     xgrammar enforces `multipleOf` only for integers without bounds. It enforces an `allOf` of one
     schema, and treats `oneOf` as `anyOf`. Example: an `allOf` of two schemas at the path `$` yields
@@ -110,8 +110,8 @@ def _are_disjoint(options: list[Any]) -> bool:
         if json_type is None:
             return False
         options_of_type.setdefault(json_type, []).append(option)
-    # No value matches two options of different types. If several options have the same type, these
-    # options must be different constants.
+    # Options of different types are always disjoint. Options of the same type count as disjoint
+    # only if they are different constants.
     return all(
         len(same_type_options) == 1 or _have_different_constants(same_type_options)
         for same_type_options in options_of_type.values()

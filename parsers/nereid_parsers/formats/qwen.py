@@ -31,7 +31,7 @@ REASONING = {
 
 
 def _coder(arguments: TaggedArguments) -> ToolSection:
-    """Return the declaration of Qwen3-Coder's tool calls, with the given form of the arguments."""
+    """Return the declaration of Qwen3-Coder's tool calls. `arguments` declares the arguments."""
     head = "<function={name}>\n"
     close = "</function>\n</tool_call>"
     return ToolSection(

@@ -291,7 +291,8 @@ def _layout(
     tool_part = tools.part if tools is not None else None
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # The reasoning entry and the tool entry of a format for whole messages have equal parts.
+        # A format that describes whole messages has a reasoning entry and a tool entry, and the two
+        # entries contain the same declaration.
         if tool_part is not None and tool_part != reasoning_part:
             raise _not_combinable(label, reasoning_name)
         return reasoning_part
@@ -304,9 +305,10 @@ def _layout(
 
 
 def _not_combinable(label: str, name: str) -> FormatError:
-    """Return the error for two formats that cannot be combined, because one has whole messages.
+    """Return the error for two formats that cannot be combined.
 
-    Such a format declares the reasoning and the tool calls together.
+    One of the formats describes whole messages, so it declares the reasoning and the tool calls
+    together.
 
     Args:
         label: The two names, for example "gpt_oss+hermes".

@@ -76,7 +76,7 @@ class CallReader:
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the opening marker of a tool section, and store the marker as pending text.
+        """Read the opening marker of a tool section, but do not write the marker to the output yet.
 
         The marker is removed from the output when the first tool call starts.
         """
@@ -106,7 +106,7 @@ class CallReader:
         return self._expect(self._starts.at_unmarked_opening(opening, has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Store `expected` for `read_start`, and return the state CALL_START.
+        """Set `expected` as the next tool call to read, and return the state CALL_START.
 
         If `expected` is None, no tool call can start here, so return None.
         """
@@ -144,7 +144,7 @@ class CallReader:
     # ---- text that is not a tool call ------------------------------------------------------------
 
     def treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
-        """Write text as content, because the text only looked like a tool call.
+        """Write text as content, because the parser has found that the text is not a tool call.
 
         This text is the pending text, and the next `num_unread_chars` characters of the buffer.
         Pending text has been read, but has not been written, because it might have been a marker.
@@ -243,7 +243,7 @@ class CallReader:
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Create and start the reader of the body that follows a matched header."""
+        """Create and start a reader for the body of the tool call whose header was matched."""
         body = match.variant.create_reader(
             self._call_writer, match.head, is_confirmed=match.is_confirmed
         )
@@ -251,7 +251,7 @@ class CallReader:
         body.begin()
 
     def read_body(self) -> State | None:
-        """Read a part of the body of a tool call, which is the text between its markers.
+        """Read a part of a tool call's body. The body is the text between the call's markers.
 
         Example: from `{"name": "f", "arguments": {}}</tool_call>`, the JSON object is read. The
         `OpenCall` passes the tool call to the `CallWriter`, which appends its events.
@@ -318,7 +318,7 @@ class CallReader:
         return self._start_next_object() or State.BETWEEN_CALLS
 
     def _wait_or_drop(self, start: int) -> State | None:
-        """If more text can arrive, return None to wait for the rest of the marker at `start`.
+        """If more text can arrive, return None. The reader then waits for the rest of the marker.
 
         If the message has ended, remove the incomplete marker instead, and return the next state.
         """
@@ -381,7 +381,7 @@ class CallReader:
         return self._expect(self._starts.after_call(buffer)) or State.CONTENT
 
     def _match_section_close(self) -> int:
-        """Return the end of the section's closing marker, NEED_MORE or NO_MATCH."""
+        """Match the section's closing marker. Return the end position, NEED_MORE or NO_MATCH."""
         if not self._is_in_section:
             return NO_MATCH
         return self._section_markers.match_close(self._buffer, is_empty=self._is_section_empty())
@@ -394,7 +394,7 @@ class CallReader:
         return bool(self._text_writer.pending)
 
     def _match_separator(self) -> int:
-        """Return the end of a separator after a tool call, NEED_MORE or NO_MATCH."""
+        """Match a separator after a tool call. Return the end position, NEED_MORE or NO_MATCH."""
         has_calls = self.has_calls()
         return self._section_markers.match_separator(self._buffer) if has_calls else NO_MATCH
 
@@ -443,7 +443,7 @@ class CallReader:
             self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
-        """End a message that ends in a tool section before the first tool call.
+        """At the end of the message, handle the text of a tool section that has no tool calls.
 
         If the text of the section contains a tag, this text is removed. Otherwise it is content.
         """

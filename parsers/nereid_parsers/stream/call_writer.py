@@ -19,8 +19,8 @@ from nereid_parsers.stream.values.wrapped_arguments import WrapperFilter, may_be
 log = logging.getLogger(__name__)
 
 _EMPTY_ARGUMENTS = "{}"
-# Descriptions of repaired or invalid arguments. The end event of the tool call contains the
-# description.
+# Descriptions of repaired or invalid arguments. The event for the end of a tool call contains the
+# descriptions that apply to the tool call.
 _WRAPPED_ARGUMENTS = "an object that encloses the arguments was removed"
 _REPAIRED_ARGUMENTS = "the arguments were not valid JSON and have been repaired"
 _BROKEN_ARGUMENTS = "the arguments are not valid JSON"
@@ -234,7 +234,7 @@ class CallWriter:
         self._append_end()
 
     def _repair_and_unwrap(self, text: str) -> str | None:
-        """Return the arguments as a valid JSON object. Store a deviation for each change.
+        """Return the arguments as a valid JSON object. Store the description of each change.
 
         The result is None if `text` is broken and cannot be repaired. Examples: `{"a": [1` gives
         `{"a": [1]}`, and `{"arguments": {"a": 1}}` gives `{"a": 1}` if no argument is called
@@ -250,7 +250,9 @@ class CallWriter:
         return inner_object
 
     def _repair_if_broken(self, text: str) -> str | None:
-        """Return `text` if it is a JSON object, otherwise the repaired text. Store a deviation.
+        """Return `text` if `text` is a JSON object, otherwise the repaired text.
+
+        If `text` is not a JSON object, also store a description of this deviation.
 
         The result is None if `text` cannot be repaired.
         """
@@ -261,7 +263,7 @@ class CallWriter:
         return repaired
 
     def cut_arguments_at(self, marker: str) -> str | None:
-        """Remove the first `marker`, and all text after the marker, from the stored arguments.
+        """Shorten the stored arguments so that they end before the first occurrence of `marker`.
 
         Return the removed text, which the parser reads again. Example: after
         `write('{"a": 1</call> Hi')`, `cut_arguments_at("</call>")` returns `"</call> Hi"`, and

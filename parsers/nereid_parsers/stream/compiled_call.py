@@ -107,7 +107,7 @@ class CompiledCall:
         return NEED_MORE if may_become_start and not is_final else NO_MATCH
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
-        """Return a reader that parses the arguments of the tool call after the matched `head`.
+        """Create the reader that parses the arguments of a tool call.
 
         The class of the reader depends on how the format writes arguments: as JSON, in Python
         syntax or between tags.
@@ -185,8 +185,8 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
-    # Each of these markers ends the arguments. The first item of the tuple is the first part of the
-    # closing marker, because this part directly follows the last argument.
+    # The arguments end at any of these markers. The first marker is the first part of `call.close`,
+    # because that part directly follows the last argument.
     stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = (*close_parts, *section.closes, *section_opens)
@@ -212,7 +212,7 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _first_characters(call: Call) -> tuple[str, str]:
-    """Return two regexes, which match the first and the second visible character of a body.
+    """Return the regexes for the first two characters of a body. White space is not counted.
 
     The regex "" means that any character is accepted.
     Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
@@ -287,7 +287,7 @@ class CompiledHeader:
             self._whitespace_header_end = layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
-        """Return whether the first literal of the header is at `pos`.
+        """Return whether the fixed text at the start of the header is at `pos`.
 
         If the message ends inside a header, the caller uses the result to distinguish the header
         from content.
@@ -320,7 +320,7 @@ class CompiledHeader:
         return Head(end, name=match.fields.get("name", ""), call_id=match.fields.get("id", ""))
 
     def _match_whitespace_end(self, text: str, pos: int, is_final: bool) -> int:
-        """Return the position after the white space that must end the header.
+        """Match the white space at the end of the header. Return the position after this space.
 
         The result is NEED_MORE or NO_MATCH if this white space does not follow. It is `pos` if the
         header does not end with certain white space.

@@ -102,12 +102,12 @@ class CompiledFormat:
 
     @property
     def reasoning(self) -> Reasoning | None:
-        """The declaration of the reasoning, or None if the format has no reasoning."""
+        """Describes how a model writes reasoning. None if the format has no reasoning."""
         return self.layout.reasoning if isinstance(self.layout, Sections) else None
 
     @property
     def tools(self) -> ToolSection | None:
-        """The declaration of the tool calls, or None if the format has no tool calls."""
+        """Describes how a model writes tool calls. None if the format has no tool calls."""
         return self.layout.tools
 
     @property
@@ -151,11 +151,11 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile a tool call that is a whole message. Its header contains the function's name.
+    """Compile the tool call of a layout in which each tool call is a message of its own.
 
-    Such a message is not in a tool section, but `CompiledCall` requires a section, because broken
-    arguments end at the closing markers of a section. For messages, these closing markers are the
-    end markers of messages.
+    The header of such a message contains the function's name. The message is not in a tool section,
+    but `CompiledCall` requires a section, because broken arguments end at the closing markers of a
+    section. For messages, these closing markers are the end markers of messages.
     """
     section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
@@ -344,10 +344,10 @@ def _call_kinds(
     opening_markers: Iterable[str],
     unmarked: Iterable[CompiledCall],
 ) -> dict[str, MarkerKind]:
-    """Return the meanings of the markers that belong to tool calls.
+    """Return a dict of the markers that belong to tool calls. Each value is the kind of the marker.
 
     Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`. If one text has several
-    meanings, the last meaning that is assigned below applies. A variant is one of several ways in
+    kinds, the last kind that is assigned below applies. A variant is one of several ways in
     which the model may write a tool call.
 
     Args:

@@ -70,7 +70,7 @@ class ExpectedCall:
         return NO_MATCH
 
     def is_incomplete(self, buffer: TextBuffer, *, includes_unmarked: bool) -> bool:
-        """Return whether the message ends inside the start of a tool call.
+        """Return whether the message ends with an incomplete start of a tool call.
 
         Example: the result is True for `<tool_call>{` at the end of the message, because `{"` would
         start a JSON object.
@@ -129,7 +129,7 @@ class CallStarts:
         return ExpectedCall(self._calls.by_head[marker], marker, is_confirmed=True)
 
     def at_unmarked_opening(self, opening: str, has_content: bool) -> ExpectedCall | None:
-        """Return the tool call that may start with `opening`, which is not a marker.
+        """Return the unmarked tool call that may start with `opening`, for example with `{`.
 
         At the start of the output, any tool call without a marker may start. After content or
         another tool call, a tool call may start only if the request offers tools, because only the

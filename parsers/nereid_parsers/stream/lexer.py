@@ -24,7 +24,7 @@ def marker_prefix_regex(marker: str) -> str:
 
 
 def spaced_marker_regex(marker: str) -> str:
-    r"""Return a regex that matches a marker, with or without white space around its tags.
+    r"""Return a regex that matches `marker`, and allows white space between the marker's parts.
 
     Example: the regex of `<|close|>call<|sep|>` also matches `<|close|> call\n<|sep|>`.
     """
@@ -45,7 +45,7 @@ def spaced_marker_prefixes(marker: str, whitespace: str = "") -> list[str]:
     regexes = [marker_prefix_regex(whitespace + first_part)]
     complete_parts = re.escape(whitespace + first_part)
     for part in other_parts:
-        # The text ends after the complete parts, or inside `part`.
+        # The regex matches if the text ends after `complete_parts`, or if it ends inside `part`.
         regexes.append(rf"{complete_parts}\s*(?:\Z|{marker_prefix_regex(part)})")
         complete_parts += rf"\s*{re.escape(part)}"
     return regexes
@@ -81,7 +81,7 @@ def _possible_regexes(longest_first: list[str]) -> list[str]:
 
 
 def _search_function(markers: list[str], regexes: list[str]) -> _Search | None:
-    """Return a function that searches a text for any of the regexes, or None without markers.
+    """Return a function that finds the first match of the regexes. Without markers, return None.
 
     The function receives a text and the position at which the search starts, and returns the first
     match.

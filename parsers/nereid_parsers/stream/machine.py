@@ -122,7 +122,7 @@ class Machine:
             self._enter(self._reasoning_reader.start_opened())
 
     def _delays_first_text(self, start_point: StartPoint) -> bool:
-        """Return whether the first text is stored until a marker shows whether it is reasoning."""
+        """Return whether the first text is stored until a marker shows if the text is reasoning."""
         is_ambiguous = self._reasoning_reader.delays_unclassified_text()
         return is_ambiguous and not start_point.is_prompt_known
 
@@ -200,7 +200,7 @@ class Machine:
         return self._events
 
     def _finish_state(self) -> None:
-        """End the tool call, the header or the tool section in which the message has ended."""
+        """At the end of the message, end an incomplete tool call, header or tool section."""
         if self._state is State.BROKEN_CALL:
             self._call_reader.finish_broken()
         elif self._state is State.HEADER:

@@ -25,7 +25,7 @@ class Outcome(Enum):
 
 
 class OpenCall:
-    """A tool call, or a list of tool calls, whose body is being read.
+    """A tool call whose body is being read. The body can also be a list of tool calls.
 
     Four other objects take part:
 
@@ -102,7 +102,7 @@ class OpenCall:
         return None if body_reader.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
-        """Classify the text that the body reader has just read, if no tool call is open after it.
+        """Classify text after which no tool call is open. The body reader has just read this text.
 
         The text belongs to a tool call that has ended in this text, or the text is "pending".
         Pending text may be the start of a tool call, or content. Examples for a list of tool calls:
@@ -137,7 +137,7 @@ class OpenCall:
         self._text_writer.end_call()
 
     def _leave_body(self) -> Outcome:
-        """Stop reading a body that is complete or not valid. Return the outcome.
+        """Stop reading the body, because it is complete or not valid. Return the outcome.
 
         If the arguments are not valid, the tool call ends if a valid end can be found. Otherwise
         the outcome is BROKEN, and `read_broken` reads the rest of the arguments.
@@ -223,7 +223,7 @@ class OpenCall:
         return True
 
     def is_start_cut_off(self, section_closes: tuple[str, ...]) -> bool:
-        """Return whether the message ends inside the start of a tool call, as in `<call>{"na`.
+        """Return whether the message ends with an incomplete tool call start, as in `<call>{"na`.
 
         Text that contains a closing marker is not cut off. Such text is not a tool call.
 

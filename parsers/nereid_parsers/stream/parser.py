@@ -67,7 +67,7 @@ class StreamParser:
         return self._machine.feed(text)
 
     def finish(self) -> list[Event]:
-        """End the text and return the last events. Return [] if `finish` was called before."""
+        """Parse the end of the text, and return the last events. A second call returns []."""
         if self._is_finished:
             return []
         self._is_finished = True

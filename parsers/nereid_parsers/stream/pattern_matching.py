@@ -158,7 +158,7 @@ def skip_whitespace(text: str, pos: int) -> int:
 
 
 def skip_superfluous(text: str, pos: int) -> int:
-    """Return the position after the superfluous brackets and the white space at `pos`.
+    """Skip superfluous characters, such as `}`, and white space at `pos`. Return the new position.
 
     Some models write superfluous closing brackets before the closing marker of a tool call.
     Example: for the text `}} </tool_call>`, the result is the position of `</tool_call>`.
@@ -201,7 +201,7 @@ def marker_spellings(marker: str) -> tuple[str, ...]:
 
 
 def _with_replacements(text: str, match: re.Match[str], replacements: tuple[str, ...]) -> list[str]:
-    """Return `text` once for each replacement, with the matched part replaced."""
+    """Replace the match in `text` by each replacement. Return one text for each replacement."""
     before = text[: match.start()]
     after = text[match.end() :]
     return [before + replacement + after for replacement in replacements]
@@ -246,13 +246,13 @@ def compile_pattern(source: str) -> Pattern:
 
 
 def _literal_at(parts: tuple[str | PatternField, ...], index: int) -> str:
-    """Return the literal at `index`, or "" if a field or the end of the pattern is there."""
+    """Return the part at `index` if this part exists and is a literal, or else ""."""
     part = parts[index] if index < len(parts) else ""
     return part if isinstance(part, str) else ""
 
 
 def _literal_steps(literal: str) -> list[str | WhitespaceStep]:
-    r"""Return the steps that match a literal, even if the white space in the text differs.
+    r"""Split a literal into words. Add a `WhitespaceStep` where a model may write white space.
 
     Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal
     has no white space before `=`, but a model may insert white space there.

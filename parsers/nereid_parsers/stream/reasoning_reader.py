@@ -135,7 +135,7 @@ class ReasoningReader:
     # ---- reasoning -------------------------------------------------------------------------------
 
     def start_opened(self) -> State:
-        """Start reasoning whose opening marker is in the prompt. Return the state of the reasoning.
+        """Start to read reasoning whose opening marker is in the prompt. Return the next state.
 
         If the client receives the reasoning as content ("inline"), the missing opening marker is
         written as content, too.
@@ -272,10 +272,11 @@ class ReasoningReader:
         return State.INTERRUPTED_REASONING
 
     def _match_call_at(self, marker: str) -> Head | Mismatch:
-        """Match a tool call at its opening marker, or at the marker that opens a tool section.
+        """Match the header of a tool call at the start of the unread text.
 
-        A tool section contains all tool calls of a message. The unread text starts with `marker`,
-        and stays unread. Example: with the marker `<tool_call>`, the text `<tool_call>{"` matches.
+        The unread text starts with `marker`, and stays unread. `marker` opens a tool call, or the
+        tool section, which contains all tool calls of a message. Example: with the marker
+        `<tool_call>`, the text `<tool_call>{"` matches.
 
         Returns:
             The header of the tool call, NEED_MORE or NO_MATCH.
@@ -296,7 +297,7 @@ class ReasoningReader:
         return NO_MATCH
 
     def read_interrupted(self) -> State | None:
-        """Store text until the reasoning is closed. The stored text is then reasoning.
+        """Store text until a marker closes the reasoning. Then write the stored text as reasoning.
 
         Example: in `<think>I could write <tool_call>{"name": "f"}</tool_call>.</think>Hi`, the tool
         call is a part of the reasoning, because the reasoning is closed after the tool call.

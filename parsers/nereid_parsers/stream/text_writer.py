@@ -62,7 +62,7 @@ class TextWriter:
         self._removed_whitespace = ""
         self._is_last_text_content = False  # If false, the last text was reasoning.
         self._call_text: list[str] = []  # The text of a tool call that may be read again.
-        # The number of characters of the prompt at the start of the next text.
+        # The number of characters at the start of the next text that belong to the prompt.
         self._num_prompt_chars = 0
 
     def set_trace(self, trace: Trace | None) -> None:
@@ -173,7 +173,7 @@ class TextWriter:
         self.is_after_marker = True
 
     def start_after_call(self) -> None:
-        """Prepare for the text after a tool call. It is treated like the text after a marker."""
+        """Prepare for the text after a tool call. This text is treated like text after a marker."""
         self.is_after_marker = True
         self.has_text = False
 

@@ -266,7 +266,7 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
 
 
 def _wrong_parts(proof: Proof) -> str:
-    """Return a text for the report that names the wrongly parsed parts of a message."""
+    """Return a text for the report. The text names the wrongly parsed parts of a message."""
     return (
         f"The message with {proof.name} is parsed wrongly: {', '.join(proof.differs)} differ. "
         f"The template renders the message as {proof.text!r}."

@@ -135,7 +135,7 @@ def _select_template(templates: object) -> str | None:
 
 
 def _sources_by_name(templates: object) -> dict[object, object]:
-    """Return the sources of several named templates. The keys are the names of the templates.
+    """Return a dict that maps the name of each template to the source of the template.
 
     >>> _sources_by_name([{"name": "default", "template": "source of one"}])
     {'default': 'source of one'}
@@ -257,7 +257,7 @@ def format_for_checkpoint(
 
 
 def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
-    """Replace one part of `file_format`, the reasoning or the tools, with the user's choice.
+    """Replace the reasoning or the tools of `file_format` by the part that the user has chosen.
 
     Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
     `file_format`. Only formats whose layout is `Sections` can be combined. For other formats, the
@@ -313,7 +313,7 @@ def _combine_sections(
 
 
 def _format_of_files(text: CheckpointText) -> ChosenFormat:
-    """Return the format that the checkpoint's files declare or imply, or else plain content.
+    """Return the format that the checkpoint's files declare or imply. The default is plain content.
 
     The `response_template` declares the format, so it is used first. If it is missing or invalid,
     the format is inferred from the chat template. The attribute `why` of the result contains the

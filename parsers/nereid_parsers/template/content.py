@@ -206,7 +206,7 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
 
 
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
-    """Find the end of a turn that consists of markers and words, such as `<|out|>turn<|of|>`.
+    """Find the text that ends a turn, if the text contains words, as in `<|out|>turn<|of|>`.
 
     The first item of the result is the text at the start of `after_content` that consists of
     markers and words. The result is [] if a user's message does not end with the same text, or if

@@ -85,7 +85,7 @@ class Switches:
     system: str = ""
 
     def describe(self) -> str:
-        """Return the switches as text for the report.
+        """Describe the switches in one line of text for the report.
 
         >>> Switches((("enable_thinking", False),), "/no_think").describe()
         "enable_thinking=False, system '/no_think'"
@@ -138,7 +138,8 @@ ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# For each value of `InputForm.empty_content`, the member `content` of a message without content.
+# The field `content` of a message that has no content, in three forms. The keys of the dict are the
+# values of `InputForm.empty_content`.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},

@@ -329,7 +329,7 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the text that closes a block, if several markers and words open the block.
+    """If several markers and words open a block, return the text that closes the block.
 
     A block is a part of a message, such as the reasoning. In such a block, the opening text and the
     closing text differ only in their first marker. Return "" if only one marker opens the block, or
@@ -350,8 +350,8 @@ def compound_closing(text: str, opening: str) -> str:
     if shared_end not in text:
         return ""
     before_shared_end, _, _ = text.partition(shared_end)  # `<|close|>`
-    # If the text before `shared_end` is longer than `opening`, it is not just one marker.
-    # `shared_end` then belongs to a later part of the message.
+    # In a closing text, only one marker precedes `shared_end`. If the text before `shared_end` is
+    # longer than `opening`, `shared_end` belongs to a later part of the message.
     is_closing_text = len(before_shared_end) <= len(opening)
     return before_shared_end + shared_end if is_closing_text else ""
 

@@ -91,14 +91,14 @@ def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
 
 
 def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
-    """Render a question with the generation prompt, once for each setting of thinking switches.
+    """Render a question with the generation prompt, once for each combination of thinking switches.
 
     A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
     text at the end of a prompt that opens the model's answer.
 
     Returns:
-        Pairs of a setting and the whole rendered text. Settings with which the template raises an
-        error are omitted.
+        Pairs of a combination and the whole rendered text. A combination with which the template
+        raises an error is omitted.
     """
     prompts = []
     for switches in prober.thinking_switches():
@@ -314,7 +314,7 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
 
 
 def _regex_for_any_role(user_header: str) -> str:
-    r"""Return a regular expression that matches the header of a user, but with any role.
+    r"""Return a regex that matches a message header like `user_header`, but accepts any role.
 
     >>> _regex_for_any_role("<|start|>user:")
     '<\\|start\\|>\\w+:'

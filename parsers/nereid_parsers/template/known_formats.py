@@ -57,7 +57,7 @@ class QuarantineEntry:
 
 
 def is_harmony(source: str) -> bool:
-    """Return whether a template writes a channel at the start of each message.
+    """Return whether a chat template writes messages in Harmony, the format of gpt-oss models.
 
     Example: `<|channel|>analysis<|message|>` starts a message in the channel `analysis`.
     """

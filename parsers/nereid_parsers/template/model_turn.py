@@ -115,7 +115,7 @@ class ModelTurn:
         return after_input.removeprefix(end_of_user_message)
 
     def generated_text(self, conversation: Conversation) -> str | None:
-        r"""Return the text that a model would generate to give the answer in `conversation`.
+        r"""Return the part of the rendered `conversation` that a model would generate.
 
         This is the text after the header, without the markers that end the turn. Example: the
         rendering "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello".
@@ -145,7 +145,7 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return `header` in the spelling that occurs in `text`: with or without surrounding space.
+    r"""Return `header` as it occurs in `text`: unchanged, or without outer white space.
 
     Some templates remove the white space around a header in some messages. Return "" if `text` does
     not contain the header.
@@ -190,7 +190,7 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header of an answer, if the model writes the header itself after a tool's result.
+    """Return the header that the model itself writes between a tool's result and the answer.
 
     Usually the prompt ends with the header, such as `<|assistant|>`, so that the model does not
     write the header. Some templates omit the header from a prompt that ends with a tool's result,

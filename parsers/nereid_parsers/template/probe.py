@@ -35,7 +35,7 @@ from nereid_parsers.template.sandbox.environment import CompiledTemplate, Render
 # and ids cause no difference between two renderings.
 COUNTER_MARK = "\ue010"
 ID_MARK = "\ue011"
-# A comparison has this description if the two compared conversations are equal.
+# The description of a comparison in which the two conversations are equal.
 UNCHANGED = "Nothing is changed."
 _CALL_ID = re.compile(r"zq7id000\d")
 _FIRST_CALL_ID = InputForm().call_id(FIRST_TOOL, 0)
@@ -244,11 +244,11 @@ class Prober:
     # ---- the thinking switches -------------------------------------------------------------------
 
     def thinking_switches(self) -> list[Switches]:
-        """Return the settings that the analysis tries for the thinking switches.
+        """Return the combinations of thinking switches that the analysis tries.
 
         A switch is a template variable whose name refers to thinking, or "/think" or "/no_think"
-        in the system message. The first setting sets no switch. Example: if a template reads
-        `enable_thinking`, the next settings are enable_thinking=True and enable_thinking=False.
+        in the system message. The first combination sets no switch. Example: if a template reads
+        `enable_thinking`, enable_thinking=True and enable_thinking=False are also returned.
         """
         all_names = sorted(name for name in self.template.names if is_thinking_switch(name))
         # The variables in `kwargs` have a fixed value.
@@ -265,7 +265,7 @@ class Prober:
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values that the analysis tries for a template variable that switches thinking.
+        """Return the values that the analysis gives to the thinking switch `name`.
 
         If the template compares the variable with constants, these constants are the first values.
         Example: `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].
@@ -289,7 +289,7 @@ def is_thinking_switch(name: str) -> bool:
 
 
 def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two settings. The first sets all the variables to True, the second to False."""
+    """Return two `Switches`: the first sets all variables to True, the second sets all to False."""
     all_on = Switches(tuple((name, True) for name in names))
     all_off = Switches(tuple((name, False) for name in names))
     return [all_on, all_off]

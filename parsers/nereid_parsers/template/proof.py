@@ -233,7 +233,7 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """If reasoning is open at the end of `prompt`, add the closing marker before `text`.
+    """Put the closing marker of reasoning before `text` if `prompt` ends with the opening marker.
 
     A model would write the marker first, because the message has no reasoning.
 

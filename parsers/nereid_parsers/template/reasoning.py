@@ -164,7 +164,7 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(
     turn: ModelTurn, conversation: Conversation, next_text: str
 ) -> _TextAroundReasoning:
-    """Render a message, and split the text at the reasoning and at `next_text`, which follows.
+    """Render a message. Return the text around the reasoning and around `next_text`.
 
     Example: if `next_text` is CONTENT, "<think>REASONING</think><answer>CONTENT</answer>" gives
     "<think>", "</think><answer>" and "</answer>".
@@ -205,7 +205,7 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
 
 
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
-    r"""Return the marker that opens reasoning, or "". `before` is the text before the reasoning.
+    r"""Return the opening marker of reasoning, or "". `before` is the text before the reasoning.
 
     If `before` is blank, the marker may be in the generation prompt. Example: if `before` is ""
     and a generation prompt ends with "<think>\n", the result is "<think>\n".
@@ -256,7 +256,7 @@ def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """If a prompt opens reasoning, return the marker that closes this reasoning, or else "".
+    """Return the closing marker of reasoning if `prompt` contains the opening marker, or else "".
 
     There are three cases. Each example is the end of a prompt:
 
@@ -346,7 +346,7 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
 def compare_reasoning_before_call(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Find the marker of a tool call, if this marker ends reasoning without a closing marker.
+    """Find out which tool-call marker ends the reasoning if the template omits the closing marker.
 
     Some templates omit the closing marker of reasoning before a tool call. Example: in
     "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning. The report

@@ -104,7 +104,7 @@ def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
 
 
 def first_opening(after_header: str) -> str:
-    r"""Return the marker with which a generation prompt opens reasoning.
+    r"""Find the opening marker of reasoning, such as `<think>`, in the text of a generation prompt.
 
     The marker is the first marker after the header, which is the text that opens an assistant
     message. If words precede the first marker, these words open the reasoning instead. The result
@@ -199,7 +199,7 @@ def declare_reasoning(
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the shorter texts that a model may write before reasoning instead of `opening`.
+    """Return the shorter forms of `opening` that a model may write at the start of reasoning.
 
     If several markers open reasoning, a model may write only the last marker. So the last marker is
     the only possible result. It is not returned if `other_markup`, the other markup around
@@ -274,8 +274,7 @@ def named_pair(literal: str) -> MarkerPair | None:
     all_markers = markers(literal)
     thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
     for marker in thinking_markers:
-        # If `marker` is an opening marker, such as `<think>`, `possible_openings` is empty, because
-        # only a closing marker has a corresponding opening marker.
+        # The list `possible_openings` is empty if `marker` is an opening marker, such as `<think>`.
         possible_openings = [opening for opening in opening_spellings(marker) if opening != marker]
         openings_in_literal = [opening for opening in possible_openings if opening in all_markers]
         if openings_in_literal:

@@ -60,7 +60,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation whose reasoning the template renders, and the effects of the switches.
+    """Find a conversation in which reasoning is rendered. Find the effect of each thinking switch.
 
     The effect of a thinking switch, such as `enable_thinking=False`, is the text that the switch
     adds to the generation prompt. The result does not contain the markers of reasoning, because
@@ -184,8 +184,8 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # Settings with fewer switches come first, so that a setting with superfluous switches is not
-    # added to `reported`.
+    # The loop compares each prompt with the prompts in `reported`. So prompts with fewer switches
+    # must come first.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
@@ -196,7 +196,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
 
 
 def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether the prompt `smaller` has the same text as `prompt`, but fewer switches.
+    """Return whether both prompts have the same text and `prompt` has all switches of `smaller`.
 
     The compared text is the text after the header.
     """

@@ -175,7 +175,7 @@ def _join_spans(spans: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _constraint(fmt: Format, proofs: tuple[Proof, ...]) -> str:
-    """Return the constraint of a required tool call: a structural tag as JSON.
+    """Return the structural tag, as JSON text, that forces the model to call a tool.
 
     If the format has no constraint, return a sentence with the reason.
     """

@@ -17,7 +17,7 @@ _END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ContinuationRefused(RenderRefused):
-    """The final message cannot be continued. The message of the error gives the reason."""
+    """A model cannot continue the final message. The text of this error gives the reason."""
 
 
 class _MarkedMessages(NamedTuple):

@@ -61,8 +61,8 @@ from nereid_parsers.template.known_formats import (
 from nereid_parsers.template.model_turn import ModelTurn
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
-# Some markers of tools or of their results contain one of these words. The corresponding markers of
-# tool calls contain the word "call" instead. Example: `<|tool_list_start|>` and
+# These words occur in the markers of tool lists and of tool results. If the word "call" replaces
+# such a word, the result may be a marker of tool calls. Example: `<|tool_list_start|>` becomes
 # `<|tool_call_start|>`.
 _NOT_CALL_WORD = re.compile(r"list|response|result|output")
 NO_CALLS = "none"  # The value of `ToolFindings.form` if the template renders no tool calls.
@@ -179,7 +179,8 @@ def compare_call_presence(renderer: CallRenderer) -> str:
     message with a tool call.
     """
     text = renderer.text_of_calls(*ONE_CALL)
-    # The name, the key and the value occur in no template, so they come from the rendered call.
+    # No template contains this name, key or value. If `text` contains all three, the template has
+    # rendered the tool call.
     is_rendered = all(word in text for word in (FIRST_TOOL, FIRST_KEY, FIRST_VALUE))
     if is_rendered:
         finding = f"The call is written as {unmask_call_ids(text)!r}."
@@ -268,7 +269,7 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
 
 
 def _headers_between(between: str, header: str) -> tuple[str, ...]:
-    """Return the header between content and a tool call, and the end marker before the header.
+    """Return the header and the end marker that a template writes between content and a tool call.
 
     The texts exist only if the template writes the content and the tool call as two turns.
 
@@ -320,7 +321,7 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
-    """Return texts that may be the markers of tool calls, if the template renders no tool call.
+    """Return possible markers of tool calls, for a template that renders no tool calls.
 
     The result contains the markers in the text of the template, and the added tokens of the
     tokenizer. The result also contains markers that are derived from the markers of tools and of

@@ -10,7 +10,8 @@ from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
-# Descriptions of faults in a tool call. The end event of the tool call contains the description.
+# Descriptions of faults in a tool call. The event for the end of the tool call contains one of
+# these descriptions.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
@@ -93,7 +94,7 @@ class BodyReader:
         return pos
 
     def abandon(self) -> bool:
-        """Complete the arguments' JSON text and end the tool call, because its text is not valid.
+        """End an invalid tool call. Before the end, complete the JSON text of the arguments.
 
         Returns:
             Whether the tool call was ended. If `is_verbatim` is true, the reader does nothing and

@@ -29,7 +29,7 @@ _NEVER = "(?!)"  # A regex that never matches.
 
 
 class MarkerRole(Enum):
-    """The role of a marker that is found before the closing marker of a value.
+    """Whether a marker is a part of the value that is being read, or follows this value.
 
     PART_OF_VALUE  The value contains the marker.
     AFTER_VALUE    The value ends before the marker. The closing marker of the value is missing.
@@ -192,7 +192,7 @@ class CompiledTags:
         return NO_MATCH
 
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
-        """Return `pos` if the arguments can start at `pos`, otherwise NEED_MORE or NO_MATCH.
+        """Return `pos` if the arguments can start there. Otherwise, return NEED_MORE or NO_MATCH.
 
         Examples for values that start with `<parameter={key}>`: `<parameter=city>` and the stop
         marker `</function>`, which ends the arguments, give `pos`, because a tool call may have no

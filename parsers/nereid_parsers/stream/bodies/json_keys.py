@@ -63,7 +63,7 @@ class Deviation(NamedTuple):
 
 
 def deviation_of(path: str, keys: Keys, *, has_name: bool) -> Deviation | None:
-    """Return the accepted deviation for an undeclared key, or None if the key is not accepted.
+    """Return the role of an undeclared key as a `Deviation`, or None if the key is not accepted.
 
     Examples: if `keys` declares `function.arguments`, the path `function.input` has the role
     ARGUMENTS. The path `function` of `{"function": {"name": "f", ..}}` has the role WRAPPER if

@@ -280,13 +280,13 @@ class ObjectReader(StepReader):
         return self._after_scan(self._scanner.scan(text, pos))
 
     def _after_scan(self, end: int) -> int:
-        """Select the next step after a piece of a value has been scanned. Return `end`.
+        """Select the next step. `end` is the position at which the scan of a value has stopped.
 
         If the value is complete, the next step reads the next key. If the value is not valid JSON,
         the status becomes BROKEN. Otherwise the step does not change.
 
-        Args:
-            end: The position at which the scan of the value has stopped.
+        Returns:
+            The position `end`.
         """
         if self._scanner.status is BROKEN:
             return self._reject(end)

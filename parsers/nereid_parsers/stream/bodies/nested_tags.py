@@ -154,7 +154,7 @@ class NestedReader(StepReader):
         return tag.end()
 
     def _open_element(self, name: str) -> None:
-        """Add the element `name` to the open elements, and write its key.
+        """Append the element `name` to the list of open elements, and write `name` as a JSON key.
 
         The new element is a child of the element that was innermost before. Example: for the second
         child `days` of an object, `, "days": ` is written. If the previous child has the same name,
@@ -304,10 +304,10 @@ class NestedReader(StepReader):
             self._close_value(element)
 
     def _close_value(self, element: Element) -> None:
-        """Write the value of a closed element, or delay the value if it may become an array item.
+        """Write the value of a closed element. Store the value instead if it may be an array item.
 
         Several siblings with the same name become an array if the schema allows an array. The
-        delayed values are written when an element with another name opens.
+        stored values are written when an element with another name opens.
         """
         parent = self._elements[-1]
         value = self._take_value_as_json(element)

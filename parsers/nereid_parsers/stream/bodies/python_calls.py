@@ -47,7 +47,9 @@ class PythonCallsReader(StepReader):
         self._literal = LiteralReader(PYTHON)  # Converts the current value to JSON.
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the tool calls. Set `status`, and `last_call_end` if one ends.
+        """Read the next piece of the tool calls. Set `status`.
+
+        If a tool call ends in the piece, also set `last_call_end`.
 
         The steps, such as `_read_value`, read the text, and each step selects the next step.
 
@@ -271,7 +273,7 @@ class UnquotedKeyReader(BodyReader):
 
 
 def _match_call_body(text: str, pos: int) -> int:
-    """Match the opening bracket of a tool call at `pos`, and the start of the arguments.
+    """Check that `(` is at `pos`, and that the arguments of a tool call start after the `(`.
 
     Examples: `(a=` and `()` match, `(` gives NEED_MORE, and `[` and `(x)` give NO_MATCH.
 

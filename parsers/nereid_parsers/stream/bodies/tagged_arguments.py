@@ -33,7 +33,7 @@ _STRING_TYPE_NAMES = ("string", "str")
 
 
 class _ValueEnd(NamedTuple):
-    """The end of a value in the text that has arrived.
+    """The position at which a value ends, and the position at which the reader continues.
 
     Attributes:
         text_end: The position up to which the text belongs to the value.
@@ -210,7 +210,7 @@ class TaggedReader(StepReader):
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:
-        """Return the end of the value at a marker. Return None if the value contains the marker.
+        """Return the end of the value before a marker, or None if the value contains the marker.
 
         If the closing marker of the value is missing, this deviation is added to the writer.
 

@@ -138,7 +138,7 @@ def _declared_types(
 
 
 def _types_of_names(declared: object) -> frozenset[str] | None:
-    """Return the JSON types that the keyword `type` declares, or None if a name is unknown.
+    """Return the JSON types that the keyword `type` declares, or None if a type name is unknown.
 
     Examples: `"int"` gives `{"integer"}`, and `["string", "null"]` gives `{"string", "null"}`.
     """
@@ -148,10 +148,10 @@ def _types_of_names(declared: object) -> frozenset[str] | None:
 
 
 def _first_known(parts: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the first item of `parts` that is not None: the types that an `allOf` declares.
+    """Return the first set of JSON types in `parts`, or None if all items are None.
 
-    Return None if no part declares types. Usually only one part declares types, for example a
-    reference to another schema.
+    The items of `parts` are the types of the schemas in an `allOf`. Usually only one of these
+    schemas declares types, for example a reference to another schema.
     """
     for types in parts:
         if types is not None:
@@ -169,7 +169,8 @@ def _union(options: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     return union or None
 
 
-# Maps each keyword with a list of schemas to the function that combines the types of the schemas.
+# The functions that combine the types of several schemas. Each key is a keyword whose value is a
+# list of schemas.
 _COMBINE_TYPES = {"anyOf": _union, "oneOf": _union, "allOf": _first_known}
 
 

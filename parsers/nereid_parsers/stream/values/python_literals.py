@@ -111,7 +111,7 @@ class LiteralReader:
         return pos
 
     def closing_text(self) -> str:
-        """Return the text that completes the JSON text of a value whose own end is missing.
+        """Return the JSON text that completes an unfinished value, for example closing brackets.
 
         Examples: after `{"a": ["x`, the result is `"]}`. A key without a colon is omitted, so after
         `{"a": 1, "b`, the result is `}`. A missing value becomes null, so after `{"a": `, the
@@ -333,7 +333,7 @@ class LiteralReader:
     # ---- strings ---------------------------------------------------------------------------------
 
     def _open_string(self, quote: str) -> None:
-        """Start to read a string. Write its quote, or store the string if it cannot be written yet.
+        """Start to read a string. Write the opening quote, unless the string must be stored.
 
         A key is stored, because a colon must follow the key. The value of an argument is stored if
         the schema does not allow a string, because the value is then converted to another type.

@@ -28,7 +28,7 @@ _LAST_SURROGATE = 0xDFFF
 
 
 def escape_json(text: str) -> str:
-    r"""Return `text` with the escape sequences of a JSON string, but without enclosing quotes.
+    r"""Escape `text` for use inside a JSON string. Return the result without enclosing quotes.
 
     Example: `escape_json('a"b')` returns `a\"b`.
     """

@@ -29,7 +29,7 @@ def may_be_wrapped(function: str, tools: Tools) -> bool:
 
 
 def unwrap(arguments: str) -> str | None:
-    r"""Return the JSON text inside the superfluous object, or None if there is no such object.
+    r"""Remove a superfluous object around the arguments. Return None if there is no such object.
 
     Examples: `{"arguments": {"a": 1}}` and `{"input": "{\"a\": 1}"}` give `{"a": 1}`. The text
     `{"arguments": {"a": 1}, "b": 2}` gives None.
@@ -79,7 +79,7 @@ class DelayedText(NamedTuple):
 
 
 class WrapperFilter:
-    """Delays the JSON text of arguments, to find out whether an extra object encloses them.
+    """Removes an extra object around arguments: `{"arguments": {"a": 1}}` becomes `{"a": 1}`.
 
     Example: the text `{"city": ` is passed on, because it starts with another key. The text
     `{"arguments": {"city": "x"}}` is stored until the arguments end.
@@ -101,7 +101,7 @@ class WrapperFilter:
         self._delayed: list[str] = []
 
     def add(self, text: str) -> str:
-        """Add a piece of the arguments. Return the text that is no longer delayed.
+        """Add a piece of the arguments. Return the text that the filter no longer needs to store.
 
         The text is delayed until its first key shows whether an extra object may enclose the
         arguments, as in `{"arguments": {"age": 3}}`. Example: for the pieces `{`, `"a`, `ge": ` and
@@ -118,7 +118,7 @@ class WrapperFilter:
         return self._read_key(delayed)
 
     def _read_brace(self, text: str) -> str:
-        """Look for the opening brace in `text`. Return the text that is no longer delayed.
+        """Look for the opening brace. Return the text that the filter no longer needs to store.
 
         `text` is all text that has been delayed. Examples: a few spaces give "", because the brace
         may follow. The text `{` gives `{`. The text `[` is not the start of an object, so `[` is

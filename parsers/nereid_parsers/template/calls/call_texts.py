@@ -19,10 +19,10 @@ from nereid_parsers.template.conversation import FIRST_TOOL, SECOND_TOOL
 from nereid_parsers.template.difference import MARKER, ListMarkup, markers
 from nereid_parsers.template.probe import COUNTER_MARK, ID_MARK
 
-# A body of one of these types contains only the arguments. The name precedes the body.
+# The types of bodies that contain only the arguments. The name of the function precedes the body.
 ArgumentsBody = JsonArguments | TaggedArguments | BareKeyArguments | NestedTags
 
-# Some templates render an id of this form instead of the function's name.
+# Some templates do not render the function's name `f`, but an id such as `functions.f:0`.
 _NUMBERED_ID = "functions.{name}:{number}"
 
 
@@ -170,7 +170,7 @@ def _head_pattern(before_name: str, after_name: str) -> str:
         before_name: The rendered text between the opening marker and the name.
         after_name: The rendered text between the name and the arguments.
     """
-    # Some templates write the name a second time in `after_name`.
+    # `after_name` contains the name again if the template writes the name twice.
     after = escape_braces(after_name).replace(FIRST_TOOL, "{name}")
     head = f"{escape_braces(before_name)}{{name}}{after}"
     return head.replace(COUNTER_MARK, "{number}").replace(ID_MARK, "{id}")
@@ -247,7 +247,7 @@ def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
 
 
 def mask_call_numbers(texts: CallTexts) -> CallTexts:
-    r"""Replace the digits that number the tool calls in `texts` with COUNTER_MARK.
+    r"""Replace each digit that is the number of a tool call in `texts` with COUNTER_MARK.
 
     COUNTER_MARK is a placeholder character. Without the digits, two tool calls differ only in their
     names and arguments. The digits are found by comparing the two tool calls of one message.
@@ -260,8 +260,8 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
         return texts
     before_first_name, _, after_first_name = texts.two_calls.partition(FIRST_TOOL)
     before_second_name, _, after_second_name = texts.two_calls.partition(SECOND_TOOL)
-    # `_index_of_number` searches forwards. The texts before the names are reversed, so that the
-    # search starts next to the names.
+    # The digit nearest to the name is wanted. `_index_of_number` searches from left to right, so
+    # the texts before the names are reversed.
     gap_before = _index_of_number(before_first_name[::-1], before_second_name[::-1])
     gap_after = _index_of_number(after_first_name, after_second_name)
     masked_texts = [_mask_numbers(text, gap_before, gap_after) for text in texts]
@@ -269,7 +269,7 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
 
 
 def _index_of_number(first: str, second: str) -> int | None:
-    """Return the index of the digit that numbers two tool calls, or None if there is no number.
+    """Return the index of the digit that is the number of a tool call, or None if there is none.
 
     The texts of the two tool calls are compared up to their first difference. The differing
     characters number the tool calls if the digit in `second` is one higher than in `first`.

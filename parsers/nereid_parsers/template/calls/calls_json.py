@@ -111,8 +111,8 @@ def _read_object_or_array(
     opening = texts.one_call[: object_span.start]
     closing = texts.one_call[object_span.end :]
     if opening.strip() == array_format.markup.open.strip():
-        # The marker before the object is the same as the marker before the array. The array's
-        # section already declares this marker, so the declaration of the object has no marker.
+        # The same marker precedes the object and the array. The markup of the array already
+        # contains this marker, so the declaration of the object has no marker.
         object_call = Call(JsonObject(keys))
     else:
         object_call = Call(JsonObject(keys), open=opening, close=closing)
@@ -190,7 +190,7 @@ def _find_json_call(text: str, name: str) -> _JsonSpan | None:
     _JsonSpan(start=6, end=19, value={'name': 'f'})
     """
     name_start = text.find(name)
-    # The JSON value that contains the name starts with a bracket before the name.
+    # A JSON value that contains the name starts with a bracket. The bracket precedes the name.
     possible_starts = [index for index in range(name_start) if text[index] in "{["]
     for start in possible_starts:
         span = _decode_json(text, start)
@@ -227,9 +227,10 @@ def _is_call(member: object, name: str) -> bool:
 def _find_path(
     value: dict[str, Any], is_wanted: Callable[[object], bool]
 ) -> tuple[str, ...] | None:
-    """Return the keys that lead to the first value for which `is_wanted` returns True, or None.
+    """Return the keys that lead to the first value for which `is_wanted` returns True.
 
-    The function also searches the inner objects of the JSON object `value`.
+    The function also searches the inner objects of the JSON object `value`. It returns None if it
+    finds no value.
 
     >>> _find_path({"id": 1, "function": {"name": "f"}}, lambda value: value == "f")
     ('function', 'name')
@@ -349,7 +350,7 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
 
 
 def _markup_of_two_named(text: str) -> ListMarkup | None:
-    """Return the markup around two tool calls that consist of a name, followed by JSON.
+    """Return the markup around two tool calls. Each call is a name, followed by JSON.
 
     Return None if no JSON follows one of the two names. Example: `<c>f{..}</c>, <c>g{..}</c>` has
     `item_open` "<c>", `item_close` "</c>" and `separator` ", ".

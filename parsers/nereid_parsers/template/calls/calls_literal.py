@@ -57,7 +57,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
 
 
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
-    """Return the format of Python calls, if the markers are around the list of all calls.
+    """Return the format of Python calls for a template whose markers enclose the list of all calls.
 
     The markers and the list together are called a section. Example: if `markup.open` is "<calls>["
     and `markup.close` is "]</calls>", the markers of the section are `<calls>` and `</calls>`, and
@@ -137,7 +137,7 @@ def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
 
 
 def _text_after_call(text: str, value: str, last_character: str) -> str:
-    """Return the text after a tool call. The call ends at the first `last_character` after `value`.
+    """Return the text after a tool call. The first `last_character` after `value` ends the call.
 
     >>> _text_after_call('(a="x"), g()]', "x", ")")
     ', g()]'

@@ -135,7 +135,7 @@ def _infer_value_tags(
 
 
 class _TextAroundNumber(NamedTuple):
-    """The texts around the key and the value of an argument that is a number.
+    """The texts around the key and around the value of an argument. The value is a number.
 
     Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
     and `after_value` `</json></call>`.
@@ -181,7 +181,7 @@ def _open_pattern(before_key: str, before_value: str = "") -> str:
 
 
 def _text_after_string(texts: CallTexts) -> str:
-    """In a tool call whose only argument is a string, return the text after this string.
+    """Return the text after the string in `texts.one_call`, a tool call with one string argument.
 
     Example: `<call f><arg key="a">x</arg></call>` gives `</arg></call>`.
     """
@@ -232,7 +232,7 @@ def _pattern_with_type(before_string: str, before_number: str) -> str | None:
 def _add_quoted_variant(
     texts: CallTexts, values: TaggedArguments, before_value: str
 ) -> TaggedArguments:
-    """Add the tags around quoted strings to the declaration of arguments, and return the result.
+    """Return `values`, extended by the tags that the template writes around quoted strings.
 
     Some templates quote only strings that contain markup. Example: the string "a" is written as
     `<v>a</v>`, and the string "a<b" is written as `<v><![CDATA[a<b]]></v>`. The result declares the
@@ -314,7 +314,7 @@ def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
 
 
 def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """Correct markup in which the marker before a tag is a part of the previous tag.
+    """In the markup `calls`, move `marker` from the end of each text to the start of the next text.
 
     Example: in the calls `~<f>..~</f>~<g>..~</g>~`, the marker `~` precedes each tag. But
     `list_markup` treats the `~` before `<g>` as the end of the first call, `~</f>~`:

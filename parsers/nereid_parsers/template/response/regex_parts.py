@@ -280,7 +280,10 @@ class _Reader:
         return closing_bracket + len("]")
 
     def read_class(self) -> Piece:
-        r"""Read a class of white space as `OptionalWhitespace`, and any other class as a `Field`.
+        r"""Read a character class, such as `[^>]`, and return the piece for this class.
+
+        The piece is `OptionalWhitespace` if the class contains only white space, otherwise a
+        `Field`.
 
         >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
         (OptionalWhitespace(), Field(name=''))

@@ -117,7 +117,7 @@ def _checked_fields(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _literals(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    r"""Return the spellings of the opening or closing marker that a field declares.
+    r"""Return all spellings of one marker. `key` selects the marker, for example "open".
 
     If `key` is "open", the member `open` of the field contains one or more literals, or the member
     `open_pattern` contains a regular expression. The result is () if the field has no such member.
@@ -167,7 +167,7 @@ class _ContentMarkers(NamedTuple):
 
 
 def _content_markers(field: Mapping[str, Any]) -> _ContentMarkers:
-    """Return the markers that the declaration of the field `content` contains.
+    """Read the markers from the declaration of the field `content`.
 
     If the field has no opening marker, there is no wrapper, and the closing markers end the turn.
     Otherwise the first closing marker belongs to the wrapper.
@@ -206,7 +206,7 @@ def _tool_section(field: Mapping[str, Any]) -> ToolSection:
 
 
 def _call_starts(field: Mapping[str, Any]) -> list[_CallStart]:
-    """Return the possible starts of a tool call, which the field `tool_calls` declares.
+    """Read the possible starts of a tool call from the declaration of the field `tool_calls`.
 
     A start consists of a marker and a header with the function's name. The member `open` declares
     only markers. The member `open_pattern` is a regular expression for the marker and the header.
@@ -263,7 +263,7 @@ def _call_start(pieces: Pieces) -> _CallStart:
 
 
 def _without_leading_whitespace(pieces: Pieces) -> Pieces:
-    """Remove white space from the start of the pieces."""
+    """Remove the white-space pieces at the start of `pieces`."""
     while pieces and isinstance(pieces[0], OptionalWhitespace):
         pieces = pieces[1:]
     return pieces
@@ -300,8 +300,8 @@ def _call(field: Mapping[str, Any], start: _CallStart, close: str, *, is_array: 
     has_name_in_head = "{name}" in start.head
     body = _body(field, has_name_in_head=has_name_in_head, is_array=is_array)
     if isinstance(body, JsonObject | JsonArray):
-        # The header contains no name, so its whole text belongs to the marker of the tool call. The
-        # header is a pattern with doubled braces, but the marker is a plain text.
+        # The header contains no name, so the whole header becomes a part of the opening marker.
+        # A header contains `{{` for each `{` of the text, but a marker contains `{` itself.
         text_of_head = start.head.replace("{{", "{").replace("}}", "}")
         return Call(body, open=start.marker + text_of_head, close=close)
     return Call(body, open=start.marker, head=start.head, close=close)
@@ -339,7 +339,7 @@ def _body(field: Mapping[str, Any], *, has_name_in_head: bool, is_array: bool) -
 
 
 def _unquoted_key_arguments(string_delims: Sequence[Sequence[str]]) -> BareKeyArguments:
-    """Declare arguments with unquoted keys, such as `{a:<q>x<q>}`, whose strings have delimiters.
+    """Declare arguments such as `{a:<q>x<q>}`: keys have no quotes, and strings have delimiters.
 
     `string_delims` contains pairs of the texts before and after a string. Only the first pair is
     used, because a template renders all strings with one pair.

@@ -21,7 +21,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 def keys_of_transform(transform: object) -> Keys:
-    """Return the keys of the name, the arguments and the id in the JSON that a model writes.
+    """Return the JSON keys that contain the name, the arguments and the id of a tool call.
 
     A key may be a path of nested keys that are separated by dots, such as "function.name".
 
@@ -56,7 +56,7 @@ def keys_of_transform(transform: object) -> Keys:
 
 
 def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
-    """Return the keys to which the placeholders of a transform refer.
+    """Return the JSON keys in the placeholders of a transform, such as `f` in `{content.f}`.
 
     >>> function = {"name": "{content.f}", "arguments": "{content.a}"}
     >>> keys = _keys_of_rule({"id": "{content.number}", "function": function}, function)
@@ -83,7 +83,7 @@ def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:
 
 
 def _usual_keys(function_path: str) -> Keys:
-    """Return the keys "name" and "arguments" in the JSON object at the given path.
+    """Return the paths of the keys `name` and `arguments` in the object at `function_path`.
 
     >>> _usual_keys("function").name, _usual_keys("").name
     ('function.name', 'name')
@@ -93,7 +93,7 @@ def _usual_keys(function_path: str) -> Keys:
 
 
 def _path(placeholder: object) -> str:
-    """Return the path in the JSON object to which a placeholder of a transform refers.
+    """Convert a placeholder to a path, for example `{content.tool.name}` to `tool.name`.
 
     A path consists of keys that are joined by dots. The word "content" in a placeholder refers to
     the whole JSON object, so the path does not contain this word.

@@ -199,7 +199,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     # ---- the filters that `AddCounting` adds to a template --------------------------------------
 
     def _count_items(self, items: Iterable[Any]) -> Iterable[Any]:
-        """Wrap the items of a loop. The budget then counts each item that the loop reads."""
+        """Convert the items of a loop to an iterable that counts one step for each item."""
         if isinstance(items, list | tuple | str | dict | range):
             return CountedItems(items, self._counted)
         return self._counted(items)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2.utils import Namespace
 
-# The largest number of characters of an error message that a template raises.
+# The maximum length, in characters, of the error message when a template raises an error.
 _MAX_RAISED_MESSAGE = 500
 
 

@@ -75,7 +75,7 @@ class KVCache:
         return 1 + max(self.group_of, default=0)
 
     def _first_layers(self) -> list[int]:
-        """For each tensor of keys, return the index of the first layer that uses the tensor.
+        """Return a list of layer indices: for each tensor of keys, the first layer that uses it.
 
         Layers with the same place in a block share a tensor of keys and a tensor of values.
         """

@@ -201,7 +201,7 @@ def _choose(
 
 
 def _report(choice: _Choice | None, refused: Mapping[str, str], progress: Progress) -> None:
-    """Report for each kind of media how it is computed, or why it is refused."""
+    """Report how images, videos and audio are computed, or why the model refuses them."""
     for kind in KINDS:
         if choice is None or kind in refused:
             progress(f"{kind}: refused, because {refused[kind]}")

@@ -12,7 +12,7 @@ import torch
 
 from nereid_backend.errors import NereidError, first_line
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.self_check import Trial
+from nereid_backend.model.self_check import GENERATE_ARGUMENTS, NUM_STEPS, Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
 from nereid_backend.vision.image_tensors import place_images
@@ -20,8 +20,6 @@ from nereid_backend.vision.image_tensors import place_images
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The number of tokens that are generated after each test prompt.
-_NUM_STEPS = 4
 # The sizes of the test images in pixels, width and height.
 _SIZES = ((40, 30), (30, 50))
 # The number of frames of each test video.
@@ -114,7 +112,7 @@ def _check_dependence(trial: Trial) -> None:
 
     Some models ignore audio if their checkpoint has no audio encoder.
     """
-    num_rows = _NUM_STEPS + 1
+    num_rows = NUM_STEPS + 1
     # The last prompt equals the first prompt. The prompt before the last prompt has other audio.
     if torch.equal(trial.expected[0], trial.expected[-2 * num_rows]):
         raise UnfitError("the logits do not depend on the audio")
@@ -176,19 +174,13 @@ def _generate(
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=_NUM_STEPS + 1,
-        min_new_tokens=_NUM_STEPS + 1,
-        do_sample=False,
-        num_beams=1,
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
+        **GENERATE_ARGUMENTS,
         suppress_tokens=sorted(placeholder_ids) or None,
         **prompt.images.arguments,
     )
     logits = torch.cat(output.logits).float()
-    if len(logits) != _NUM_STEPS + 1:
-        raise UnfitError(f"generate returned {len(logits)} tokens instead of {_NUM_STEPS + 1}")
+    if len(logits) != NUM_STEPS + 1:
+        raise UnfitError(f"generate returned {len(logits)} tokens instead of {NUM_STEPS + 1}")
     return output.sequences[0, -len(logits) : -1].tolist(), logits
 
 

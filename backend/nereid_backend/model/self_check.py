@@ -31,7 +31,17 @@ from nereid_backend.runner import ForwardPath
 
 # The number of tokens of each test prompt, and the number of tokens after each prompt.
 _PROMPT_LENS = (21, 5, 13)
-_NUM_STEPS = 4
+NUM_STEPS = 4
+GENERATE_ARGUMENTS: dict[str, Any] = {
+    "max_new_tokens": NUM_STEPS + 1,
+    "min_new_tokens": NUM_STEPS + 1,
+    "do_sample": False,
+    "num_beams": 1,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+    "pad_token_id": 0,
+}
+"""The arguments of transformers' `generate` that compute the expected logits of a trial."""
 # The largest number of tokens in one step of the check. Two prompts have more tokens, so that the
 # check also computes prompts in several chunks.
 _BUDGET = 8
@@ -123,7 +133,7 @@ def make_generated_trial(checkpoint: Checkpoint, max_len: int, block_size: int) 
         prompts = _random_sequences(checkpoint, (), max_len)
         return _generate_sequences(checkpoint, prompts, block_size)
     except Exception:  # noqa: BLE001 - a model can raise any exception
-        short_len = min(max_len, _PROMPT_LENS[0] + _NUM_STEPS)
+        short_len = min(max_len, _PROMPT_LENS[0] + NUM_STEPS)
         short_prompts = _random_sequences(checkpoint, (), short_len)
         return _generate_sequences(checkpoint, short_prompts, block_size)
 
@@ -144,13 +154,7 @@ def _generate_sequences(
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=_NUM_STEPS + 1,
-            min_new_tokens=_NUM_STEPS + 1,
-            do_sample=False,
-            num_beams=1,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
+            **GENERATE_ARGUMENTS,
         )
         # The output of an encoder-decoder model does not contain the prompt, so the generated
         # tokens are counted from the end. The last generated token has no logits after it.
@@ -288,8 +292,8 @@ def _random_sequences(
     sequences = []
     for wanted_len in (first_len, *other_lens):
         # Leave space for the tokens after the prompt if the model supports only short sequences.
-        prompt_len = max(1, min(wanted_len, max_len - _NUM_STEPS))
-        num_tokens = min(max_len, prompt_len + _NUM_STEPS)
+        prompt_len = max(1, min(wanted_len, max_len - NUM_STEPS))
+        num_tokens = min(max_len, prompt_len + NUM_STEPS)
         tokens = [rng.choice(token_ids) for _ in range(num_tokens)]
         sequences.append((tokens, prompt_len))
     return sequences

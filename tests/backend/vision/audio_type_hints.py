@@ -17,7 +17,7 @@ AUDIO_HINTS: dict[str, dict[str, Any]] = {
         }
     },
     "qwen3_asr": {"audio_config": {"output_dim": 64}},
-    # The ids behind the vocabulary of texts belong to images and audio.
+    # Token ids from 280 represent images, and token ids from 300 represent audio.
     "gemma3n": {
         "vision_config": {"vocab_size": 20, "vocab_offset": 280},
         "audio_config": {"vocab_size": 20, "vocab_offset": 300},

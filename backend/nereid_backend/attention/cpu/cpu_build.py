@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 _PRECOMPILED = Path(__file__).with_name("precompiled")
 # cpu_shim.cpp calls functions of this library.
 _TORCH = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-# The file name of a library contains a hash of the build, as `_FINGERPRINT_LENGTH` hexadecimal
-# digits.
+# The number of hexadecimal digits of the hash in the file name of a library.
 _FINGERPRINT_LENGTH = 16
 
 

@@ -245,8 +245,8 @@ class NestedReader(StepReader):
         """
         if not element.is_key_written:
             # `_open_element` expected that this element and its siblings of the same name form one
-            # array. Such an array cannot contain an element with children, so this element gets a
-            # key of its own.
+            # array. Such an array cannot contain an element with children, so the key of
+            # this element is written separately.
             parent = self._elements[-2]
             self._write_delayed_values(parent)
             self._write_key(parent, element.name)

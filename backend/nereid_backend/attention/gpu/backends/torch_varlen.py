@@ -121,7 +121,7 @@ class TorchVarlen:
             seqused_k=sequences.lens,
             block_table=sequences.blocks,
         )
-        assert isinstance(result, Tensor), "the call requests no result besides the attention"
+        assert isinstance(result, Tensor), "varlen_attn must return one tensor"
         return result
 
 

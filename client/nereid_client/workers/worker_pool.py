@@ -132,7 +132,11 @@ class WorkerPool:
         # This call also creates the databases. It runs before the workers start, because several
         # workers could otherwise create the same database at the same time.
         _delete_state(places[0])
-        self._workers = [_Worker(place, self._start(place)) for place in places]
+        for place in places:
+            self._workers.append(_Worker(place, self._start(place)))
+        if self._is_draining:
+            # SIGUSR1 may have arrived after a worker had started, but before it was in the list.
+            self._drain_all()
         while not self._stop.wait(_CHECK_EVERY_S):
             for worker in self._workers:
                 exit_code = self._check(worker)
@@ -199,6 +203,11 @@ class WorkerPool:
             process.kill()
             process.wait()
 
+    def _drain_all(self) -> None:
+        """Send SIGUSR1 to all workers. A second SIGUSR1 has no further effect on a worker."""
+        for worker in self._workers:
+            worker.process.send_signal(signal.SIGUSR1)
+
     def _handle_signals(self) -> None:
         """Stop the workers after SIGINT or SIGTERM, and pass SIGUSR1 on to all workers."""
 
@@ -207,8 +216,7 @@ class WorkerPool:
 
         def drain(number: int, frame: object) -> None:  # noqa: ARG001 - signal's signature
             self._is_draining = True
-            for worker in self._workers:
-                worker.process.send_signal(signal.SIGUSR1)
+            self._drain_all()
 
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGTERM, stop)

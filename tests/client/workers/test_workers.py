@@ -20,6 +20,8 @@ import httpx
 import psutil
 import pytest
 from fakes.live_frontend import free_port, wait_for
+from nereid_client.settings import Settings
+from nereid_client.workers.worker_pool import WorkerPool
 
 KEYS = """
 [limited]
@@ -251,6 +253,32 @@ def test_a_worker_that_is_starting_is_drained_too(tmp_path):
         wait_for(lambda: num_listening(pool.process.pid, pool.port) == 2)
         assert {worker.pid for worker in pool.workers()} == workers
         assert in_threads(6, lambda: pool.chat("late").status_code) == [503] * 6
+
+
+def test_a_signal_during_the_start_of_the_workers_drains_all_of_them(monkeypatch, tmp_path):
+    pool = WorkerPool(Settings(frontend_workers=2), [])
+    sent = []
+
+    def start(place):
+        if place.number == 1:
+            # The process of the second worker exists, but the pool does not know it yet.
+            os.kill(os.getpid(), signal.SIGUSR1)
+            pool._stop.set()
+        process = subprocess.Popen(["true"])
+        process.send_signal = lambda number: sent.append((place.number, number))
+        return process
+
+    monkeypatch.setattr(pool, "_start", start)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        pool._handle_signals()
+        pool._run(tmp_path, 1)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        for worker in pool._workers:
+            worker.process.wait()
+    assert {number for number, sig in sent if sig == signal.SIGUSR1} == {0, 1}
 
 
 @pytest.mark.long

@@ -282,12 +282,20 @@ def test_adapters_are_loaded_listed_and_unloaded_and_survive_a_restart(start):
 
 def test_a_line_of_the_running_engine_reaches_the_log(start, capsys):
     model = start(ENDLESS)
-    capsys.readouterr()
-    model.child.receive = lambda *_, **__: [["progress", "the forward pass is compiled"]]
-    deadline = time.monotonic() + 10
-    while not (output := capsys.readouterr().out) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert "nereid: the forward pass is compiled\n" in output
+    receive, is_logged = model.child.receive, threading.Event()
+    messages = [["progress", "the forward pass is compiled"]]
+
+    def receive_the_line_first(*arguments, **options):
+        if messages:
+            return [messages.pop()]
+        is_logged.set()
+        return receive(*arguments, **options)
+
+    model.child.receive = receive_the_line_first
+    # The test reads the output only after the line was written: if one thread writes while another
+    # thread reads, the output capture of pytest can crash the interpreter.
+    assert is_logged.wait(10)
+    assert "nereid: the forward pass is compiled\n" in capsys.readouterr().out
 
 
 def test_an_adapter_call_without_a_path_or_for_an_unknown_name_is_refused(start):

@@ -39,15 +39,15 @@ class HangWatch:
             cpu_seconds: returns the CPU time that the process has used, in seconds.
             clock: returns the time in seconds.
         """
-        self.silent_s = 0.0
         self._limit_s = limit_s
         self._cpu_seconds = cpu_seconds
         self._clock = clock
-        # The time of the last call of `is_hanging`.
+        # The time without a message until the last call of `is_hanging`, and the time of this call.
+        self.silent_s = 0.0
         self._last_checked = clock()
         # The CPU time that the process had used when half of the time limit had passed without a
         # message. None means that less than half of the time limit has passed.
-        self._cpu_before_s: float | None = None
+        self._cpu_at_half_limit_s: float | None = None
 
     def note_message(self) -> None:
         """Record that the process has sent a message."""
@@ -59,35 +59,23 @@ class HangWatch:
         This method also measures the time without a message, so it must be called several times a
         second.
 
-        Example: the limit is 60 s, and a process with work sends no message for 61 s. If the model
-        runs on a GPU, the process hangs. If the model runs on the CPU, the process hangs only if it
-        has used less than 10 % of a CPU during the last 31 s. If the process has used more, it
-        hangs after 600 s without a message.
+        A process hangs if it has work, but has sent no message for `limit_s` seconds. On a CPU, one
+        step of a large model can take minutes. The limit is therefore ten times as long while a
+        model on the CPU is busy. Example: with a limit of 60 s, a busy process on the CPU hangs
+        after 600 s, and every other process hangs after 60 s.
 
         Args:
             is_working: whether the process has work.
-            is_on_cpu: whether the process computes on the CPU. On a CPU, a step of a large model
-                can take minutes. So the limit is ten times as long for a process that uses the CPU.
-                A process with a GPU can use the CPU while it only waits, so its CPU use is ignored.
+            is_on_cpu: whether the process computes on the CPU. A process with a GPU can use the CPU
+                while it only waits, so its CPU use is ignored.
         """
         self._measure_silence(is_working=is_working)
-        limit_s = self._limit_s
-        # The CPU time is measured only after half of `limit_s` has passed without a message.
-        measuring_from_s = limit_s / 2
-        if not limit_s or self.silent_s <= measuring_from_s:
-            self._cpu_before_s = None
+        self._measure_cpu_at_half_limit()
+        if not self._limit_s or self.silent_s <= self._limit_s:
             return False
-        if self._cpu_before_s is None:
-            self._cpu_before_s = self._cpu_seconds()
-        if self.silent_s <= limit_s:
-            return False
-        busy_limit_s = _BUSY_LIMIT_FACTOR * limit_s
-        if not is_on_cpu or self.silent_s > busy_limit_s:
-            return True
-        used_cpu_s = self._cpu_seconds() - self._cpu_before_s
-        measured_s = self.silent_s - measuring_from_s
-        is_busy = used_cpu_s > _MIN_CPU_LOAD * measured_s
-        return not is_busy
+        if is_on_cpu and self._is_busy():
+            return self.silent_s > _BUSY_LIMIT_FACTOR * self._limit_s
+        return True
 
     def _measure_silence(self, *, is_working: bool) -> None:
         """Add the time since the last call to `silent_s`. Without work, set `silent_s` to 0."""
@@ -95,6 +83,20 @@ class HangWatch:
         passed_s = min(now - self._last_checked, _LONGEST_INTERVAL_S)
         self._last_checked = now
         self.silent_s = self.silent_s + passed_s if is_working else 0.0
+
+    def _measure_cpu_at_half_limit(self) -> None:
+        """Store the CPU time when half of the limit has passed, so that `_is_busy` can compare."""
+        if not self._limit_s or self.silent_s <= self._limit_s / 2:
+            self._cpu_at_half_limit_s = None
+        elif self._cpu_at_half_limit_s is None:
+            self._cpu_at_half_limit_s = self._cpu_seconds()
+
+    def _is_busy(self) -> bool:
+        """Return whether the process has used the CPU since half of the limit has passed."""
+        assert self._cpu_at_half_limit_s is not None, "half of the limit has passed"
+        used_cpu_s = self._cpu_seconds() - self._cpu_at_half_limit_s
+        measured_s = self.silent_s - self._limit_s / 2
+        return used_cpu_s > _MIN_CPU_LOAD * measured_s
 
 
 def cpu_seconds(pid: int) -> float:

@@ -7,7 +7,6 @@ process.
 """
 
 import contextlib
-import functools
 import signal
 import socket
 import subprocess
@@ -86,18 +85,19 @@ class ChildProcess:
         Callers outside this class must call the class method `start`. It also waits until the model
         is loaded.
         """
+        self._program = program
         parent_end, child_end = socket.socketpair()
         self._process = start_process(program.module, child_end, program.title)
         child_end.close()
-        self.pid = self._process.pid
+        self.pid = pid = self._process.pid
+        # `_await_ready` replaces these two values when the model is loaded.
         self.info: dict[str, Any] = {}
         self.load_s = 0.0
-        self._program = program
+        # The connection to the process. The outbox is the thread that sends the messages.
         self._channel = Channel(parent_end)
         self._outbox = Outbox(self._channel)
-        self._hang_watch = HangWatch(
-            program.hang_timeout.value, functools.partial(cpu_seconds, self.pid)
-        )
+        self._hang_watch = HangWatch(program.hang_timeout.value, lambda: cpu_seconds(pid))
+        # The text of the message "fatal": the reason that the process gave before its end.
         self._fatal_message = ""
         self.send(program.settings)
 
@@ -168,20 +168,26 @@ class ChildProcess:
             raise EngineDiedError(self._death_message()) from error
         if messages:
             self._hang_watch.note_message()
-        for kind, *rest in messages:
+        for kind, *values in messages:
             if kind == "fatal":
-                self._fatal_message = rest[0]
-        is_on_cpu = self.info.get("device") == "cpu"
-        if self._hang_watch.is_hanging(is_working=is_working, is_on_cpu=is_on_cpu):
-            self._process.kill()
-            self._process.wait(_KILL_TIMEOUT_S)
-            raise self._hang_error()
+                self._fatal_message = values[0]
+        self._kill_if_hanging(is_working=is_working)
         return messages
 
-    def _hang_error(self) -> EngineDiedError:
-        """Return the error for a process that was killed because it hung."""
+    def _kill_if_hanging(self, *, is_working: bool) -> None:
+        """Kill the process if it hangs (see hang_watch.py).
+
+        Raises:
+            EngineDiedError: the process hung and was killed.
+        """
+        # `info` describes the loaded model. Before the model is loaded, `info` is empty.
+        is_on_cpu = self.info.get("device") == "cpu"
+        if not self._hang_watch.is_hanging(is_working=is_working, is_on_cpu=is_on_cpu):
+            return
+        self._process.kill()
+        self._process.wait(_KILL_TIMEOUT_S)
         limit = self._program.hang_timeout
-        return EngineDiedError(
+        raise EngineDiedError(
             f"the {self._program.name} process was killed, because it sent no message for "
             f"{self._hang_watch.silent_s:.0f} s during one step. The limit is {limit.value} s "
             f"({limit.setting})."
@@ -211,24 +217,27 @@ class ChildProcess:
         return True
 
     def _await_ready(self, progress: Callable[[str], None], meanwhile: Callable[[], None]) -> None:
-        """Wait for the message "ready". Raise an EngineError if loading fails or takes too long.
+        """Wait until the process has loaded its model and sends the message "ready".
 
-        The docstring of `start` describes the arguments.
+        Mutates: `info` and `load_s`. The docstring of `start` describes the arguments.
+
+        Raises:
+            EngineError: loading failed or took longer than `start_timeout`.
         """
-        started = time.monotonic()
+        started_at = time.monotonic()
         limit = self._program.start_timeout
-        deadline = started + limit.value
-        while time.monotonic() < deadline:
+        while time.monotonic() < started_at + limit.value:
             meanwhile()
-            for kind, *rest in self.receive(_START_POLL_S, is_working=False):
-                if kind == "progress":
-                    progress(rest[0])
-                elif kind == "ready":
-                    self.info = rest[0]
-                    self.load_s = time.monotonic() - started
-                    return
-                elif kind == "failed":
-                    raise EngineError(rest[0])
+            for message in self.receive(_START_POLL_S, is_working=False):
+                match message:
+                    case ["progress", line]:
+                        progress(line)
+                    case ["ready", info]:
+                        self.info = info
+                        self.load_s = time.monotonic() - started_at
+                        return
+                    case ["failed", reason]:
+                        raise EngineError(reason)
         raise EngineError(
             f"the {self._program.name} was not ready after {limit.value} s, which is the limit "
             f"({limit.setting}). Raise the limit, or read in the log what the process was loading."

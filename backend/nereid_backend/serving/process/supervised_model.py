@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from nereid_backend.errors import CapacityError, EngineError, NereidError
 from nereid_backend.serving import tensors
@@ -49,6 +49,23 @@ class _Received:
     death: EngineDiedError | None = None
 
 
+class _Arrival(NamedTuple, Generic[RequestT]):
+    """A request that the server's thread has accepted, but that the loop has not taken yet.
+
+    Attributes:
+        request_id: the id of the request in the child process.
+        request: the request.
+        process: the supervised process that computes the request.
+        child: the child process that got the message. If `process` has another child process when
+            the loop takes the request, this child process has died.
+    """
+
+    request_id: str
+    request: RequestT
+    process: SupervisedProcess
+    child: ChildProcess
+
+
 class SupervisedModel(ABC, Generic[RequestT]):
     """A Triton model whose computations run in child processes.
 
@@ -74,12 +91,9 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.requests: dict[str, RequestT] = {}
         # Maps the id of each request in `requests` to the process that computes the request.
         self._owners: dict[str, SupervisedProcess] = {}
-        # An arrival consists of the request's id, the request, the SupervisedProcess that computes
-        # the request, and the ChildProcess that got the message. If the SupervisedProcess has
-        # another ChildProcess now, the first ChildProcess has died, and the loop ends the request.
-        self._arrivals: queue.SimpleQueue[tuple[str, RequestT, SupervisedProcess, ChildProcess]] = (
-            queue.SimpleQueue()
-        )
+        # The server's thread fills these queues, and the loop empties the queues. `_arrivals`
+        # contains new requests, and `_results` contains pairs of a response sender and a response.
+        self._arrivals: queue.SimpleQueue[_Arrival[RequestT]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[tuple[Any, Tensors | Exception]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._loop_thread = threading.Thread(target=self._loop, name=f"{self.title}-loop")
@@ -198,7 +212,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         child = process.child
         # Add the request to the queue before the message is sent. Otherwise, the loop could receive
         # the answer of the child process before it receives the request.
-        self._arrivals.put((request_id, request, process, child))
+        self._arrivals.put(_Arrival(request_id, request, process, child))
         child.send_packed(packed)
 
     def remove(self, request_id: str) -> RequestT | None:
@@ -245,28 +259,38 @@ class SupervisedModel(ABC, Generic[RequestT]):
     # Only the loop's thread calls the methods below.
 
     def _loop(self) -> None:
-        """Receive messages and serve the requests, until `finalize` is called.
-
-        Each round receives the messages of the child processes, adds new requests, handles the
-        messages, and sends the responses that are due.
-        """
+        """Serve the requests in rounds, until `finalize` is called. Then end all requests."""
         wait_s = 0.0
         while not self._stopping.is_set():
             try:
-                self._use_restarted_processes()
-                results = self._receive(wait_s)
-                self._take_arrivals()
-                for result in results:
-                    self._handle_messages(result)
-                for result in results:
-                    if result.death is not None:
-                        self._handle_death(result.process, result.death)
-                wait_s = self.serve()
-                self.publish_metrics()
+                wait_s = self._serve_round(wait_s)
             except Exception as error:  # noqa: BLE001 - the thread that sends responses would end
                 tensors.log.exception("the loop of the %s failed", self.title)
                 self._recover(f"the {self.title} failed: {type(error).__name__}: {error}")
         self.end_all(EngineError("the server is shutting down"))
+
+    def _serve_round(self, wait_s: float) -> float:
+        """Receive and handle messages, add new requests, and send the responses that are due.
+
+        Args:
+            wait_s: the longest time to wait for the first message, in seconds.
+
+        Returns:
+            The value of `wait_s` for the next round.
+        """
+        self._use_restarted_processes()
+        received = self._receive(wait_s)
+        # A message can already belong to a request that has just arrived, so take the new requests
+        # before the messages are handled.
+        self._take_arrivals()
+        for result in received:
+            self._handle_messages(result)
+        for result in received:
+            if result.death is not None:
+                self._handle_death(result.process, result.death)
+        next_wait_s = self.serve()
+        self.publish_metrics()
+        return next_wait_s
 
     def _receive(self, timeout_s: float) -> list[_Received]:
         """Receive messages from all running processes, and return one result for each process.
@@ -319,14 +343,16 @@ class SupervisedModel(ABC, Generic[RequestT]):
 
         If a request was sent to a child process that has died since then, end the request.
         """
-        for request_id, request, process, child in _drain(self._arrivals):
-            self.requests[request_id] = request
-            self._owners[request_id] = process
+        for arrival in _drain(self._arrivals):
+            process = arrival.process
+            self.requests[arrival.request_id] = arrival.request
+            self._owners[arrival.request_id] = process
             process.num_requests += 1
-            has_died = not process.is_running or process.child is not child
+            # After a restart, the supervised process runs again, but has another child process.
+            has_died = not process.is_running or process.child is not arrival.child
             if has_died:
                 assert process.error is not None, "the process has died"
-                self.end(request, process.error)
+                self.end(arrival.request, process.error)
         for sender, result in _drain(self._results):
             self.respond(sender, result)
 
@@ -361,10 +387,12 @@ class SupervisedModel(ABC, Generic[RequestT]):
     def _use_restarted_processes(self) -> None:
         """Record which processes have been restarted, and which restarts have failed."""
         for process in self.processes:
-            had_given_up = process.has_given_up
-            if process.has_restarted():
+            if not process.has_restart_ended:
+                continue
+            process.finish_restart()
+            if process.is_running:
                 self.on_restart(process)
-            elif process.has_given_up and not had_given_up:
+            else:
                 self._note_failure(process)
 
     def _note_failure(self, process: SupervisedProcess) -> None:

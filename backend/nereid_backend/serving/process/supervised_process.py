@@ -44,22 +44,25 @@ class SupervisedProcess:
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
         """
+        self._program = program
+        self._log_prefix = log_prefix
+        # The state of the process. The docstring of the class describes the attributes.
         self.index = index
         self.title = program.title
         self.child = ChildProcess.start(program, tensors.progress)
         self.is_running = True
-        self.has_given_up = False
+        self.num_requests = 0
+        # The history of deaths and restarts.
         self.error: EngineError | None = None
         self.num_deaths = 0
         self.num_restarts = 0
-        self.num_requests = 0
-        self._program = program
-        self._log_prefix = log_prefix
-        self._stopping = threading.Event()
-        self._restarting: threading.Thread | None = None
-        # The process that the restarting thread has started. `has_restarted` assigns this process
-        # to `child`.
+        self.has_given_up = False
+        # The current restart: the thread that starts a new process, and the process that the thread
+        # has started. Both are None if no restart has begun since the last `finish_restart`.
+        self._restart_thread: threading.Thread | None = None
         self._replacement: ChildProcess | None = None
+        # Set when the server shuts down, so that the thread ends early.
+        self._stopping = threading.Event()
 
     def restart(self, error: EngineError) -> None:
         """Start a thread that replaces the process.
@@ -70,38 +73,42 @@ class SupervisedProcess:
         self.is_running = False
         self.error = error
         tensors.log.error("%s%s", self._log_prefix, error)
-        self._restarting = threading.Thread(target=self._replace, name="restart")
-        self._restarting.start()
+        self._restart_thread = threading.Thread(target=self._replace, name="restart")
+        self._restart_thread.start()
 
-    def has_restarted(self) -> bool:
-        """Return whether the process has been restarted since the last call.
+    @property
+    def has_restart_ended(self) -> bool:
+        """Whether a restart has succeeded or failed, so that `finish_restart` must be called."""
+        return self._restart_thread is not None and not self._restart_thread.is_alive()
 
-        Mutates: after a successful restart, `child` is the new process. If the restart has failed,
-        `has_given_up` is set, and the process is not restarted again.
+    def finish_restart(self) -> None:
+        """Use the new process, or give up if no new process could be started.
+
+        Call this method only if `has_restart_ended` is true. After a successful restart, `child` is
+        the new process, and `is_running` is true. Otherwise, `has_given_up` is true.
         """
-        if self._restarting is None or self._restarting.is_alive():
-            return False
-        self._restarting = None
+        self._restart_thread = None
         if self._replacement is None:
             self.has_given_up = True
-            return False
+            return
         self.child = self._replacement
         self._replacement = None
         self.num_restarts += 1
         self.is_running = True
-        return True
 
     def stop(self) -> None:
         """End the process. If a thread is restarting the process, end this thread first."""
         self._stopping.set()
-        if self._restarting is not None:
-            self._restarting.join()
+        if self._restart_thread is not None:
+            self._restart_thread.join()
         (self._replacement or self.child).stop()
 
     def _replace(self) -> None:
-        """Start a new process. If the start fails, try again up to the limit `max_restarts`.
+        """Try to start a new process, until a start succeeds or `max_restarts` is reached.
 
-        This method runs in the restarting thread.
+        This method runs in the restart thread.
+
+        Mutates: `_replacement` is the new process. Each attempt increases `num_deaths`.
         """
         limit = self._program.max_restarts.value
         while self.num_deaths < limit and not self._stopping.is_set():
@@ -110,22 +117,28 @@ class SupervisedProcess:
                 f"restarting the {self._program.title} (attempt {self.num_deaths} of {limit}), "
                 f"because {self.error}"
             )
-            try:
-                self.child.stop()
-                self._replacement = ChildProcess.start(
-                    self._program, tensors.progress, self._check_stopping
-                )
-            except _StoppedError:
+            self._replacement = self._start_replacement()
+            if self._replacement is not None:
                 return
-            except (NereidError, OSError) as failure:
-                tensors.log.error(
-                    "%sthe %s could not be restarted: %s",
-                    self._log_prefix,
-                    self._program.title,
-                    failure,
-                )
-            else:
-                return
+
+    def _start_replacement(self) -> ChildProcess | None:
+        """Stop the old process, start a new process, and return the new process.
+
+        If the start fails, log the reason and return None.
+        """
+        try:
+            self.child.stop()
+            return ChildProcess.start(self._program, tensors.progress, self._check_stopping)
+        except _StoppedError:
+            return None  # The server is shutting down, so this failure needs no message.
+        except (NereidError, OSError) as failure:
+            tensors.log.error(
+                "%sthe %s could not be restarted: %s",
+                self._log_prefix,
+                self._program.title,
+                failure,
+            )
+            return None
 
     def _check_stopping(self) -> None:
         """Raise a _StoppedError if the server is shutting down."""

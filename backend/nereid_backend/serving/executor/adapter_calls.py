@@ -53,6 +53,8 @@ class _Change:
         is_made: whether at least one engine process has made the change.
         refusal: the error with which an engine process has refused the change; None if no process
             has refused the change.
+        death: the reason why an engine process has died before its answer; None if no process has
+            died.
     """
 
     sender: Any
@@ -60,6 +62,7 @@ class _Change:
     missing: set[int]
     is_made: bool = False
     refusal: NereidError | None = None
+    death: NereidError | None = None
 
 
 class AdapterCalls:
@@ -133,7 +136,7 @@ class AdapterCalls:
         if change is None:
             return None
         change.is_made = True
-        return self._note_answer(call_id, change, replica)
+        return self._stop_waiting_for(replica, call_id, change)
 
     def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused to change its adapters or weights.
@@ -144,7 +147,7 @@ class AdapterCalls:
         if change is None:
             return None
         change.refusal = error
-        return self._note_answer(call_id, change, replica)
+        return self._stop_waiting_for(replica, call_id, change)
 
     def drop(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died, and return the responses that can now be sent.
@@ -160,13 +163,9 @@ class AdapterCalls:
             self._names.pop(replica, None)
         answers = []
         for call_id, change in list(self._waiting.items()):
-            if replica not in change.missing:
-                continue
-            is_last_process = change.missing == {replica}
-            has_answer = change.is_made or change.refusal is not None
-            if is_last_process and not has_answer:
-                change.refusal = error
-            answers.append(self._note_answer(call_id, change, replica))
+            if replica in change.missing:
+                change.death = error
+                answers.append(self._stop_waiting_for(replica, call_id, change))
         return [answer for answer in answers if answer is not None]
 
     def listing(self) -> Tensors:
@@ -204,12 +203,12 @@ class AdapterCalls:
         self._waiting.clear()
         return senders
 
-    def _note_answer(self, call_id: str, change: _Change, replica: int) -> Answer | None:
-        """Record that an engine process is done with a change.
+    def _stop_waiting_for(self, replica: int, call_id: str, change: _Change) -> Answer | None:
+        """Record that an engine process has made or refused a change, or has died.
 
-        If all engine processes are done now, return the client's response. Otherwise, return None.
-        A change that no process has refused is added to the history, so that a restarted process
-        can repeat the change.
+        Return None if other engine processes are not done yet. Otherwise, remove the change from
+        the waiting changes, and return the client's response: an error if a process has refused the
+        change or no process has made the change, otherwise the names of all adapters.
         """
         change.missing.discard(replica)
         if change.missing:
@@ -217,15 +216,25 @@ class AdapterCalls:
         del self._waiting[call_id]
         if change.refusal is not None:
             return change.sender, change.refusal
-        kind, name_or_folder = change.message[:2]
+        if not change.is_made:
+            assert change.death is not None, "an engine process answers, refuses or dies"
+            return change.sender, change.death
+        self._add_to_history(change.message)
+        return change.sender, self.listing()
+
+    def _add_to_history(self, message: list[str]) -> None:
+        """Store the message of a successful change, so that a restarted process can repeat it.
+
+        The message replaces the earlier message about the same adapter or about the weights.
+        """
+        kind, name_or_folder = message[:2]
         if kind != _RELOAD:
-            self._history[name_or_folder] = change.message
+            self._history[name_or_folder] = message
         elif name_or_folder:
             # A message without a folder makes the engine processes read the present folder again.
             # The history does not need this message, because a restarted process reads the folder
             # anyway.
-            self._history[_WEIGHTS_KEY] = change.message
-        return change.sender, self.listing()
+            self._history[_WEIGHTS_KEY] = message
 
 
 def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
@@ -240,15 +249,31 @@ def _read_change(parameters: Mapping[str, Any]) -> list[str] | None:
     if _LIST in parameters:
         return None
     if _RELOAD in parameters:
-        mode = parameters.get(_RUNNING, "finish")
-        if mode not in ("finish", "refuse"):
-            raise RequestError(
-                f'{_RUNNING}: the value must be "finish" or "refuse", but it is {mode!r}.'
-            )
-        return [_RELOAD, str(parameters[_RELOAD]), str(mode)]
+        # An empty folder is allowed. It means that the present folder is read again.
+        folder = str(parameters[_RELOAD])
+        return [_RELOAD, folder, _read_mode(parameters)]
     if _LOAD in parameters:
-        return [_LOAD, _read_text(parameters, _LOAD), _read_text(parameters, _PATH)]
+        name = _read_text(parameters, _LOAD)
+        path = _read_text(parameters, _PATH)
+        return [_LOAD, name, path]
     return [_UNLOAD, _read_text(parameters, _UNLOAD)]
+
+
+def _read_mode(parameters: Mapping[str, Any]) -> str:
+    """Return what happens to running requests before new weights are loaded.
+
+    "finish" means that the requests continue until they end, and "refuse" means that they are
+    ended with an error.
+
+    Raises:
+        RequestError: the parameter `running_requests` has another value.
+    """
+    mode = parameters.get(_RUNNING, "finish")
+    if mode not in ("finish", "refuse"):
+        raise RequestError(
+            f'{_RUNNING}: the value must be "finish" or "refuse", but it is {mode!r}.'
+        )
+    return str(mode)
 
 
 def _read_text(parameters: Mapping[str, Any], name: str) -> str:

@@ -106,7 +106,7 @@ class CacheCalls:
         if call is None:
             return None
         call.answers.append(values)
-        return self._note_answer(call_id, call, replica)
+        return self._stop_waiting_for(replica, call_id, call)
 
     def refuse(self, call_id: str, replica: int, error: NereidError) -> Answer | None:
         """Record that an engine process has refused a request about the prefix cache.
@@ -117,7 +117,7 @@ class CacheCalls:
         if call is None:
             return None
         call.error = error
-        return self._note_answer(call_id, call, replica)
+        return self._stop_waiting_for(replica, call_id, call)
 
     def drop(self, replica: int, error: NereidError) -> list[Answer]:
         """Record that an engine process has died. Return the responses that can be sent now.
@@ -135,11 +135,12 @@ class CacheCalls:
         self._waiting.clear()
         return senders
 
-    def _note_answer(self, call_id: str, call: _Call, replica: int) -> Answer | None:
-        """Record that a request no longer waits for the answer of an engine process.
+    def _stop_waiting_for(self, replica: int, call_id: str, call: _Call) -> Answer | None:
+        """Record that an engine process has answered or refused a request, or has died.
 
-        If all engine processes have answered now, return the client's response. Otherwise, return
-        None.
+        Return None if the request waits for other engine processes. Otherwise, remove the request
+        from the waiting requests, and return the client's response: the combined answers, or an
+        error if no process has answered.
         """
         call.missing.discard(replica)
         if call.missing:
@@ -201,14 +202,16 @@ def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
     {"num_blocks": 3}]` returns `{"num_blocks": 5}`.
     """
     merged: dict[str, Any] = {}
+    sessions: list[dict[str, Any]] = []
     for answer in answers:
         for name, value in answer.items():
-            if name != _SESSIONS:
+            if name == _SESSIONS:
+                sessions += value
+            else:
                 merged[name] = merged.get(name, 0) + value
+    # All answers have the same keys. Only the answer to the operation "statistics" has sessions.
     if _SESSIONS in answers[0]:
-        merged[_SESSIONS] = _merge_sessions(
-            [session for answer in answers for session in answer.get(_SESSIONS, ())]
-        )
+        merged[_SESSIONS] = _merge_sessions(sessions)
     return merged
 
 

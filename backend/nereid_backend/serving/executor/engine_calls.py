@@ -64,20 +64,31 @@ class EngineCalls:
         """Send the queued requests to all running engine processes.
 
         A request that lists the adapters (its message is None) is answered at once, because the
-        executor knows the names. If no engine process runs, the other requests are refused.
+        executor knows the names.
+        """
+        for message, sender in self._adapter_calls.take_new():
+            if message is None:
+                self._respond(sender, self._adapter_calls.listing())
+            else:
+                self._send(self._adapter_calls, message, sender)
+        for message, sender in self._cache_calls.take_new():
+            self._send(self._cache_calls, message, sender)
+
+    def _send(self, calls: AdapterCalls | CacheCalls, message: list[Any], sender: Any) -> None:  # noqa: ANN401
+        """Send a message to all running engine processes. If none runs, refuse the request.
+
+        Args:
+            calls: stores the request until all processes have answered.
+            message: the message without its id.
+            sender: the response sender of the request.
         """
         running = [process for process in self._processes if process.is_running]
-        for calls in (self._adapter_calls, self._cache_calls):
-            for message, sender in calls.take_new():
-                if message is None:
-                    self._respond(sender, self._adapter_calls.listing())
-                elif not running:
-                    self._respond(sender, CapacityError(self._outage()))
-                else:
-                    indices = [process.index for process in running]
-                    message_with_id = calls.add(message, sender, indices)
-                    for process in running:
-                        process.child.send(message_with_id)
+        if not running:
+            self._respond(sender, CapacityError(self._outage()))
+            return
+        message_with_id = calls.add(message, sender, [process.index for process in running])
+        for process in running:
+            process.child.send(message_with_id)
 
     def note_adapters(self, process: SupervisedProcess, call_id: str, names: list[str]) -> None:
         """Record that an engine process has changed its adapters or weights.
@@ -104,18 +115,21 @@ class EngineCalls:
     def note_refusal(self, process: SupervisedProcess, call_id: str, error: NereidError) -> None:
         """Record that an engine process has refused a request.
 
-        If all engine processes have answered, answer the client's request. If the executor itself
-        has sent the request, to repeat a change after a restart, log the refusal.
+        If all engine processes have answered, answer the client's request. No client waits if the
+        executor itself has sent the request, to repeat a change after a restart. In this case, log
+        the refusal.
         """
-        for calls in (self._adapter_calls, self._cache_calls):
-            if answer := calls.refuse(call_id, process.index, error):
-                self._respond(*answer)
         if call_id == adapter_calls.RESTORED:
             tensors.log.error(
                 "after a restart of the engine, a change of its LoRA adapters or of its weights "
                 "could not be repeated: %s",
                 error,
             )
+            return
+        # The request is stored in one of the two objects. The other object does not know its id.
+        for calls in (self._adapter_calls, self._cache_calls):
+            if answer := calls.refuse(call_id, process.index, error):
+                self._respond(*answer)
 
     def on_death(self, process: SupervisedProcess, error: NereidError) -> None:
         """Record that an engine process has died.

@@ -22,7 +22,7 @@ from nereid_backend.serving.published_metrics import (
 _ENSEMBLE = "llm"
 _EXECUTOR = "executor"
 # Counters and histograms are published in every tenth call of `publish`.
-_COUNTER_ROUNDS = 10
+_CALLS_PER_COUNTER_UPDATE = 10
 
 _ENGINE_GAUGES = {
     "num_requests_running": "Sequences that occupy blocks of the KV cache",
@@ -105,28 +105,28 @@ class EngineMetrics:
 
         The order of the metrics on the page /metrics is the order in which they are created here.
         """
-        self._labels = {"model_name": _ensemble_of(executor)}
+        labels = {"model_name": _ensemble_of(executor)}
         families = MetricFamilies()
-        self._families = families
-        # The gauge of the executor, and its last published value. The value is None before the
-        # first publication.
+        self._labels = labels
+        self._families = families  # The metrics exist as long as this object exists.
+        # Published in each call of `publish`: the number of requests with its last published value
+        # (None before the first call), and the gauges of each engine process, by its number.
         self._num_requests = families.gauge(
             _NUM_REQUESTS, "Requests in the executor, from their arrival to their last response"
-        ).Metric(self._labels)
+        ).Metric(labels)
         self._published_num_requests: int | None = None
-        # The gauges and the state of each engine process. The index is the number of the process.
-        self._engines = _create_engines(families, self._labels, num_engines)
-        # The counters and histograms of all engine processes together, by name.
+        self._engines = _create_engines(families, labels, num_engines)
+        # Published in every tenth call: the counters and histograms of requests, by name.
+        self._num_calls = 0
         self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
-        self._histograms = _create_histograms(families, self._labels)
+        self._histograms = _create_histograms(families, labels)
         self._token_gaps = families.histogram_counters(
-            "inter_token_latency_seconds", "Time between two updates of a sequence", self._labels
+            "inter_token_latency_seconds", "Time between two updates of a sequence", labels
         )
-        self._outcomes = families.counter(
+        # One counter for each finish reason.
+        self._finish_reasons = families.counter(
             "request_success_total", "Ended sequences by finish reason"
         )
-        # The number of calls of `publish`.
-        self._round = 0
 
     def publish(
         self, engines: Sequence[Mapping[str, int]], num_requests: int, statistics: RequestStatistics
@@ -147,8 +147,8 @@ class EngineMetrics:
         for engine, stats in zip(self._engines, engines, strict=True):
             _publish_gauges(engine, stats)
             _add_engine_counts(engine, stats, statistics)
-        self._round += 1
-        if self._round % _COUNTER_ROUNDS == 0 or not num_requests:
+        self._num_calls += 1
+        if self._num_calls % _CALLS_PER_COUNTER_UPDATE == 0 or not num_requests:
             self._publish_counters(statistics)
 
     def _publish_counters(self, statistics: RequestStatistics) -> None:
@@ -157,7 +157,7 @@ class EngineMetrics:
         for name, counter in self._counters.items():
             counter.raise_to(statistics.counts[name], self._labels)
         for reason, count in statistics.finished.items():
-            self._outcomes.raise_to(count, {**self._labels, "finished_reason": reason})
+            self._finish_reasons.raise_to(count, {**self._labels, "finished_reason": reason})
         for name, values in statistics.observations.items():
             for value in values:
                 self._histograms[name].observe(value)

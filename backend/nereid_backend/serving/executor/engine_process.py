@@ -22,7 +22,7 @@ The following messages are sent in addition to those of every child process (pro
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.engine.step_engine import StepEngine
@@ -37,6 +37,21 @@ log = logging.getLogger("nereid")
 
 MakeEngine = Callable[[EngineConfig, Callable[[str], None]], StepEngine]
 PrepareReplica = Callable[[EngineConfig, int], EngineConfig]
+
+
+class _Reload(NamedTuple):
+    """The values of a message "reload_weights".
+
+    Attributes:
+        call_id: the id of the message.
+        path: the folder of the new weights. "" means that the present folder is read again.
+        mode: what happens to running requests: "finish" waits until they have ended, and "refuse"
+            ends them with an error.
+    """
+
+    call_id: str
+    path: str
+    mode: str
 
 
 class EngineService:
@@ -54,11 +69,11 @@ class EngineService:
         self._stats_due = 0.0
         # The number of unfinished sequences of each request, by request id.
         self._running: dict[str, int] = {}
-        # The values of a message "reload_weights". The message waits until the running requests
-        # have ended. None means that no such message waits. While a message waits, later messages
-        # are added to `_held`.
-        self._reload: list[str] | None = None
-        self._held: list[tuple[str, list[Any]]] = []
+        # The replacement of the weights that waits until the running requests have ended; None if
+        # no replacement waits. Meanwhile, new messages are added to `_held_messages` as pairs of
+        # their kind and their values.
+        self._reload: _Reload | None = None
+        self._held_messages: list[tuple[str, list[Any]]] = []
 
     def has_work(self) -> bool:
         """Return True if the engine has requests, or is checking a compiled forward pass."""
@@ -73,22 +88,25 @@ class EngineService:
     def handle(self, kind: str, values: list[Any]) -> None:
         """Handle a message from the stub, which is the server's process for the executor.
 
-        An error ends only the request of the message. While the weights wait to be replaced, all
-        messages are held back except messages that abort a running request.
+        While the weights wait to be replaced, hold back all messages except messages that abort a
+        running request.
         """
-        request_id = values[0]
-        aborts_running_request = kind == "abort" and request_id in self._running
+        aborts_running_request = kind == "abort" and values[0] in self._running
         if self._reload is not None and not aborts_running_request:
-            self._held.append((kind, values))
-            return
-        if kind == "abort":
-            self._engine.abort(*values)
-            return
-        if kind == "reload_weights":
-            self._begin_reload(values)
-            return
+            self._held_messages.append((kind, values))
+        elif kind == "abort":
+            request_id, index = values
+            self._engine.abort(request_id, index)
+        elif kind == "reload_weights":
+            self._begin_reload(_Reload(*values))
+        else:
+            self._handle_request(kind, values)
+
+    def _handle_request(self, kind: str, values: list[Any]) -> None:
+        """Pass a request to the engine. If an error occurs, refuse only this request."""
+        request_id = values[0]
         try:
-            self._make_call(kind, values)
+            self._pass_to_engine(kind, values)
         except (RequestError, CapacityError) as error:
             self._send(["refused", request_id, type(error).__name__, str(error)])
         except Exception as error:
@@ -97,25 +115,26 @@ class EngineService:
             log.exception("request %s could not be added", request_id)
             self._send(["refused", request_id, EngineError.__name__, error_text(error)])
 
-    def _make_call(self, kind: str, values: list[Any]) -> None:
-        """Pass a message to the engine, and answer the message unless it is "add".
+    def _pass_to_engine(self, kind: str, values: list[Any]) -> None:
+        """Call the method of the engine that belongs to a message, and send the result.
 
-        The message "add" is not answered here, because the engine sends updates for the request.
-
-        The methods of StepEngine document the errors.
+        The message "add" has no result, because `advance` sends updates for the new request. The
+        methods of StepEngine document the errors.
         """
-        if kind == "add":
-            self._add(*values)
-            return
-        request_id, *arguments = values
-        if kind == "cache":
-            self._send(["cache", request_id, self._engine.sessions.call(*arguments)])
-            return
-        if kind == "load_lora":
-            self._engine.load_lora(*arguments)
-        else:
-            self._engine.unload_lora(*arguments)
-        self._send(["adapters", request_id, self._engine.lora_names])
+        engine = self._engine
+        match kind, *values:
+            case "add", *request:
+                self._add(*request)
+            case "cache", call_id, operation, arguments:
+                self._send(["cache", call_id, engine.sessions.call(operation, arguments)])
+            case "load_lora", call_id, name, path:
+                engine.load_lora(name, path)
+                self._send(["adapters", call_id, engine.lora_names])
+            case "unload_lora", call_id, name:
+                engine.unload_lora(name)
+                self._send(["adapters", call_id, engine.lora_names])
+            case _:
+                raise AssertionError(f"the stub sends no message of the kind {kind!r}")
 
     def _add(
         self,
@@ -150,42 +169,41 @@ class EngineService:
         self._engine.add_request(request_id, prompt, params, images)
         self._running[request_id] = num_sequences
 
-    def _begin_reload(self, values: list[str]) -> None:
-        """Replace the weights as soon as no request runs.
-
-        Args:
-            values: the id of the message, the folder of the new weights, and the mode. In the mode
-                "refuse", the running requests are ended now. In the mode "finish", the running
-                requests continue until they end.
-        """
-        self._reload = values
-        _, _, mode = values
-        if mode == "refuse":
-            message = "the weights of the model are being replaced. Try again."
-            for request_id in self._running:
-                self._send(["refused", request_id, CapacityError.__name__, message])
-                self._engine.abort(request_id)
+    def _begin_reload(self, reload: _Reload) -> None:
+        """Replace the weights as soon as no request runs. Until then, hold back new messages."""
+        self._reload = reload
+        if reload.mode == "refuse":
+            self._refuse_running_requests()
         self._reload_if_idle()
 
-    def _reload_if_idle(self) -> None:
-        """Replace the weights if a replacement is pending and no request is running.
+    def _refuse_running_requests(self) -> None:
+        """End all running requests with an error, because the weights are replaced."""
+        message = "the weights of the model are being replaced. Try again."
+        for request_id in self._running:
+            self._send(["refused", request_id, CapacityError.__name__, message])
+            self._engine.abort(request_id)
 
-        Then handle the messages that arrived while the message "reload_weights" waited.
+    def _reload_if_idle(self) -> None:
+        """Replace the weights if a replacement waits and no request runs.
+
+        Then handle the messages that were held back.
         """
         if self._reload is None or self._engine.has_work():
             return
-        call_id, path, _ = self._reload
+        reload = self._reload
         self._reload = None
         self._running.clear()
         try:
-            self._engine.reload(path, lambda line: self._send(["progress", line]))
+            self._engine.reload(reload.path, lambda line: self._send(["progress", line]))
         except RequestError as error:
-            self._send(["refused", call_id, RequestError.__name__, str(error)])
+            self._send(["refused", reload.call_id, RequestError.__name__, str(error)])
         else:
-            self._send(["adapters", call_id, self._engine.lora_names])
-        held_messages = self._held
-        self._held = []
-        for kind, values in held_messages:
+            self._send(["adapters", reload.call_id, self._engine.lora_names])
+        # Empty the list first. If one of the messages begins another replacement, `handle` holds
+        # back the messages that follow.
+        messages = self._held_messages
+        self._held_messages = []
+        for kind, values in messages:
             self.handle(kind, values)
 
     def advance(self) -> None:
@@ -233,6 +251,8 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
     def load(
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> EngineService:
+        """Load the model. `settings` is the first message of the stub."""
+        # The number of the process is the only setting that is not a field of EngineConfig.
         replica = settings.pop("replica", 0)
         config = EngineConfig(**settings)
         if prepare is not None:

@@ -65,25 +65,37 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.processes = start_engines(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
+        # Both the server's thread and the loop's thread use these attributes.
         self._admission = StreamAdmission(settings, config.max_num_waiting, self._feedback)
         self._selector = ReplicaSelector(len(self.processes))
         self._engine_calls = EngineCalls(self.processes, super().respond, lambda: self.outage)
-        # Only the loop's thread uses the following attributes. `_unsent` contains the streams with
-        # unsent output, by request id.
+        self._init_loop_state(args.get("model_name", "executor"))
+        self.start_loop()
+
+    def _init_loop_state(self, model_name: str) -> None:
+        """Create the attributes that only the loop's thread uses.
+
+        All times are by time.monotonic(). A time of 0 has already passed, so that the first round
+        of the loop does the work.
+
+        Args:
+            model_name: the name of this Triton model, for the labels of the metrics.
+        """
+        settings = self._settings
+        # The streams with unsent output, by request id.
         self._unsent: dict[str, Stream] = {}
+        # The next inspection of all streams, and the next time at which a stream without unsent
+        # output needs a heartbeat or exceeds a time limit.
         self._next_inspection = 0.0
-        # The next time at which a stream without unsent output needs a heartbeat or exceeds a time
-        # limit.
         self._next_event = 0.0
         self._pacer = Pacer(settings.responses_per_second)
         self._lost_clients = LostClientDetector(self._feedback, settings.stale_after_ms / 1000)
-        num_engines = len(self.processes)
-        self._metrics = EngineMetrics(args.get("model_name", "executor"), num_engines)
-        self._tracing = Tracing(self.title)
+        # The metrics, the values for their next publication, and the time of this publication.
+        self._metrics = EngineMetrics(model_name, len(self.processes))
         self._statistics = RequestStatistics()
         self._engine_stats: list[dict[str, int]] = [{} for _ in self.processes]
         self._publish_due = 0.0
-        self.start_loop()
+        self._tracing = Tracing(self.title)
 
     def finalize(self) -> None:
         """End all requests, and stop the engine processes."""
@@ -132,22 +144,26 @@ class ExecutorModel(SupervisedModel[Stream]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:
-        """Handle a message of an engine process (see engine_process.py)."""
-        if kind == "updates":
-            for row in values[0]:
-                self._handle_update(process, unpack_update(row))
-        elif kind == "started":
-            self._note_started(values[0])
-        elif kind == "compiled":
-            self._note_compiled(values[0])
-        elif kind == "stats":
-            (self._engine_stats[process.index],) = values
-        elif kind == "refused":
-            self._handle_refusal(process, *values)
-        elif kind == "adapters":
-            self._engine_calls.note_adapters(process, *values)
-        elif kind == "cache":
-            self._engine_calls.note_cache_answer(process, *values)
+        """Handle a message of an engine process.
+
+        The docstring of engine_process.py describes the messages.
+        """
+        match kind, *values:
+            case "updates", rows:
+                for row in rows:
+                    self._handle_update(process, unpack_update(row))
+            case "started", start_times:
+                self._note_started(start_times)
+            case "compiled", compilation_times:
+                self._note_compiled(compilation_times)
+            case "stats", stats:
+                self._engine_stats[process.index] = stats
+            case "refused", request_id, error_class, text:
+                self._handle_refusal(process, request_id, error_class, text)
+            case "adapters", call_id, names:
+                self._engine_calls.note_adapters(process, call_id, names)
+            case "cache", call_id, answer:
+                self._engine_calls.note_cache_answer(process, call_id, answer)
 
     def serve(self) -> float:
         """Send all steps that are due, and return the seconds until the next call of this method.
@@ -160,9 +176,9 @@ class ExecutorModel(SupervisedModel[Stream]):
         now = time.monotonic()
         if now >= self._next_inspection:
             self._inspect(now)
-        # Only an inspection handles the events of streams without unsent tokens.
-        next_useful_inspection = max(self._next_event, self._next_inspection)
-        next_call = min(now + _IDLE_POLL_S, next_useful_inspection)
+        # Streams without unsent tokens are handled only by an inspection. An inspection is useful
+        # only after the next event, such as a heartbeat or a time limit.
+        next_call = min(now + _IDLE_POLL_S, max(self._next_inspection, self._next_event))
         for stream in list(self._unsent.values()):
             if stream.next_check <= now:
                 stream.next_check = self._send_if_due(stream, now)
@@ -182,7 +198,10 @@ class ExecutorModel(SupervisedModel[Stream]):
                 self._next_event = min(self._next_event, due, stream.timing.next_deadline)
 
     def _send_if_due(self, stream: Stream, now: float) -> float:
-        """Send the next step of a stream if the step is due.
+        """Send the next step of a stream if the step is due and the stream may send a step.
+
+        The step contains the unsent tokens. A step without tokens is a heartbeat. When the
+        postprocessor gets a heartbeat, it checks whether the client is still connected.
 
         Returns:
             The time of the next call of this method, as a value of time.monotonic(). If the stream
@@ -191,11 +210,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         num_streams = len(self.requests)
         interval_s = self._pacer.interval_s(num_streams)
         heartbeat_s = self._pacer.heartbeat_s(num_streams, self._settings.heartbeat_ms / 1000)
-        self._lost_clients.note_consumed(stream)
+        # Unconsumed steps can block the stream, so remove the steps that have been consumed.
+        self._lost_clients.remove_consumed_steps(stream)
         due = stream.due_at(interval_s, heartbeat_s)
         if due > now:
             return due
         if not stream.may_send():
+            # The postprocessor has not consumed the earlier steps yet. Check again soon.
             return now + max(interval_s / _CHECKS_PER_INTERVAL, _MIN_WAIT_S)
         self._send_step(stream, now)
         return now + heartbeat_s
@@ -293,18 +314,21 @@ class ExecutorModel(SupervisedModel[Stream]):
             self.end(stream, EngineError(update.error))
 
     def _add_update(self, stream: Stream, update: RequestUpdate) -> None:
-        """Add an update of the engine to `stream`.
-
-        If the stream has too many unsent tokens, end the stream with an error. Unsent tokens
-        accumulate if the postprocessor consumes the stream's steps too slowly.
-        """
+        """Add an update of the engine to `stream`, and let the loop check the stream at once."""
         now = time.monotonic()
         if update.new_token_ids:
             self._note_start(stream, now)
         self._statistics.note_update(stream, update, now)
         stream.add(update)
         self._unsent[stream.request_id] = stream
-        stream.next_check = 0.0
+        stream.next_check = 0.0  # This time has passed, so `serve` checks the stream.
+        self._end_if_too_slow(stream)
+
+    def _end_if_too_slow(self, stream: Stream) -> None:
+        """End a stream with an error if it has too many unsent tokens.
+
+        Unsent tokens accumulate if the postprocessor consumes the stream's steps too slowly.
+        """
         limit = self._settings.max_pending_tokens
         if stream.num_pending > limit:
             self._abort(stream)
@@ -349,18 +373,24 @@ class ExecutorModel(SupervisedModel[Stream]):
                 stream.timing.compilation = (requested, finished)
 
     def _end_if_overdue(self, stream: Stream, now: float) -> bool:
-        """End a request that has exceeded a time limit. Return whether the request was ended."""
+        """End a request that has exceeded its queue_timeout or its timeout.
+
+        The engine stops computing the request, and the client gets an error.
+
+        Returns:
+            Whether the request was ended.
+        """
         if stream.has_ended:
-            return False
+            return False  # The output is complete, and the last step has only to be sent.
         error = stream.timing.deadline_error(now)
         if error is None:
             return False
-        self._statistics.counts["requests_timed_out_total"] += 1
-        self._abort(stream)
         if isinstance(error, CapacityError):
+            # The request has waited too long in the queue. Add the time of the next attempt.
             error = self._admission.with_retry_time(error, stream.timing.client_id)
-        # Call the method of the base class, so that the metrics do not count this request as
-        # refused.
+        self._abort(stream)
+        self._statistics.counts["requests_timed_out_total"] += 1
+        # `self.respond` would also count a CapacityError as a refused request.
         super().respond(stream.sender, error)
         self._remove(stream)
         return True
@@ -401,12 +431,13 @@ class ExecutorModel(SupervisedModel[Stream]):
         message = self._feedback.sign(state.pack())
         reply = tensors.response({tensor_names.STATE: np.frombuffer(message, dtype=np.uint8)})
         tensors.send(stream.sender, reply, final=state.is_last)
-        if state.is_last:
-            if stream.is_finished:
-                # The process has finished a request, so it works again. Therefore its number of
-                # deaths is set to 0.
-                self.owner(stream.request_id).num_deaths = 0
-            self._remove(stream)
+        if not state.is_last:
+            return
+        if stream.is_finished:
+            # The process has finished a request, so it works. Only deaths in a row count towards
+            # max_engine_restarts.
+            self.owner(stream.request_id).num_deaths = 0
+        self._remove(stream)
 
     def _remove(self, stream: Stream) -> None:
         """Remove a stream, release its memory slots, and record the end of its request."""

@@ -49,28 +49,28 @@ class LostClientDetector:
         self._last_observed = now
         for stream in streams:
             stream.waited_s += passed_s
-            self.note_consumed(stream)
+            self.remove_consumed_steps(stream)
 
     def has_lost_client(self, stream: Stream) -> bool:
-        """Return whether the server has dropped a step of `stream`.
+        """Return whether the client of `stream` has disconnected, so that a step was dropped.
 
-        If a step was dropped, the client of the stream has disconnected. The postprocessor consumes
-        steps in order. So a step was dropped if the postprocessor has consumed a newer step.
+        A step was dropped if the postprocessor has not consumed the step, but has already consumed
+        a newer step of any stream. A step also counts as dropped after `patience_s` seconds.
         """
-        if not stream.unconsumed:
-            return False
-        if stream.waited_s > self._patience_s:
+        if stream.unconsumed and stream.waited_s > self._patience_s:
             return True
-        newest_consumed = self._newest_consumed
-        oldest_unconsumed = stream.unconsumed[0]
-        if oldest_unconsumed >= newest_consumed:
+        if not self._has_skipped_step(stream):
             return False
         # The step may have been consumed since the last observation, so read the feedback again.
-        self.note_consumed(stream)
-        return bool(stream.unconsumed) and stream.unconsumed[0] < newest_consumed
+        self.remove_consumed_steps(stream)
+        return self._has_skipped_step(stream)
 
-    def note_consumed(self, stream: Stream) -> None:
-        """Remove the consumed steps of a stream from `stream.unconsumed`."""
+    def _has_skipped_step(self, stream: Stream) -> bool:
+        """Return whether a step of `stream` is unconsumed, although a newer step was consumed."""
+        return bool(stream.unconsumed) and stream.unconsumed[0] < self._newest_consumed
+
+    def remove_consumed_steps(self, stream: Stream) -> None:
+        """Remove the steps that the postprocessor has consumed from `stream.unconsumed`."""
         consumed = self._feedback.consumed(stream.slot, stream.serial)
         while stream.unconsumed and stream.sent - len(stream.unconsumed) < consumed:
             self._newest_consumed = max(self._newest_consumed, stream.unconsumed.popleft())

@@ -93,6 +93,11 @@ class _Request:
             index: _Sequence(rule, index, tuple(eos[:1])) for index in range(params.n)
         }
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether all sequences are aborted."""
+        return all(sequence.is_aborted for sequence in self.sequences.values())
+
 
 class ScriptedEngine:
     """An engine with the methods of StepEngine.
@@ -115,21 +120,26 @@ class ScriptedEngine:
         # times as long as all other imports together.
         self._tokenizer = Tokenizer.from_file(str(Path(config.model) / "tokenizer.json"))
         path = Path(os.environ.get(SCRIPT_VARIABLE, ""))
-        self._rules = read_script(
-            path, lambda text: list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        )
+        self._rules = read_script(path, self._encode)
         progress(f"engine: the scripted test tool runs {len(self._rules)} rules from {path}")
         eos = self._tokenizer.token_to_id(_eos_token(config.model))
-        # The keys are request ids. `_requests` contains the running requests, and `_queue` contains
-        # the waiting requests.
+        eos_token_ids = () if eos is None else (eos,)
+        self.info = _info(config, self._tokenizer.get_vocab_size(), eos_token_ids)
+        # The running and the waiting requests, by request id.
         self._requests: dict[str, _Request] = {}
         self._queue: dict[str, _Request] = {}
+        # What the last step reports (see StepEngine). Scripted output needs no grammar, so
+        # `compiled` is always empty.
         self.started: list[tuple[str, float]] = []
-        self.compiled: list[tuple[str, float, float]] = []  # scripted output needs no grammar
+        self.compiled: list[tuple[str, float, float]] = []
         # The scripted engine accepts every adapter, and ignores which adapter a request selects.
         self._adapters = dict(config.lora_adapters)
+        # Without a prefix cache, there are no sessions. The pool of one block is never used.
         self.sessions = PrefixSessions(None, BlockPool(1), config.block_size)
-        self.info = _info(config, self._tokenizer.get_vocab_size(), () if eos is None else (eos,))
+
+    def _encode(self, text: str) -> list[int]:
+        """Convert a text to token ids without adding special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def warm_up(self) -> None:
         """Do nothing, because the scripted engine ignores grammars."""
@@ -247,19 +257,18 @@ class ScriptedEngine:
         """
         self.started = []
         max_num_seqs = self.info.max_num_seqs
-        num_running = sum(len(request.sequences) for request in self._requests.values())
-        num_free = max_num_seqs - num_running
+        num_free = max_num_seqs - sum(len(request.sequences) for request in self._requests.values())
         for request_id, request in list(self._queue.items()):
+            if request.is_aborted:
+                self._requests[request_id] = self._queue.pop(request_id)
+                continue
             num_sequences = len(request.sequences)
-            is_aborted = all(sequence.is_aborted for sequence in request.sequences.values())
-            if not is_aborted:
-                # A request with more than max_num_seqs sequences starts if no other request runs.
-                num_needed = min(num_sequences, max_num_seqs)
-                if num_free < num_needed:
-                    continue
+            # A request with more than max_num_seqs sequences starts if no other request runs.
+            num_needed = min(num_sequences, max_num_seqs)
+            if num_needed <= num_free:
                 num_free -= num_sequences
+                self._requests[request_id] = self._queue.pop(request_id)
                 self.started.append((request_id, now))
-            self._requests[request_id] = self._queue.pop(request_id)
 
     def _advance(
         self, request_id: str, request: _Request, sequence: _Sequence, now: float
@@ -272,14 +281,17 @@ class ScriptedEngine:
             EngineError: the rule has a fault.
         """
         rule = sequence.rule
-        is_first = sequence.num_tokens == 0
+        params = request.params
+        # The log-probabilities of the prompt are reported once for each request.
+        prompt_logprobs = None
+        is_first_step = sequence.num_tokens == 0 and sequence.index == 0
+        if is_first_step and params.prompt_logprobs is not None:
+            prompt_logprobs = self._prompt_rows(request.prompt, params.prompt_logprobs)
         _cause_fault(sequence)
         sequence.due = now + rule.delay_ms / 1000
         token_ids, finish = _next_tokens(request, sequence)
         if finish is not None:
             del request.sequences[sequence.index]
-        params = request.params
-        reports_prompt = is_first and sequence.index == 0 and params.prompt_logprobs is not None
         return RequestUpdate(
             request_id=request_id,
             new_token_ids=token_ids,
@@ -289,15 +301,17 @@ class ScriptedEngine:
             error=rule.error or None,
             index=sequence.index,
             logprobs=None if params.logprobs is None else self._rows(token_ids, params.logprobs),
-            prompt_logprobs=self._prompt_rows(request) if reports_prompt else None,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=rule.num_cached_tokens,
             is_refused=rule.is_refused,
         )
 
-    def _prompt_rows(self, request: _Request) -> list[TokenLogprobs | None]:
-        return [None, *self._rows(request.prompt[1:], request.params.prompt_logprobs or 0)]
+    def _prompt_rows(self, prompt: list[int], count: int) -> list[TokenLogprobs | None]:
+        """Return the log-probabilities of a prompt. The first token has none."""
+        return [None, *self._rows(prompt[1:], count)]
 
     def _rows(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+        """Return the log-probability of each token, and of the `count` most likely tokens."""
         size = self.info.vocab_size
         return [
             TokenLogprobs(

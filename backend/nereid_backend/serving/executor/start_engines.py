@@ -5,7 +5,6 @@ import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 from nereid_backend.config import EngineConfig
-from nereid_backend.errors import NereidError
 from nereid_backend.serving.process.process_handle import ChildProgram, Limit
 from nereid_backend.serving.process.supervised_process import SupervisedProcess
 from nereid_backend.serving.serving_settings import ServingSettings
@@ -21,24 +20,20 @@ def start_engines(settings: ServingSettings, config: EngineConfig) -> list[Super
     Raises:
         EngineError: loading failed or took too long. The message gives the reason.
     """
-    processes = [_start_engine(settings, config, 0)]
-    try:
-        with ThreadPoolExecutor(config.data_parallel_size) as pool:
-            futures = [
-                pool.submit(_start_engine, settings, config, index)
-                for index in range(1, config.data_parallel_size)
-            ]
-        # The pool has waited for all processes. Collect the started processes first, so that they
-        # are stopped if another process could not be started.
-        for future in futures:
-            if future.exception() is None:
-                processes.append(future.result())
-        for future in futures:
-            future.result()  # raises the error of a process that could not be started
-    except NereidError:
+    first_process = _start_engine(settings, config, 0)
+    # The end of the `with` block waits until each start has succeeded or failed.
+    with ThreadPoolExecutor(config.data_parallel_size) as pool:
+        starts = [
+            pool.submit(_start_engine, settings, config, index)
+            for index in range(1, config.data_parallel_size)
+        ]
+    errors = [error for start in starts if (error := start.exception()) is not None]
+    started = [start.result() for start in starts if start.exception() is None]
+    processes = [first_process, *started]
+    if errors:
         for process in processes:
             process.stop()
-        raise
+        raise errors[0]
     return processes
 
 

@@ -42,7 +42,10 @@ class StreamAdmission:
         self._sequences_lock = threading.Lock()
 
     def open(self, envelope: RequestEnvelope, num_tokens: int, sender: Any) -> Stream:  # noqa: ANN401
-        """Return the stream of a new request, and add the request to the waiting requests.
+        """Return the stream of a new request. The limits count the request until it ends.
+
+        A request counts as waiting until the engine starts it (`note_start`), and each sequence
+        occupies a slot until the stream is closed (`close`).
 
         Args:
             envelope: the message from the tokenizer.
@@ -52,18 +55,7 @@ class StreamAdmission:
         Raises:
             CapacityError: the executor has too many waiting requests or too many sequences.
         """
-        settings = self._settings
-        now = time.monotonic()
-        timing = RequestTiming(
-            arrived=now,
-            num_prompt_tokens=num_tokens,
-            queue_timeout_s=effective_limit_s(
-                envelope.queue_timeout_s, settings.default_queue_timeout_s
-            ),
-            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
-            client_id=envelope.client_id,
-            traceparent=envelope.traceparent,
-        )
+        timing = self._new_timing(envelope, num_tokens)
         self._waiting.enter(timing)
         slots = self._acquire_slots(envelope)
         if slots is None:
@@ -76,9 +68,26 @@ class StreamAdmission:
             serial=serial,
             sequences=[Sequence(index, slot) for index, slot in enumerate(slots)],
             opening=Opening(envelope.context, slots),
-            last_sent=now,
+            last_sent=timing.arrived,
             grammar_field=envelope.grammar_field,
             timing=timing,
+        )
+
+    def _new_timing(self, envelope: RequestEnvelope, num_tokens: int) -> RequestTiming:
+        """Return the timing of a request that arrives now, with the time limits of the request.
+
+        A time limit comes from the request or, if the request has none, from the settings.
+        """
+        settings = self._settings
+        return RequestTiming(
+            arrived=time.monotonic(),
+            num_prompt_tokens=num_tokens,
+            queue_timeout_s=effective_limit_s(
+                envelope.queue_timeout_s, settings.default_queue_timeout_s
+            ),
+            timeout_s=effective_limit_s(envelope.timeout_s, settings.default_timeout_s),
+            client_id=envelope.client_id,
+            traceparent=envelope.traceparent,
         )
 
     def note_start(self, stream: Stream, started: float) -> None:

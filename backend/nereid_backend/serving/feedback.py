@@ -171,18 +171,21 @@ class FeedbackWriter:
     def verify(self, message: bytes) -> bytes:
         """Check the signature of a step, and return the packed StepState.
 
-        The step contains the address of the feedback memory. The memory is mapped first, because it
-        contains the key.
+        The key for the check is in the feedback memory whose address the message contains.
 
         Args:
-            message: the return value of `FeedbackReader.sign`.
+            message: the address, a line feed, the signature, and the packed StepState (the return
+                value of `FeedbackReader.sign`).
 
         Raises:
             RequestError: the step was not signed by an executor.
+
+        Mutates: after a restart of the executor, this object maps the memory of the new executor.
         """
-        address, _, rest = message.partition(b"\n")
+        address, _, signed_state = message.partition(b"\n")
         self.attach(address.decode("ascii", "replace"))
-        signature, state = rest[:_SIGNATURE_BYTES], rest[_SIGNATURE_BYTES:]
+        signature = signed_state[:_SIGNATURE_BYTES]
+        state = signed_state[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, _signature(self._key, state)):
             raise RequestError(
                 "state: the signature of the step is wrong. Only the executor may send requests to "

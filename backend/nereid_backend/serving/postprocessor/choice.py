@@ -109,21 +109,24 @@ class Choice:
                 None for no validation.
         """
         self.context = context
-        self.stop_string: str | None = None
-        self.is_finished = False
         self._index = index
         self._token_texts = token_texts
+        # Each text passes through these objects, in this order.
         self._detokenizer = Detokenizer(decode, context.seed_token_ids)
         self._stop_search = StopStrings(
             context.stop, include_in_output=context.include_stop_str_in_output
         )
         self._message = message
         self._checked_message = CheckedMessage(check) if check is not None else None
+        # The output: what the next response contains, and the counts of all responses.
         self._unsent = _UnsentOutput()
         self._has_sent_output = False
         self._totals = _Totals()
+        # The end of the choice. The reasons are None while the choice continues.
+        self.stop_string: str | None = None
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
+        self.is_finished = False
 
     def add(self, delta: SequenceDelta) -> None:
         """Add the tokens of one step.
@@ -138,13 +141,19 @@ class Choice:
         if delta.prompt_logprobs is not None:
             self._unsent.prompt_logprobs = delta.prompt_logprobs
         if self.stop_string is None:
-            # The tokens after a stop string are not part of the output.
-            num_output_tokens = self._add_text_of_tokens(list(delta.token_ids), delta.ending)
-            self._count_tokens(num_output_tokens, delta)
-            if delta.ending is not None:
-                self._add_withheld_text()
+            self._add_tokens(delta)
         if delta.ending is not None:
             self._finish(delta.ending)
+
+    def _add_tokens(self, delta: SequenceDelta) -> None:
+        """Add the text of the tokens of one step, and count the tokens that belong to the output.
+
+        If the sequence has ended, also add the text that was withheld until then.
+        """
+        num_output_tokens = self._add_text_of_tokens(list(delta.token_ids), delta.ending)
+        self._count_tokens(num_output_tokens, delta)
+        if delta.ending is not None:
+            self._add_withheld_text()
 
     def take_output(self) -> ChoiceOutput | None:
         """Return the output that was added since the last call, or None if there is no new output.
@@ -200,16 +209,27 @@ class Choice:
         if not needs_single_tokens:
             self._add_text(self._detokenizer.feed(text_ids))
             return len(token_ids)
-        for index, token_id in enumerate(text_ids):
+        num_added = self._add_texts_of_single_tokens(text_ids)
+        if self.stop_string is not None:
+            return num_added
+        has_stop_token = len(text_ids) < len(token_ids)
+        if has_stop_token and self._message.is_reasoning:
+            # A stop token inside the reasoning is a reasoning token, too. It was not counted yet,
+            # because it has no text.
+            self._totals.num_reasoning_tokens += 1
+        return len(token_ids)
+
+    def _add_texts_of_single_tokens(self, token_ids: list[int]) -> int:
+        """Add the text of one token after another, until a stop string is complete.
+
+        Return the number of tokens up to the end of the stop string; the number of all tokens if
+        there is no stop string.
+        """
+        for index, token_id in enumerate(token_ids):
             can_stop = self._totals.num_tokens + index >= self.context.min_tokens
             self._add_text_of_token(token_id, can_stop=can_stop)
             if self.stop_string is not None:
                 return index + 1
-        has_stop_token = len(text_ids) < len(token_ids)
-        if has_stop_token and self._message.is_reasoning:
-            # The stop token has no text, so the loop above did not count it. If the stop token ends
-            # the sequence inside the reasoning, it is a reasoning token, too.
-            self._totals.num_reasoning_tokens += 1
         return len(token_ids)
 
     def _add_text_of_token(self, token_id: int, *, can_stop: bool) -> None:
@@ -258,7 +278,12 @@ class Choice:
             self._unsent.logprobs += delta.logprobs[:count]
 
     def _finish(self, ending: Ending) -> None:
-        """Determine the finish reason and the stop reason."""
+        """End the parsed message, and set the finish reason and the stop reason of the choice.
+
+        A stop string takes precedence over the reason of the engine, which the engine may have
+        determined after the stop string. The message is complete, and can be validated, only if the
+        model itself has ended the message.
+        """
         self._message.finish()
         if self.stop_string is not None:
             self._finish_reason = "stop"
@@ -283,24 +308,39 @@ class Choice:
         message = self._message.take()
         if self._checked_message is not None:
             self._checked_message.add(message)
-        delta: dict[str, Any] = {}
         # The index 0 is omitted, so that the deltas of requests with only one choice are shorter.
-        if self._index:
-            delta["index"] = self._index
-        delta |= message
+        index_field = {"index": self._index} if self._index else {}
+        usage = self._totals.usage(self.context.num_prompt_tokens)
+        return {
+            **index_field,
+            **message,
+            **self._logprob_fields(),
+            **self._token_id_fields(),
+            **self._ending_fields(),
+            "usage": usage,
+        }
+
+    def _logprob_fields(self) -> dict[str, Any]:
+        """Return the fields with log-probabilities; {} if the request asks for none."""
         unsent = self._unsent
+        fields: dict[str, Any] = {}
         if unsent.logprobs:
-            delta["logprobs"] = [openai_entry(row, self._token_texts) for row in unsent.logprobs]
-        delta |= self._token_id_fields()
+            fields["logprobs"] = [openai_entry(row, self._token_texts) for row in unsent.logprobs]
         if unsent.prompt_logprobs is not None:
-            delta["prompt_logprobs"] = prompt_entries(unsent.prompt_logprobs, self._token_texts)
-        if self._finish_reason is not None:
-            delta["cumulative_logprob"] = self._totals.cumulative_logprob
-            delta["finish_reason"] = self._finish_reason
-            if self._stop_reason is not None:
-                delta["stop_reason"] = self._stop_reason
-        delta["usage"] = self._totals.usage(self.context.num_prompt_tokens)
-        return delta
+            fields["prompt_logprobs"] = prompt_entries(unsent.prompt_logprobs, self._token_texts)
+        return fields
+
+    def _ending_fields(self) -> dict[str, Any]:
+        """Return the fields that only the last delta has; {} while the choice continues."""
+        if self._finish_reason is None:
+            return {}
+        fields: dict[str, Any] = {
+            "cumulative_logprob": self._totals.cumulative_logprob,
+            "finish_reason": self._finish_reason,
+        }
+        if self._stop_reason is not None:
+            fields["stop_reason"] = self._stop_reason
+        return fields
 
     def _token_id_fields(self) -> dict[str, list[int]]:
         """Return the fields that contain token ids; {} if the request asks for no token ids."""

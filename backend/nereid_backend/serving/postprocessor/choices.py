@@ -40,13 +40,14 @@ class Choices:
             choices: the choices, ordered by index.
         """
         self.context = context
+        self._slots = slots
+        self._choices = list(choices)
+        # The docstring of the class describes these times and the other public attributes.
         self.opened_at = time.monotonic()
         self.last_response_at = self.opened_at
         self.last_cancel_check_at = 0.0
         self.is_cancelled = False
         self.parsing_s = 0.0
-        self._slots = slots
-        self._choices = list(choices)
 
     def add(self, state: StepState) -> None:
         """Add the tokens of one step to the choices to which the tokens belong."""

@@ -85,7 +85,7 @@ class PostprocessorModel:
 
         The executor learns from the feedback memory that the step was processed.
         """
-        state = self._read_state(request)
+        state = self._verify_step(request)
         if self._streams.is_late(state):
             # The stream of the step has ended, and another stream already uses the slot. A slot is
             # the place of a stream in the feedback memory.
@@ -95,7 +95,9 @@ class PostprocessorModel:
             if self._streams.is_new(state):
                 self._open(state)
             choices = self._streams.get(state)
-            return None if choices is None else self._advance(choices, state, request)
+            if choices is None:
+                return None  # An earlier step has failed, and the client has got the error.
+            return self._advance(choices, state, request)
         except Exception:
             # A stream cannot continue after an error. `execute` sends the error to the client as
             # the last response.
@@ -103,19 +105,22 @@ class PostprocessorModel:
             self._feedback.raise_signal(state.slot, state.serial, Signal.CANCELLED)
             raise
 
-    def _read_state(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
+    def _verify_step(self, request: Any) -> StepState:  # noqa: ANN401 - the server's own type
         """Check that an executor has signed the step in a request, and return the StepState.
+
+        If the step comes from a restarted executor, remove all open streams, because the restarted
+        executor numbers its streams from 1 again.
 
         Raises:
             RequestError: the step was not signed by an executor.
         """
         message = tensors.array(request, tensor_names.STATE).tobytes()
-        address = self._feedback.address
-        state = StepState.unpack(self._feedback.verify(message))
-        if self._feedback.address != address:
-            # The address has changed, so the message comes from a new executor process.
+        previous_address = self._feedback.address
+        # `verify` changes the address if the message comes from another executor process.
+        packed_state = self._feedback.verify(message)
+        if self._feedback.address != previous_address:
             self._streams.clear()
-        return state
+        return StepState.unpack(packed_state)
 
     def _advance(self, choices: Choices, state: StepState, request: Any) -> Any:  # noqa: ANN401
         """Add a step to its stream, and return the response; None if there is no new output."""
@@ -126,8 +131,11 @@ class PostprocessorModel:
         else:
             self._check_cancel(choices, state, request)
             self._signal_stop_strings(choices, state)
-        reply = self._reply(choices, choices.take_outputs(is_last=state.is_last))
-        return self._keepalive(choices) if reply is None else reply
+        outputs = choices.take_outputs(is_last=state.is_last)
+        if not outputs:
+            return self._keepalive(choices)
+        choices.last_response_at = time.monotonic()
+        return self._response(choices.context, outputs)
 
     def _record_span(self, choices: Choices) -> None:
         """Record the span of a stream that has just ended."""
@@ -214,37 +222,31 @@ class PostprocessorModel:
         and markers are often special tokens. So special tokens can be skipped only in plain text.
         """
         # The output of a completion is not parsed. The context of a completion has no `prompt`.
-        fmt = self._format if context.prompt is not None else None
-        decode = self._decode_with_special_tokens
-        if context.skip_special_tokens and fmt is None:
+        is_chat = context.prompt is not None
+        fmt = self._format if is_chat else None
+        if fmt is None and context.skip_special_tokens:
             decode = self._decode_without_special_tokens
+        else:
+            decode = self._decode_with_special_tokens
         check = strict_check(context)
-        return [
-            Choice(
-                context,
-                index,
-                decode,
-                PlainMessage() if fmt is None else ParsedMessage(fmt, context),
-                self._texts,
-                check,
-            )
-            for index in range(context.n)
-        ]
+        choices = []
+        for index in range(context.n):
+            message = PlainMessage() if fmt is None else ParsedMessage(fmt, context)
+            choices.append(Choice(context, index, decode, message, self._texts, check))
+        return choices
 
-    def _reply(self, choices: Choices, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
-        """Return a response that contains `outputs`; None if there are no outputs.
+    def _response(self, context: StreamContext, outputs: Sequence[ChoiceOutput]) -> Any:  # noqa: ANN401
+        """Return the response that contains `outputs`.
 
-        Each output tensor has one element for each element of `outputs`.
+        Each output tensor has one element for each element of `outputs`. `_optional_output`
+        describes the exceptions.
         """
-        if not outputs:
-            return None
-        choices.last_response_at = time.monotonic()
         output_tensors: dict[str, npt.NDArray[Any]] = {
             tensor_names.TEXT_OUTPUT: tensors.strings(*(output.text for output in outputs)),
             tensor_names.DELTA: tensors.json_strings(*(output.delta for output in outputs)),
         }
-        for name in choices.context.returns:
-            output_tensors[name] = self._optional_output(name, choices.context, outputs)
+        for name in context.returns:
+            output_tensors[name] = self._optional_output(name, context, outputs)
         return tensors.response(output_tensors)
 
     def _optional_output(
@@ -256,18 +258,20 @@ class PostprocessorModel:
         because all choices have the same prompt. If no choice has ended, the tensor with the finish
         reasons has no elements.
         """
-        if name == tensor_names.FINISH_REASON:
-            reasons = [output.finish_reason or "" for output in outputs]
-            has_ended_choice = any(reasons)
-            return tensors.strings(*reasons) if has_ended_choice else tensors.strings()
-        if name == tensor_names.LOGPROBS:
-            return tensors.json_strings(*(self._logprob_entries(output) for output in outputs))
-        if name == tensor_names.CUMULATIVE_LOGPROB:
-            return np.array([output.cumulative_logprob for output in outputs], np.float32)
-        if name == tensor_names.NUM_INPUT_TOKENS:
-            return np.array([context.num_prompt_tokens], np.uint32)
-        assert name == tensor_names.NUM_OUTPUT_TOKENS
-        return np.array([output.num_output_tokens for output in outputs], np.uint32)
+        match name:
+            case tensor_names.FINISH_REASON:
+                reasons = [output.finish_reason or "" for output in outputs]
+                has_ended_choice = any(reasons)
+                return tensors.strings(*reasons) if has_ended_choice else tensors.strings()
+            case tensor_names.LOGPROBS:
+                return tensors.json_strings(*(self._logprob_entries(output) for output in outputs))
+            case tensor_names.CUMULATIVE_LOGPROB:
+                return np.array([output.cumulative_logprob for output in outputs], np.float32)
+            case tensor_names.NUM_INPUT_TOKENS:
+                return np.array([context.num_prompt_tokens], np.uint32)
+            case tensor_names.NUM_OUTPUT_TOKENS:
+                return np.array([output.num_output_tokens for output in outputs], np.uint32)
+        raise AssertionError(f"{name} is not an optional output")
 
     def _logprob_entries(self, output: ChoiceOutput) -> list[dict[str, dict[str, Any]]]:
         """Return the log-probabilities of the new tokens in the format of vLLM's API."""

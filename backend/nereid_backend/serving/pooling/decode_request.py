@@ -119,13 +119,8 @@ def split_token_ids(
         _check_lengths(lengths, ids.size)
     if not lengths.size:
         return []
-    longest = int(lengths.argmax())
-    if lengths[longest] > max_len and not truncate:
-        element = f" element {longest}:" if lengths.size > 1 else ""
-        raise RequestError(
-            f"{names.INPUT_IDS}:{element} the input has {lengths[longest]} tokens, but the limit "
-            f"is {max_len} (max_model_len). {TRUNCATE_REMEDY}"
-        )
+    if not truncate:
+        _refuse_long_input(lengths, max_len)
     # `np.split` needs the end of each input except the last.
     ends = np.cumsum(lengths)[:-1]
     return [ids_of_input[:max_len].tolist() for ids_of_input in np.split(ids, ends)]
@@ -145,6 +140,18 @@ def _check_lengths(lengths: npt.NDArray[np.int32], num_ids: int) -> None:
         )
 
 
+def _refuse_long_input(lengths: npt.NDArray[np.int32], max_len: int) -> None:
+    """Raise a RequestError if the longest input has more than `max_len` tokens."""
+    longest = int(lengths.argmax())
+    if lengths[longest] <= max_len:
+        return
+    element = f" element {longest}:" if lengths.size > 1 else ""
+    raise RequestError(
+        f"{names.INPUT_IDS}:{element} the input has {lengths[longest]} tokens, but the limit "
+        f"is {max_len} (max_model_len). {TRUNCATE_REMEDY}"
+    )
+
+
 def parse_part(text: str, index: int) -> tuple[str, Any]:
     """Parse one element of the tensor `parts`. An element contains a text, an image, or both.
 
@@ -158,26 +165,40 @@ def parse_part(text: str, index: int) -> tuple[str, Any]:
         RequestError: the element is neither a text nor an image, or the image is not base64.
     """
     where = f"{names.PARTS}: element {index}"
+    part = _parse_part_fields(text, where)
+    if "image" not in part:
+        return "text", part["text"]
+    image = decode_image(part["image"], where)
+    if "text" not in part:
+        return "image", image
+    return "mixed", {"text": part["text"], "image": image}
+
+
+def _parse_part_fields(text: str, where: str) -> dict[str, str]:
+    """Parse a JSON object that has the key `text`, the key `image`, or both.
+
+    Args:
+        text: the JSON text.
+        where: the beginning of error messages.
+
+    Raises:
+        RequestError: the text is not such an object, or a value is not a string.
+    """
     try:
-        value = json.loads(text)
+        part = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not valid JSON: {error}") from None
-    if not isinstance(value, dict) or not value or not set(value) <= {"text", "image"}:
+    if not isinstance(part, dict) or not part or not part.keys() <= {"text", "image"}:
         raise RequestError(
             f'{where} must be {{"text": ...}}, {{"image": ...}} or an object with both keys, but '
             f"it is {text[:80]}."
         )
-    for name, content in value.items():
+    for name, content in part.items():
         if not isinstance(content, str):
             raise RequestError(
                 f"{where}: {name} must be a string, but it is {json.dumps(content)[:80]}."
             )
-    if "image" in value:
-        value["image"] = decode_image(value["image"], where)
-    if len(value) > 1:
-        return "mixed", value
-    ((name, content),) = value.items()
-    return name, content
+    return part
 
 
 def decode_image(text: str, where: str) -> bytes:

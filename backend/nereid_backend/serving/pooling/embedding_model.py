@@ -48,15 +48,21 @@ class EmbeddingModel(PoolingStub):
         if tensor_name == names.PARTS:
             parts = decode_request.decode_texts(self.read_array(request, names.PARTS), names.PARTS)
             return [decode_request.parse_part(part, index) for index, part in enumerate(parts)]
-        values = tensors.array(request, names.INPUT_IDS)
+        return [("token_ids", ids) for ids in self._read_token_ids(request, options)]
+
+    def _read_token_ids(self, request: Any, options: Mapping[str, Any]) -> list[list[int]]:  # noqa: ANN401
+        """Return one list of token ids for each input.
+
+        The tensor `input_ids` contains the token ids of all inputs, and the tensor `input_lengths`
+        contains the number of token ids of each input. Without lengths, there is one input.
+        """
+        ids = tensors.array(request, names.INPUT_IDS)
         lengths = None
         if tensors.has_tensor(request, names.INPUT_LENGTHS):
             lengths = self.read_array(request, names.INPUT_LENGTHS)
         max_len = self.text_limit.max_model_len
-        lists = decode_request.split_token_ids(
-            values, lengths, max_len, truncate=options.get("truncate", False)
-        )
-        return [("token_ids", ids) for ids in lists]
+        truncate = options.get("truncate", False)
+        return decode_request.split_token_ids(ids, lengths, max_len, truncate=truncate)
 
     def build_outputs(self, outcome: Outcome) -> Tensors:
         """Return the output tensors of a finished job."""

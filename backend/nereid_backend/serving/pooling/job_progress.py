@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -104,7 +104,7 @@ class _JobProgress:
         return self.num_sent < len(self.values) and len(self.slices) < _MAX_SLICES
 
     def slice_id(self, first: int) -> str:
-        """Return the id of a slice in the engine.
+        """Return the id of a slice in the engine. `_parse_slice_id` reads the id.
 
         `first` is the index of the slice's first input.
         """
@@ -121,8 +121,7 @@ class _JobProgress:
         for name, value in itertools.islice(self.job.inputs, self.num_sent, None):
             fields = self._item_fields(name, value)
             items.append(PoolingItem(**fields, **self.job.options))
-            contents = fields["pair"] if "pair" in fields else fields.values()
-            size_of_slice += sum(map(_size, contents))
+            size_of_slice += _size_of_item(fields)
             if len(items) == _SLICE_INPUTS or size_of_slice >= _SLICE_CHARACTERS:
                 break
         self.slices[self.num_sent] = len(items)
@@ -130,19 +129,25 @@ class _JobProgress:
         return items
 
     def _item_fields(self, name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401 - see Job.inputs
-        """Convert an element of Job.inputs to fields of PoolingItem.
+        """Return the fields of the PoolingItem for one input of the job.
 
-        Examples: ("text", "a") returns {"text": "a"}, and ("document", "a") returns {"pair":
-        (query, "a")} with the job's query.
+        An input is a pair of a name and a value (see Job.inputs):
+
+            text, token_ids or image, VALUE         {name: VALUE}
+            document, DOCUMENT                      {"pair": (the job's query, DOCUMENT)}
+            pair, [QUERY, DOCUMENT]                 {"pair": (QUERY, DOCUMENT)}
+            mixed, {"text": TEXT, "image": IMAGE}   {"text": TEXT, "image": IMAGE}
         """
-        if name == "document":
-            return {"pair": (self.job.query, value)}
-        if name == "pair":
-            # msgpack turns tuples into lists, but PoolingItem needs a tuple.
-            return {"pair": tuple(value)}
-        if name == "mixed":
-            return dict(value)
-        return {name: value}
+        match name:
+            case "document":
+                return {"pair": (self.job.query, value)}
+            case "pair":
+                # msgpack turns tuples into lists, but PoolingItem needs a tuple.
+                return {"pair": tuple(value)}
+            case "mixed":
+                return dict(value)
+            case _:
+                return {name: value}
 
     def add_result(self, first: int, result: PoolingResult) -> None:
         """Store the result of one input. `first` is the index of the first input of the slice."""
@@ -163,23 +168,23 @@ class _JobProgress:
         return Outcome.from_values(kind, values, self.num_tokens, offsets)
 
     def job_message(self, error: NereidError, first: int) -> str:
-        """Convert an error message about a slice to an error message about the job.
+        """Convert the engine's error message about a slice to an error message about the job.
 
         Example: for the slice that begins with input 256 of a job in the tensor `texts`, "input 3:
         input: the text is empty" becomes "texts: element 259: the text is empty".
         """
         match = _ENGINE_MESSAGE.fullmatch(str(error))
-        assert match is not None  # The pattern matches every text.
+        assert match is not None, "the pattern matches every text"
         problem = match["problem"]
-        is_about_input = problem.startswith(("input: ", "image: "))
-        if not is_about_input:
+        is_about_one_input = problem.startswith(("input: ", "image: "))
+        if not is_about_one_input:
             return problem  # The error is about the whole request, such as an option.
-        # In the error message, the name of the tensor replaces the word `input`. The word `image`
-        # is not replaced, because a tensor can contain texts and images.
-        problem = problem.removeprefix("input: ")
-        index = first + int(match["index"] or 0)
-        element = f"element {index}: " if len(self.values) > 1 else ""
-        return f"{self.job.field}: {element}{problem}"
+        index_in_slice = int(match["index"] or 0)
+        has_several_inputs = len(self.job.inputs) > 1
+        element = f"element {first + index_in_slice}: " if has_several_inputs else ""
+        # The name of the tensor replaces the word "input". The word "image" is not replaced,
+        # because a tensor can contain texts and images.
+        return f"{self.job.field}: {element}{problem.removeprefix('input: ')}"
 
 
 class WorkerJobs:
@@ -268,12 +273,10 @@ class WorkerJobs:
         Raises:
             EngineError: the GPU is lost.
         """
-        # The engine's request id is the return value of `slice_id`.
-        request_id, _, first_text = result.request_id.rpartition(":")
-        first = int(first_text)
+        request_id, first = _parse_slice_id(result.request_id)
         progress = self._jobs.get(request_id)
         if progress is None:
-            return
+            return  # The job was aborted or refused.
         if result.error is not None:
             self._refuse_result(progress, first + result.index, result.error)
             return
@@ -302,9 +305,27 @@ class WorkerJobs:
         self._send(["refused", progress.request_id, kind, str(error)])
 
 
-def _size(value: str | bytes | list[int]) -> int:
-    """Return the size of an input in characters or token ids, to limit the size of a slice."""
-    return max(len(value), _IMAGE_CHARACTERS) if isinstance(value, bytes) else len(value)
+def _parse_slice_id(slice_id: str) -> tuple[str, int]:
+    """Return the id of a slice's request, and the index of the slice's first input.
+
+    Example: "7:256" returns ("7", 256).
+    """
+    request_id, _, first = slice_id.rpartition(":")
+    return request_id, int(first)
+
+
+def _size_of_item(fields: Mapping[str, Any]) -> int:
+    """Return the size of an input in characters or token ids, to limit the size of a slice.
+
+    Example: {"pair": ("ab", "cde")} returns 5.
+    """
+    contents = fields["pair"] if "pair" in fields else fields.values()
+    return sum(map(_size, contents))
+
+
+def _size(content: str | bytes | list[int]) -> int:
+    """Return the size of a text, of token ids or of an image. A small image counts as large."""
+    return max(len(content), _IMAGE_CHARACTERS) if isinstance(content, bytes) else len(content)
 
 
 def _kind_of(value: Value) -> str:

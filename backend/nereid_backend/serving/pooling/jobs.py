@@ -81,27 +81,16 @@ class Outcome:
             num_tokens: the number of tokens of each input.
             offsets: for token_classify, one array for each input (see PoolingResult.offsets).
         """
-        counts = np.zeros(0, dtype=np.int32)
-        weights: list[Weights] = []
-        joined_values = np.zeros((0, 0), dtype=np.float32)
-        if kind == "sparse":
-            weights = [_weights(value) for value in values if isinstance(value, dict)]
-        elif kind in ("multi_vector", "token_classify"):
-            # Each value is an array with one row for each token.
-            arrays = [np.asarray(value, dtype=np.float32) for value in values]
-            joined_values = np.concatenate(arrays)
-            if kind == "multi_vector":
-                counts = np.array([len(array) for array in arrays], dtype=np.int32)
-        else:
-            joined_values = np.array(values, dtype=np.float32)
-        all_offsets = np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32)
+        arrays = [value for value in values if isinstance(value, np.ndarray)]
+        counts = [len(array) for array in arrays] if kind == "multi_vector" else []
         return cls(
             kind=kind,
-            values=joined_values,
-            counts=counts,
-            weights=weights,
+            values=_join_values(kind, values),
+            counts=np.array(counts, dtype=np.int32),
+            # Only the values of the kind "sparse" are dicts.
+            weights=[_weights(value) for value in values if isinstance(value, dict)],
             num_tokens=np.array(num_tokens, dtype=np.int32),
-            offsets=all_offsets,
+            offsets=np.concatenate(offsets) if offsets else np.zeros((0, 2), dtype=np.int32),
         )
 
     def row(self) -> list[Any]:
@@ -125,16 +114,33 @@ class Outcome:
         kind, shape, values, counts, weights, num_tokens, offsets = row
         return cls(
             kind=kind,
-            values=np.frombuffer(values, dtype=np.float32).reshape(shape),
-            counts=np.frombuffer(counts, dtype=np.int32),
-            weights=[
-                (np.frombuffer(ids, dtype=np.int32), np.frombuffer(id_weights, dtype=np.float32))
-                for ids, id_weights in weights
-            ],
-            num_tokens=np.frombuffer(num_tokens, dtype=np.int32),
+            values=_floats(values).reshape(shape),
+            counts=_integers(counts),
+            weights=[(_integers(ids), _floats(id_weights)) for ids, id_weights in weights],
+            num_tokens=_integers(num_tokens),
             # Each token has two offsets: the beginning and the end of its range of characters.
-            offsets=np.frombuffer(offsets, dtype=np.int32).reshape(-1, 2),
+            offsets=_integers(offsets).reshape(-1, 2),
         )
+
+
+def _floats(data: bytes) -> npt.NDArray[np.float32]:
+    """Return an array that shares the memory of `data`."""
+    return np.frombuffer(data, dtype=np.float32)
+
+
+def _integers(data: bytes) -> npt.NDArray[np.int32]:
+    """Return an array that shares the memory of `data`."""
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def _join_values(kind: str, values: Sequence[Value]) -> npt.NDArray[np.float32]:
+    """Combine the values of all inputs into one array. Outcome.values describes its shape."""
+    if kind == "sparse":
+        return np.zeros((0, 0), dtype=np.float32)
+    if kind in ("multi_vector", "token_classify"):
+        # Each value has one row for each token.
+        return np.concatenate([np.asarray(value, dtype=np.float32) for value in values])
+    return np.array(values, dtype=np.float32)
 
 
 def _weights(value: dict[int, float]) -> Weights:

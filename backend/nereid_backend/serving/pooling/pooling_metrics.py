@@ -35,24 +35,33 @@ class PoolingMetrics:
 
     def __init__(self, model_name: str) -> None:
         """Create the metrics in Triton server. `publish` sends their values."""
+        labels = {"model_name": model_name}
         families = MetricFamilies()
-        self._families = families
-        self._labels = {"model_name": model_name}
+        self._labels = labels
+        self._families = families  # The metrics exist as long as this object exists.
         num_requests = families.gauge("pooling_num_requests", "Requests without a response")
-        self._num_requests = num_requests.Metric(self._labels)
-        self._outcomes = families.counter("pooling_requests_total", "Answered requests by outcome")
-        self._counters = {name: families.counter(name, text) for name, text in _COUNTERS.items()}
-        self._published = {
-            name: families.histogram_counters(name, text, self._labels)
-            for name, text in _HISTOGRAMS.items()
-        }
+        self._num_requests = num_requests.Metric(labels)
+        # The values that this process collects: the number of requests by outcome, and the other
+        # counts and the histograms by name.
+        self._num_by_outcome = Counter({"success": 0, "refused": 0, "error": 0})
+        self._counts: Counter[str] = Counter()
         self._histograms = {
             name: Histogram(DURATION_BUCKETS_S if name.endswith("_seconds") else SIZE_BUCKETS)
             for name in _HISTOGRAMS
         }
-        self._counts: Counter[str] = Counter()  # the counters' values, by name
-        self._ended = Counter({"success": 0, "refused": 0, "error": 0})  # requests, by outcome
-        self._due = 0.0  # the time at which the metrics are published next
+        # The server's metrics, to which `publish` sends these values.
+        self._server_outcomes = families.counter(
+            "pooling_requests_total", "Answered requests by outcome"
+        )
+        self._server_counters = {
+            name: families.counter(name, text) for name, text in _COUNTERS.items()
+        }
+        self._server_histograms = {
+            name: families.histogram_counters(name, text, labels)
+            for name, text in _HISTOGRAMS.items()
+        }
+        # The time of the next publication, by time.monotonic(). The time 0 has already passed.
+        self._publish_due = 0.0
 
     def note_success(
         self, arrived: float, started: float, num_inputs: int, num_tokens: int
@@ -89,7 +98,7 @@ class PoolingMetrics:
             outcome = "refused"
         else:
             outcome = "error"
-        self._ended[outcome] += 1
+        self._num_by_outcome[outcome] += 1
 
     def note_restart(self) -> None:
         """Count a restart of the worker process."""
@@ -98,13 +107,13 @@ class PoolingMetrics:
     def publish(self, num_requests: int) -> None:
         """Publish the changed metrics. Do nothing if the last publication was less than 1 s ago."""
         now = time.monotonic()
-        if now < self._due:
+        if now < self._publish_due:
             return
-        self._due = now + _PUBLISH_INTERVAL_S
+        self._publish_due = now + _PUBLISH_INTERVAL_S
         self._num_requests.set(float(num_requests))
-        for name, counter in self._counters.items():
+        for outcome, count in self._num_by_outcome.items():
+            self._server_outcomes.raise_to(count, {**self._labels, "outcome": outcome})
+        for name, counter in self._server_counters.items():
             counter.raise_to(self._counts[name], self._labels)
-        for outcome, count in self._ended.items():
-            self._outcomes.raise_to(count, {**self._labels, "outcome": outcome})
         for name, histogram in self._histograms.items():
-            self._published[name].publish(histogram)
+            self._server_histograms[name].publish(histogram)

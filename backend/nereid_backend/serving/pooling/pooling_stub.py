@@ -109,8 +109,9 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     def read_texts(self, request: Any, name: str, options: Mapping[str, Any]) -> list[str]:  # noqa: ANN401
         """Decode the elements of the input tensor with the name `name`, and return the texts.
 
-        If the option `truncate` is true, the worker truncates the texts. Otherwise, the size of
-        each text is checked here, before the text is decoded and sent to the worker.
+        If the option `truncate` is false, a text that is certainly too long is refused here, before
+        the text is decoded and sent to the worker. If the option is true, the worker truncates the
+        texts, so their size is not checked.
 
         Raises:
             RequestError: there are too many texts, or a text is too long or is not UTF-8.
@@ -169,32 +170,29 @@ class PoolingStub(SupervisedModel[PendingRequest]):
         """Send the job of a request to the worker. If the request has no inputs, respond at once.
 
         A job consists of the inputs and the options of one request. The worker is the process that
-        runs the model. A request without inputs can ask for information about the model.
+        runs the model. A request can ask for information about the model, with or without inputs.
 
         Raises:
             RequestError: an input is missing or wrong.
             CapacityError: no checkpoint is served, or the model has too many requests.
         """
         returns_info = bool(tensors.optional_bool(request, names.RETURN_INFO))
-        if self.child is None:
-            if not returns_info:
-                raise CapacityError(self._not_served_message())
-            self.respond_later(sender, self._info())
-            return
-        self._check_num_requests()
+        is_served = self.child is not None
+        if is_served:
+            self._check_num_requests()
+        elif not returns_info:
+            raise CapacityError(self._not_served_message())
         given = [name for name in self.input_names if tensors.has_tensor(request, name)]
-        if returns_info and not given:
+        if returns_info and not (is_served and given):
             self.respond_later(sender, self._info())
             return
         options = parse_options(tensors.optional_text(request, names.OPTIONS), self.option_types)
         job = self.read_job(request, given, options)
-        if not job.inputs:
-            outputs = self.empty_outputs()
-            if returns_info:
-                outputs = outputs | self._info()
-            self.respond_later(sender, outputs)
-            return
-        self._add_job(request, sender, job, returns_info=returns_info)
+        if job.inputs:
+            self._add_job(request, sender, job, returns_info=returns_info)
+        else:
+            info = self._info() if returns_info else {}
+            self.respond_later(sender, self.empty_outputs() | info)
 
     def _check_num_requests(self) -> None:
         """Raise a CapacityError if the number of requests has reached the setting max_requests."""
@@ -220,21 +218,31 @@ class PoolingStub(SupervisedModel[PendingRequest]):
     # Only the loop's thread calls the methods below.
 
     def handle(self, process: SupervisedProcess, kind: str, values: list[Any]) -> None:  # noqa: ARG002
-        """Handle a message of the worker.
+        """Send the outputs or the error in a message of the worker to the client.
 
-        The message "done" contains the outputs of a request, and "refused" contains an error. Send
-        the outputs or the error to the client. Ignore all other messages (see pooling_worker.py).
+        Other kinds of messages are ignored, and messages about requests that have already ended,
+        too. The docstring of pooling_worker.py describes the messages.
         """
-        if kind not in ("done", "refused"):
-            return
-        request_id, *row = values
-        pending = self.remove(request_id)
-        if pending is None:
-            return
-        if kind == "refused":
-            self.respond(pending.sender, refusal_error(*row))
-            return
-        started, *outcome_row = row
+        match kind, *values:
+            case "done", request_id, started, *outcome_row:
+                pending = self.remove(request_id)
+                if pending is not None:
+                    self._respond_with_outcome(pending, started, outcome_row)
+            case "refused", request_id, error_class, text:
+                pending = self.remove(request_id)
+                if pending is not None:
+                    self.respond(pending.sender, refusal_error(error_class, text))
+
+    def _respond_with_outcome(
+        self, pending: PendingRequest, started: float, outcome_row: list[Any]
+    ) -> None:
+        """Send the outputs of a complete job to the client, and record the success.
+
+        Args:
+            pending: the request.
+            started: the time at which the computation of the first input started.
+            outcome_row: the packed Outcome.
+        """
         try:
             outcome = Outcome.from_row(outcome_row)
             outputs = self.build_outputs(outcome)
@@ -393,7 +401,8 @@ def _fits_shared_memory(outputs: Tensors) -> bool:
     free_bytes = shared_memory.f_bavail * shared_memory.f_frsize
     # While the stub's memory pool grows, the pool needs space for its old content and for the
     # response.
-    return free_bytes > 2 * num_bytes + _POOL_STEP_BYTES
+    needed_bytes = 2 * num_bytes + _POOL_STEP_BYTES
+    return free_bytes > needed_bytes
 
 
 def _num_bytes(array: npt.NDArray[Any]) -> int:

@@ -30,20 +30,22 @@ class RerankModel(PoolingStub):
         """
         if given == [names.TEXTS]:
             return self._classify_job(request, options)
+        # `given` has the order of `input_names`, so the query is before the documents.
         if given not in ([names.QUERY, names.DOCUMENTS], [names.QUERY, names.PARTS]):
             raise RequestError(
                 f"{names.QUERY}: a request must have {names.QUERY} and either {names.DOCUMENTS} or "
                 f"{names.PARTS}, or only {names.TEXTS} for a classifier, but it has "
                 f"{' and '.join(given) or 'none'}."
             )
-        document_tensor = given[1]
+        _, document_tensor = given
         queries = self.read_texts(request, names.QUERY, options)
         documents = self._read_documents(request, document_tensor, options)
+        inputs: list[tuple[str, Any]]
         if len(queries) == 1:
             inputs = [("document", document) for document in documents]
             return Job(document_tensor, inputs, options, query=queries[0])
-        pairs = decode_request.pair_queries(queries, documents)
-        return Job(document_tensor, [("pair", pair) for pair in pairs], options)
+        inputs = [("pair", pair) for pair in decode_request.pair_queries(queries, documents)]
+        return Job(document_tensor, inputs, options)
 
     def _read_documents(
         self,

@@ -114,9 +114,10 @@ def take_images(body: dict[str, Any]) -> list[bytes]:
 
 
 def _take_image(part: Any, images: list[bytes]) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a placeholder for a part with an image, a video or audio.
+    """Return a placeholder such as {"type": "image"} for a part with an image, a video or audio.
 
-    Other parts are returned unchanged.
+    Other parts are returned unchanged. A video and an audio file count as images here, because the
+    same process prepares all of them.
 
     Mutates: `images`. The URL or the base64 text of the image, the video or the audio is appended.
     """

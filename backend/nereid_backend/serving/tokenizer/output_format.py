@@ -77,7 +77,7 @@ def read_output_format(fields: Mapping[str, Any]) -> OutputFormat | None:
 
 def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value
     """Return the output format that one request field requires; None if it requires no format."""
-    if value is None or value in ({}, ""):
+    if value in (None, {}, ""):
         return None
     if name == "response_format":
         return _read_response_format(value)
@@ -85,13 +85,13 @@ def _read_field(name: str, value: Any) -> OutputFormat | None:  # noqa: ANN401 -
         return _read_structured_outputs(value)
     if name == "json_schema":
         return OutputFormat(name, _schema_form(name, value))
+    # The remaining fields are regex, ebnf and grammar.
     if not isinstance(value, str):
         raise RequestError(
             f"{name}: the value must be a string, but the request has {shown(value)}."
         )
     if name == "regex":
         return OutputFormat(name, {"type": "regex", "pattern": value})
-    assert name in ("ebnf", "grammar")
     return OutputFormat(name, {"type": "grammar", "grammar": value})
 
 
@@ -141,16 +141,22 @@ def _json_schema_form(value: Mapping[str, Any]) -> Mapping[str, Any]:
     """Convert a response_format of the type json_schema.
 
     In OpenAI's API, the schema is inside the object `json_schema`. Other clients send the schema
-    without this object: `{"type": "json_schema", "schema": {}}`.
+    without this object: `{"type": "json_schema", "schema": {}}`. The result always has the object.
+
+    Raises:
+        RequestError: there is no schema.
     """
-    inner = value.get("json_schema", value)
-    schema = inner.get("schema") if isinstance(inner, Mapping) else inner
-    if not isinstance(inner, Mapping) or not isinstance(schema, Mapping | bool):
-        raise RequestError(
-            "response_format: json_schema.schema must be a JSON schema (an object, true or false), "
-            f"but the request has {shown(schema)}."
-        )
-    return {"type": "json_schema", "json_schema": inner}
+    object_with_schema = value.get("json_schema", value)
+    if isinstance(object_with_schema, Mapping):
+        schema = object_with_schema.get("schema")
+        if isinstance(schema, Mapping | bool):
+            return {"type": "json_schema", "json_schema": object_with_schema}
+    else:
+        schema = object_with_schema
+    raise RequestError(
+        "response_format: json_schema.schema must be a JSON schema (an object, true or false), "
+        f"but the request has {shown(schema)}."
+    )
 
 
 def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401 - any JSON value

@@ -97,18 +97,25 @@ class PromptBuilder:
         self._template_defaults = dict(template_defaults or {})
         self._encoder = PromptEncoder(tokenizer, max_model_len)
         self._renderer = ChatTemplateRenderer(tokenizer)
+        self._check_template_defaults()
+        self.limits = self._derive_limits(max_model_len, max_image_bytes)
+
+    def _check_template_defaults(self) -> None:
+        """Raise a ConfigError if a default value belongs to a variable that the server sets."""
         reserved = sorted(self._renderer.reserved_variables & self._template_defaults.keys())
         if reserved:
             raise ConfigError(
                 f"chat_template_kwargs: the name {reserved[0]} is reserved, because the server "
                 "sets this variable itself."
             )
-        limits = RequestLimits.derive(
+
+    def _derive_limits(self, max_model_len: int, max_image_bytes: int) -> RequestLimits:
+        """Return the limits on a request, with additional bytes for its images."""
+        limits_without_images = RequestLimits.derive(
             max_model_len, self._encoder.max_token_bytes, self._min_message_tokens()
         )
-        # The limit of `derive` applies to a request without images.
-        max_request_bytes = limits.max_request_bytes + max_image_bytes
-        self.limits = replace(limits, max_request_bytes=max_request_bytes)
+        max_request_bytes = limits_without_images.max_request_bytes + max_image_bytes
+        return replace(limits_without_images, max_request_bytes=max_request_bytes)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`. The tokenizer adds no special token at the beginning.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nereid_backend.core.grammar import GrammarSpec, ThinkingSpec
 from nereid_backend.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from nereid_backend.errors import RequestError
 from nereid_backend.field_checks import CheckedSamplingParams, shown
@@ -83,7 +84,8 @@ def read_sampling(
     *,
     encode: Encode | None = None,
     is_chat: bool = False,
-    **parts: Any,  # noqa: ANN401 - fields of SamplingParams
+    grammar: GrammarSpec | None = None,
+    thinking: ThinkingSpec | None = None,
 ) -> tuple[SamplingParams, RequestOptions]:
     """Return the sampling parameters and the options of a request.
 
@@ -94,13 +96,15 @@ def read_sampling(
         encode: converts text to token ids. Only bad_words needs it.
         is_chat: whether the request is a chat. In a chat, logprobs is a boolean, and top_logprobs
             is a number. In a completion, logprobs is a number.
-        parts: the fields grammar and thinking of SamplingParams. The caller has built their values.
+        grammar: the grammar that the output must match; None for any text.
+        thinking: the limit on the reasoning; None for no limit.
 
     Raises:
         RequestError: a field has a wrong value or is not supported.
     """
     refuse_unsupported(fields)
     checked = RequestFields.check(fields)
+    # These values have the same names and the same form in a request and in the engine.
     values = {**defaults, **parse_texts(fields, ENGINE_FIELDS)}
     if values.get("allowed_token_ids") == []:
         # Some clients send an empty list if all tokens are allowed, but the engine refuses an empty
@@ -113,7 +117,8 @@ def read_sampling(
         logprobs=_read_logprobs(checked, is_chat=is_chat),
         logit_bias=_read_logit_bias(checked.logit_bias),
         bad_words_token_ids=_read_bad_words(checked.bad_words, encode),
-        **parts,
+        grammar=grammar,
+        thinking=thinking,
     )
     _check_best_of(checked.best_of, params.n)
     return params, _options(checked)
@@ -173,6 +178,7 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
     Examples: `logprobs: true, top_logprobs: 5` returns 5, `logprobs: true` returns 0 (only the
     chosen token), and the number `logprobs: 3` of a completion request returns 3.
     """
+    # In Python, True and False are integers, too. The booleans are therefore handled first.
     logprobs = fields.logprobs
     if is_chat and not isinstance(logprobs, bool | None):
         raise RequestError(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the grammar of a request from the fields that constrain the output."""
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,17 +72,15 @@ def build_chat_grammar(
     if output is not None and not has_calls and _content_is_bare(fmt, gate):
         return _request_grammar(output, _build_spec(output, after))
     allows_parallel_calls = _allows_parallel_calls(fields)
-    tag = _with_request_field(
-        output,
-        lambda: fmt.structural_tag(
+    with _convert_errors(output):
+        tag = fmt.structural_tag(
             tools,
             choice,
             None if output is None else output.form,
             parallel_tool_calls=allows_parallel_calls,
             prompt=prompt,
             skip_reasoning=bool(after),
-        ),
-    )
+        )
     if tag is None:
         return RequestGrammar()
     return _request_grammar(output, GrammarSpec("structural_tag", _to_json(tag), after))
@@ -113,32 +112,35 @@ def _build_spec(output: OutputFormat, after: str) -> GrammarSpec:
     The grammar applies after the model has generated the text `after`. If `after` is empty, the
     grammar applies from the first token (see GrammarSpec).
     """
-    kind = output.form["type"]
+    form = output.form
+    kind = form["type"]
     if kind in ("json_object", "json_schema"):
         return schema_spec(output.schema, is_strict=output.is_strict, after=after)
-    # Call `answer_node` for all remaining formats, because it raises an error if `output.form` is
-    # invalid. Only structural tags use the returned node.
-    node = _with_request_field(output, lambda: answer_node(output.form))
-    if kind == "regex":
-        return GrammarSpec("regex", output.form["pattern"], after)
-    if kind == "grammar":
-        return grammar_spec(output.form["grammar"], after=after)
-    if kind == "choice":
-        return GrammarSpec("choice", _to_json(output.form["choice"]), after)
-    tag = {"type": "structural_tag", "format": node}
-    return GrammarSpec("structural_tag", _to_json(tag), after)
+    # `answer_node` validates all other forms. Only structural tags use the returned node.
+    with _convert_errors(output):
+        node = answer_node(form)
+    match kind:
+        case "regex":
+            return GrammarSpec("regex", form["pattern"], after)
+        case "grammar":
+            return grammar_spec(form["grammar"], after=after)
+        case "choice":
+            return GrammarSpec("choice", _to_json(form["choice"]), after)
+        case _:
+            tag = {"type": "structural_tag", "format": node}
+            return GrammarSpec("structural_tag", _to_json(tag), after)
 
 
-def _with_request_field(
-    output: OutputFormat | None, build: Callable[[], dict[str, Any] | None]
-) -> dict[str, Any] | None:
-    """Return the result of `build`. If `build` fails, correct the field name in the error message.
+@contextlib.contextmanager
+def _convert_errors(output: OutputFormat | None) -> Iterator[None]:
+    """Convert each ConstraintError of the `with` block to a RequestError.
 
-    Example: if the request has the field structured_outputs, the parser library's error
-    "response_format: choice must be ..." becomes "structured_outputs: choice must be ...".
+    The parser library calls the format response_format. The RequestError contains the name of the
+    field that the request has. Example: if this field is structured_outputs, "response_format:
+    choice must be ..." becomes "structured_outputs: choice must be ...".
     """
     try:
-        return build()
+        yield
     except ConstraintError as error:
         message = str(error)
         if output is not None and message.startswith("response_format"):

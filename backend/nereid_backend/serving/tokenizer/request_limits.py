@@ -145,10 +145,10 @@ class RequestLimits:
         """Raise a RequestError if a chat has more than max_messages messages."""
         if count <= self.max_messages:
             return
-        # `derive` computed max_messages = max_model_len // min_message_tokens. The division of
-        # max_model_len by max_messages therefore approximates min_message_tokens.
+        # `derive` divides max_model_len by the tokens of a message to get max_messages. The same
+        # division by max_messages approximates the tokens of a message.
         min_message_tokens = self.max_model_len // self.max_messages
-        least_tokens = max(count * min_message_tokens, self.max_model_len + 1)
+        least_tokens = self._above_limit(count * min_message_tokens)
         raise RequestError(
             f"messages: the request has {count} messages, which need at least {least_tokens} "
             f"tokens; the limit is {self.max_model_len} (max_model_len). Send at most "
@@ -202,20 +202,27 @@ class RequestLimits:
     def _refuse_length(self, beginning: str, num_bytes: int) -> None:
         """Raise a RequestError for a prompt that is too long.
 
-        The message contains an estimated length.
+        The message contains the number of tokens that the prompt has at least.
 
         Args:
             beginning: the beginning of the error message, which gives the size of the prompt.
             num_bytes: a lower bound for the size of the prompt, in bytes of UTF-8.
         """
-        token_bytes = self.max_prompt_bytes // self.max_model_len
-        # The quotient is only an estimate. The error message must contain a number above the limit,
-        # so the message contains at least max_model_len + 1.
-        least_tokens = max(num_bytes // token_bytes, self.max_model_len + 1)
+        # `derive` multiplies max_model_len by the bytes of the longest token to get
+        # max_prompt_bytes. The division returns the bytes of the longest token.
+        max_token_bytes = self.max_prompt_bytes // self.max_model_len
+        least_tokens = self._above_limit(num_bytes // max_token_bytes)
         raise RequestError(
             f"{beginning}, which need at least {least_tokens} tokens; the limit is "
             f"{self.max_model_len} (max_model_len). Send a shorter prompt."
         )
+
+    def _above_limit(self, num_tokens: int) -> int:
+        """Return an estimated number of tokens, but at least max_model_len + 1.
+
+        The estimate can be too low, but the number in an error message must exceed the limit.
+        """
+        return max(num_tokens, self.max_model_len + 1)
 
 
 class Size(NamedTuple):
@@ -224,7 +231,7 @@ class Size(NamedTuple):
     Attributes:
         num_bytes: the total number of bytes of all strings and keys in UTF-8.
         num_values: the number of strings, numbers, lists and objects.
-        depth: the number of levels of nested lists and objects.
+        depth: the level of the most deeply nested value. The whole value has the level 0.
     """
 
     num_bytes: int
@@ -235,15 +242,17 @@ class Size(NamedTuple):
 def measure(value: object, limits: RequestLimits) -> Size:
     """Return the size of a JSON value. Stop counting when a limit on values or levels is exceeded.
 
-    Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and 2 levels. The 4 values are the
-    object, the list, "x" and 1. The level 0 is the object, and the level 2 is "x" and 1.
+    Example: `{"a": ["x", 1]}` has 2 bytes of text, 4 values and the depth 2. The object has the
+    level 0, the list has the level 1, and "x" and 1 have the level 2.
     """
     num_bytes = 0
     num_values = 0
     depth = -1
     # The values of one level are counted together, because recursion could exceed Python's limit.
     values_of_level: list[Any] = [value]
-    while values_of_level and num_values <= limits.max_values and depth <= limits.max_depth:
+    while values_of_level:
+        if num_values > limits.max_values or depth > limits.max_depth:
+            break
         depth += 1
         num_values += len(values_of_level)
         values_of_next_level: list[Any] = []

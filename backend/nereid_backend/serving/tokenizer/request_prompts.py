@@ -76,14 +76,13 @@ class RequestPrompts:
         """
         assert self._images is not None, "`take_images` refuses images without an image encoder"
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
-        sources = [source for source in (text, body) if source is not None]
-        if len(sources) != 1:
+        if _num_given(text, body) != 1:
             raise RequestError(
                 "image: a request with images must have exactly one of text_input and chat_request."
             )
         if body is not None:
             text = self._prompts.render_chat(body)
-        assert text is not None
+        assert text is not None, "the request has a text or a chat"
         self._prompts.limits.check_text(text)
         token_ids, packed_images = self._images.prepare(text, images)
         self._prompts.limits.check_token_ids(len(token_ids))
@@ -111,8 +110,7 @@ class RequestPrompts:
         text = tensors.optional_text(request, tensor_names.TEXT_INPUT)
         num_kept = read_num_kept(fields, self._prompts.limits.max_model_len)
         ids = read_input_ids(request, self._prompts.limits, num_kept)
-        sources = [source for source in (text, ids, body) if source is not None]
-        if len(sources) != 1:
+        if _num_given(text, ids, body) != 1:
             raise RequestError(
                 "a request must have exactly one of text_input, input_ids and chat_request."
             )
@@ -128,6 +126,11 @@ class RequestPrompts:
         if not ids:
             raise RequestError("input_ids: the list is empty. Send at least one token id.")
         return Prompt(ids, None)
+
+
+def _num_given(*sources: object) -> int:
+    """Return the number of prompts that a request has. A missing prompt is None."""
+    return sum(source is not None for source in sources)
 
 
 def read_input_ids(

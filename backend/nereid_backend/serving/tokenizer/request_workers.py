@@ -57,16 +57,15 @@ class RequestWorkers:
         """
         self._respond = respond
         self._is_long = is_long
-        # An entry is a new request, or a long request whose response is complete. The entry `None`
-        # ends the loop.
+        # What other threads pass to the loop's thread: a new request, or a long request whose
+        # response is complete. The entry `None` ends the loop.
         self._entries: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         # The short requests that wait for the loop's thread.
         self._short: ClientTurns[_Job] = ClientTurns()
-        # `_long` contains the long requests that wait for a thread. `_num_running` is the number of
-        # long requests that already have a thread.
+        # The long requests: those that wait for a thread of the pool, the number of those that have
+        # a thread, and the limit on the number of all long requests.
         self._long: ClientTurns[_Job] = ClientTurns()
         self._num_running = 0
-        # Limits the number of long requests. Both waiting and running long requests count.
         self._limit = SharedLimit(_MAX_LONG)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "long-request")
         self._thread = threading.Thread(target=self._loop, name="tokenizer-loop", daemon=True)
@@ -84,31 +83,32 @@ class RequestWorkers:
 
     def _loop(self) -> None:
         """Process the queued requests until `stop` is called."""
-        while self._sort_entries() or self._short:
+        # After `stop`, the remaining short requests are still answered.
+        while self._handle_entries() or self._short:
             if self._short:
                 job = self._short.take()
                 job.reply = self._respond(job.request)
                 _send(job)
 
-    def _sort_entries(self) -> bool:
-        """Sort the arrived requests into the queues, and send the complete responses.
+    def _handle_entries(self) -> bool:
+        """Handle all entries in the queue.
 
-        If no short request waits, wait until a request arrives or a response is complete.
+        If no short request waits, the loop has nothing else to do. Then wait for the first entry.
 
         Returns:
-            False after `stop` was called.
+            Whether the loop must continue. It ends after the call of `stop`.
         """
-        can_wait = not self._short
+        is_idle = not self._short
         # While long requests wait, check from time to time whether their clients have disconnected.
         timeout_s = _POLL_S if self._long else None
         try:
-            entry = self._entries.get(block=can_wait, timeout=timeout_s)
+            entry = self._entries.get(block=is_idle, timeout=timeout_s)
         except queue.Empty:
-            if can_wait:
+            if is_idle:
                 self._drop_abandoned()
             return True
         while entry is not None:
-            self._sort_entry(entry)
+            self._handle_entry(entry)
             if self._entries.empty():
                 return True
             # This call does not block, because only this thread takes entries.
@@ -116,24 +116,25 @@ class RequestWorkers:
         self._entries.put(None)  # The next call of this method must find None, too.
         return False
 
-    def _sort_entry(self, job: _Job) -> None:
-        """Handle a new request, or a long request whose response is complete.
-
-        A new request is added to the short requests or to the long requests. If the client has too
-        many long requests, the new request is refused.
-        """
+    def _handle_entry(self, job: _Job) -> None:
+        """Queue a new request, or send the complete response of a long request."""
         if job.reply is not None:
             self._num_running -= 1
             self._end_long(job)
-        elif not self._is_long(job.request):
+        elif self._is_long(job.request):
+            self._add_long(job)
+        else:
             self._short.add(job.client, job)
-        elif not self._limit.allows(job.client, 1):
+
+    def _add_long(self, job: _Job) -> None:
+        """Queue a long request. If its client has too many long requests, refuse the request."""
+        if not self._limit.allows(job.client, 1):
             job.reply = tensors.error_response(self._capacity_error(job.client))
             _send(job)
-        else:
-            self._limit.add(job.client, 1)
-            self._long.add(job.client, job)
-            self._start_long()
+            return
+        self._limit.add(job.client, 1)
+        self._long.add(job.client, job)
+        self._start_long()
 
     def _capacity_error(self, client: str) -> CapacityError:
         """Return the error for a long request of a client that has too many long requests."""

@@ -53,30 +53,35 @@ def stream_context(
     Raises:
         RequestError: the request is streaming and sets exclude_input_in_output to false.
     """
-    body, prompt, options = checked.body, checked.prompt, checked.options
-    is_chat = body is not None
+    prompt, params, options = checked.prompt, checked.params, checked.options
+    is_chat = checked.body is not None
     stream = tensors.optional_bool(request, tensor_names.STREAM) or False
     excluded = tensors.optional_bool(request, tensor_names.EXCLUDE_INPUT)
-    prepend = _text_to_prepend(prompt, stream=stream, is_chat=is_chat, excluded=excluded)
+    forbids_calls = checked.body is not None and checked.body.get("tool_choice") == "none"
     return StreamContext(
+        # The responses.
         stream=stream,
+        n=params.n,
+        returns=checked.returns,
+        traceparent=traceparent,
+        # The prompt. In a chat, its end determines where the parser of the output starts. In a
+        # completion, its last tokens and its text precede the output.
         num_prompt_tokens=len(prompt.token_ids),
-        n=checked.params.n,
+        prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
+        prompt=prompt_tail(prompt) if is_chat else None,
         seed_token_ids=() if is_chat else tuple(prompt.token_ids[-_NUM_SEED_TOKENS:]),
-        prepend=prepend,
+        prepend=_text_to_prepend(prompt, stream=stream, is_chat=is_chat, excluded=excluded),
+        # The conversion of tokens to text.
         stop=options.stop,
-        min_tokens=checked.params.min_tokens,
+        min_tokens=params.min_tokens,
         include_stop_str_in_output=options.include_stop_str_in_output,
         skip_special_tokens=options.skip_special_tokens,
-        returns=checked.returns,
-        prompt_token_ids=tuple(prompt.token_ids) if options.return_token_ids else None,
+        # The conversion of the text to reasoning, content and tool calls.
         tools=tuple(checked.tools or ()),
-        reads_calls=body is None or body.get("tool_choice") != "none",
-        prompt=prompt_tail(prompt) if is_chat else None,
+        reads_calls=not forbids_calls,
         separate_reasoning=options.separate_reasoning,
         include_reasoning=options.include_reasoning,
         strict_schema=checked.grammar.strict_schema,
-        traceparent=traceparent,
     )
 
 
@@ -105,9 +110,6 @@ def _text_to_prepend(prompt: Prompt, *, stream: bool, is_chat: bool, excluded: b
             "exclude_input_in_output: the value false requires stream=false, but the request has "
             "stream=true. Leave the field out or send true."
         )
-    is_excluded = excluded
-    if is_excluded is None:
-        is_excluded = stream or is_chat
-    if is_excluded or prompt.text is None:
-        return ""
-    return prompt.text
+    is_excluded_by_default = stream or is_chat
+    is_excluded = is_excluded_by_default if excluded is None else excluded
+    return "" if is_excluded else prompt.text or ""

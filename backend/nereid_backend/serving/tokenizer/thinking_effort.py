@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nereid_parsers import Format
-from nereid_parsers.format import Sections
+from nereid_parsers.format import ReasoningGate, Sections
 
 from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import RequestError
@@ -94,12 +94,12 @@ def read_thinking_budget(fields: Mapping[str, Any]) -> int | None:
     }
     if not budgets:
         return None
-    budget, *different_budgets = set(budgets.values())
-    if different_budgets:
+    different_budgets = set(budgets.values())
+    if len(different_budgets) > 1:
         raise RequestError(
             f"the fields {' and '.join(budgets)} have different values. Send only one of them."
         )
-    return budget
+    return different_budgets.pop()
 
 
 def build_thinking_spec(
@@ -123,26 +123,31 @@ def build_thinking_spec(
     if budget is None:
         return None
     gate = None if fmt is None else fmt.reasoning_gate(prompt)
-    if gate is None:
+    if fmt is None or gate is None:
         raise RequestError(
             "thinking_token_budget: the marker that ends reasoning is not known for this "
             "checkpoint, so a budget cannot be enforced. Set the server's reasoning_parser, or "
             "leave the field out."
         )
-    forced_text = gate.end
-    if fmt is not None and not isinstance(fmt.layout, Sections):
-        # If the layout of the format is not `Sections`, the reasoning is a separate message.
-        # The tokens that force the end of the reasoning must therefore end this message and start
-        # the next message.
-        forced_text += fmt.layout.start
     can_contain_reasoning = gate.is_open or gate.may_open
     return ThinkingSpec(
         start=gate.start if can_contain_reasoning else "",
         end=gate.end,
-        end_token_ids=tuple(encode(forced_text)),
+        end_token_ids=tuple(encode(_end_of_reasoning(fmt, gate))),
         is_open=gate.is_open,
         budget=budget,
     )
+
+
+def _end_of_reasoning(fmt: Format, gate: ReasoningGate) -> str:
+    """Return the text that the engine forces to end the reasoning, such as "</think>".
+
+    If the layout of the format is not `Sections`, the reasoning is a separate message. The text
+    then ends this message and starts the next message.
+    """
+    if isinstance(fmt.layout, Sections):
+        return gate.end
+    return gate.end + fmt.layout.start
 
 
 def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: ANN401 - any JSON value
@@ -166,9 +171,11 @@ def _effort_variables(effort: Any, template: str) -> dict[str, Any]:  # noqa: AN
             f"{shown(effort)}."
         )
     switches = [name for name in _SWITCHES if has_variable(template, name)]
-    variables: dict[str, Any] = dict.fromkeys(switches, effort != _NO_EFFORT)
-    is_switched_off = effort == _NO_EFFORT and bool(switches)
-    if has_variable(template, _EFFORT) and not is_switched_off:
+    turns_off = effort == _NO_EFFORT
+    variables: dict[str, Any] = dict.fromkeys(switches, not turns_off)
+    # If a switch turns off the reasoning, the template needs no effort.
+    needs_effort = not (turns_off and switches)
+    if needs_effort and has_variable(template, _EFFORT):
         variables[_EFFORT] = effort
     if not variables:
         raise RequestError(

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from nereid_backend.config import EngineConfig
+from nereid_backend.core.grammar import ThinkingSpec
 from nereid_backend.errors import NereidError, RequestError
 from nereid_backend.serving import tensor_names, tensors
 from nereid_backend.serving.chat_format import choose_format
@@ -60,35 +62,42 @@ class TokenizerModel:
     """The first step of the ensemble. It sends one response or one error for each request."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the checkpoint's tokenizer and sampling defaults."""
+        """Load the checkpoint's tokenizer, chat format and sampling defaults, and start threads."""
         try:
             settings, config = read_settings(args)
-            tensors.progress(f"loading the tokenizer of {settings.model}")
-            self._tokenizer = load_tokenizer(settings.model)
-            template = read_chat_template(settings)
-            if template is not None:
-                self._tokenizer.chat_template = template
-            self._images = _make_image_prompts(settings)
-            self._prompts = PromptBuilder(
-                self._tokenizer,
-                length_limit(config),
-                read_template_defaults(settings),
-                max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
-            )
-            self._request_prompts = RequestPrompts(self._prompts, self._images)
-            # The postprocessor chooses the same format and logs the choice, so the choice is not
-            # logged here.
-            self._format = choose_format(settings, report=lambda _: None)
-            self._defaults = read_generation_defaults(Path(settings.model))
+            self._load(settings, config)
         except NereidError as error:
             raise tensors.load_error(error) from error
-
         if self._images is not None:
             # Wait until the process that prepares images is ready. This does not delay the server,
             # because the engine loads the model at the same time, and this usually takes longer.
             self._images.warm_up()
         self._tracing = Tracing("tokenizer")
         self._workers = RequestWorkers(self.respond, _is_long)
+
+    def _load(self, settings: ServingSettings, config: EngineConfig) -> None:
+        """Create the attributes that depend on the checkpoint.
+
+        Raises:
+            NereidError: a file of the checkpoint or a setting is wrong.
+        """
+        tensors.progress(f"loading the tokenizer of {settings.model}")
+        self._tokenizer = load_tokenizer(settings.model)
+        template = read_chat_template(settings)
+        if template is not None:
+            self._tokenizer.chat_template = template
+        self._images = _make_image_prompts(settings)
+        self._prompts = PromptBuilder(
+            self._tokenizer,
+            length_limit(config),
+            read_template_defaults(settings),
+            max_image_bytes=MAX_IMAGE_BYTES if self._images is not None else 0,
+        )
+        self._request_prompts = RequestPrompts(self._prompts, self._images)
+        # The postprocessor chooses the same format and logs the choice, so the choice is not logged
+        # here.
+        self._format = choose_format(settings, report=lambda _: None)
+        self._defaults = read_generation_defaults(Path(settings.model))
 
     def execute(self, requests: list[Any]) -> None:
         """Queue the requests. The workers send one response for each request."""
@@ -118,17 +127,22 @@ class TokenizerModel:
     def _tokenize(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
         """Return the response to a request.
 
-        The response contains the token ids of the prompt and the packed RequestEnvelope, which is
-        the message to the executor.
-
-        Two types of requests get a JSON text instead: requests for the limits, and requests for the
-        text of token ids.
+        The response is a tokenised prompt, unless the request asks for the limits on requests or
+        for the text of token ids. The limits and the text are returned as JSON text.
         """
         if _asks_for_limits(request):
             return _json_response(dataclasses.asdict(self._prompts.limits))
         text = self._requested_text(request)
         if text is not None:
             return _json_response({"text": text})
+        return self._tokenized_prompt(request)
+
+    def _tokenized_prompt(self, request: Any) -> Any:  # noqa: ANN401 - the server's own types
+        """Return the response that goes to the executor.
+
+        The response contains the token ids of the prompt and the packed RequestEnvelope, which is
+        the message to the executor.
+        """
         began = time.monotonic()
         checked = self._check(request)
         token_ids = checked.prompt.token_ids
@@ -165,7 +179,7 @@ class TokenizerModel:
         """
         limits = self._prompts.limits
         body = json_object(request, tensor_names.CHAT_REQUEST, limits)
-        is_chat = body is not None
+        # The images are replaced by placeholders in `body` before `body` is rendered.
         images = self._request_prompts.take_images(request, body)
         fields = sampling_fields(request, body, limits)
         if images:
@@ -175,19 +189,29 @@ class TokenizerModel:
         returns = _requested_outputs(request)
         tools = read_tools(body) if body else None
         grammar = self._grammar(body, fields, prompt, tools)
-        encode = self._prompts.encode
-        thinking = build_thinking_spec(
-            read_thinking_budget(fields), self._format, prompt.text or "", encode
-        )
+        is_chat = body is not None
         params, options = read_sampling(
             fields | _logprobs_field(fields, returns, is_chat=is_chat),
             self._defaults,
-            encode=encode,
+            encode=self._prompts.encode,
             is_chat=is_chat,
             grammar=grammar.spec,
-            thinking=thinking,
+            thinking=self._thinking_spec(fields, prompt),
         )
-        return CheckedRequest(body, prompt, tools, returns, grammar, params, options)
+        return CheckedRequest(
+            body=body,
+            prompt=prompt,
+            tools=tools,
+            returns=returns,
+            grammar=grammar,
+            params=params,
+            options=options,
+        )
+
+    def _thinking_spec(self, fields: dict[str, Any], prompt: Prompt) -> ThinkingSpec | None:
+        """Return how the engine limits the reasoning; None if the request sets no limit."""
+        budget = read_thinking_budget(fields)
+        return build_thinking_spec(budget, self._format, prompt.text or "", self._prompts.encode)
 
     def _requested_text(self, request: Any) -> str | None:  # noqa: ANN401 - the server's own type
         """Decode the token ids of a request, and return the text.

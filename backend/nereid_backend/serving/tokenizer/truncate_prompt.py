@@ -24,8 +24,9 @@ def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
     Raises:
         RequestError: the value is neither -1 nor at least 1.
     """
-    given = {_FIELD: fields[_FIELD]} if _FIELD in fields else {}
-    num_kept = RequestFields.check(given).truncate_prompt_tokens
+    # The other fields are checked later, so validate only this field.
+    only_this_field = {_FIELD: fields[_FIELD]} if _FIELD in fields else {}
+    num_kept = RequestFields.check(only_this_field).truncate_prompt_tokens
     if num_kept == 0:
         raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
     if num_kept != _AS_MANY_AS_FIT:

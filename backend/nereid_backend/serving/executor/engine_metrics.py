@@ -220,11 +220,11 @@ def _add_engine_counts(
 
     Mutates: `statistics.counts` and `engine.last_stats`.
     """
-    for source, name in _ENGINE_COUNTERS.items():
-        previous_count = engine.last_stats.get(source, 0)
-        count = stats.get(source, 0)
+    for engine_name, metric_name in _ENGINE_COUNTERS.items():
+        previous_count = engine.last_stats.get(engine_name, 0)
+        count = stats.get(engine_name, 0)
         if count < previous_count:
             # The engine process was restarted, and its counters started at 0.
             previous_count = 0
-        statistics.counts[name] += count - previous_count
+        statistics.counts[metric_name] += count - previous_count
     engine.last_stats = dict(stats)

@@ -207,12 +207,13 @@ class EngineService:
             self.handle(kind, values)
 
     def advance(self) -> None:
-        """Compute one step of the engine, and send the updates of the step.
+        """Compute one step of the engine, and send the updates and the events of the step.
 
         The statistics are sent every 0.1 s, and whenever the engine has no more work.
         """
         engine = self._engine
         updates = engine.step()
+        # Send the starts of requests before their first tokens.
         if engine.compiled:
             self._send(["compiled", engine.compiled])
         if engine.started:

@@ -82,15 +82,24 @@ class ReplicaSelector:
         # If there is only one process, the hashes are not needed.
         hashes = chunk_hashes(token_ids) if len(self._num_sequences) > 1 else []
         with self._lock:
-            selected = self._least_loaded(self._with_longest_prefix(hashes, set(running)))
-            min_sequences = min(self._num_sequences[replica] for replica in running)
-            if self._num_sequences[selected] > min_sequences + _MAX_EXTRA_SEQUENCES:
-                selected = self._least_loaded(running)
+            selected = self._choose(hashes, set(running))
             self._num_sequences[selected] += num_sequences
             self._num_requests += 1
             self._last_request[selected] = self._num_requests
             self._store(hashes, selected)
             return selected
+
+    def _choose(self, hashes: Sequence[bytes], running: set[int]) -> int:
+        """Return the best process for a prompt, as the docstring of `select` describes.
+
+        Args:
+            hashes: the hashes of the prompt's chunks, from `chunk_hashes`.
+            running: the numbers of the running processes.
+        """
+        least_loaded = self._least_loaded(running)
+        preferred = self._least_loaded(self._with_longest_prefix(hashes, running))
+        num_extra = self._num_sequences[preferred] - self._num_sequences[least_loaded]
+        return least_loaded if num_extra > _MAX_EXTRA_SEQUENCES else preferred
 
     def release(self, replica: int, num_sequences: int) -> None:
         """Subtract the sequences of an ended request from the sequence count of its process."""

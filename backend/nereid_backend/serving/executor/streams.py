@@ -233,7 +233,8 @@ class Stream:
     def due_at(self, interval_s: float, heartbeat_s: float) -> float:
         """Return the time at which the next step is due, as a value of time.monotonic().
 
-        Return 0 for the first output and for the last step, because they are due immediately.
+        The first output and the last step are due immediately. While the stream may not send a
+        step, return the time at which the caller checks the stream again.
 
         Args:
             interval_s: the number of seconds between two steps with output.
@@ -243,15 +244,20 @@ class Stream:
         has_output = self.has_output
         is_first_output = has_output and self.sent == 0
         if self.has_ended or is_first_output:
-            return 0.0
-        if len(self.unconsumed) >= MAX_UNCONSUMED_STEPS:
-            # No step may be sent until the postprocessor has consumed an earlier step. Return the
-            # time of the next check.
-            return self.last_sent + max(interval_s, heartbeat_s / _CHECKS_PER_HEARTBEAT)
-        return self.last_sent + (interval_s if has_output else heartbeat_s)
+            return 0.0  # This time has passed.
+        if not self.may_send():
+            wait_s = max(interval_s, heartbeat_s / _CHECKS_PER_HEARTBEAT)
+        elif has_output:
+            wait_s = interval_s
+        else:
+            wait_s = heartbeat_s
+        return self.last_sent + wait_s
 
     def may_send(self) -> bool:
-        """Return whether a step may be sent now. The last step may always be sent."""
+        """Return whether a step may be sent now, because few earlier steps are unconsumed.
+
+        The last step may always be sent.
+        """
         return self.has_ended or len(self.unconsumed) < MAX_UNCONSUMED_STEPS
 
     def take_step(self, now: float) -> StepState:

@@ -114,8 +114,9 @@ class WaitingLimits:
                 f"{self._requests.used} requests are waiting{self._own_part(client)}, and the "
                 f"limit is {self._requests.limit} (max_num_waiting)"
             )
-        has_limit = self._tokens.limit and self._requests.used
-        if has_limit and not self._tokens.allows(client, num_tokens):
+        # The limit on tokens does not apply to a request that would be the only waiting request.
+        is_limited = self._tokens.limit and self._requests.used
+        if is_limited and not self._tokens.allows(client, num_tokens):
             return (
                 f"requests with {self._tokens.used} prompt tokens are waiting"
                 f"{self._own_part(client)}, and this request has {num_tokens} more, but the limit "

@@ -25,7 +25,7 @@ class Inbox:
         threading.Thread(target=self._receive_all, name="inbox", daemon=True).start()
 
     def receive(self, timeout_s: float | None) -> list[Any]:
-        """Return all messages that have arrived, in order.
+        """Return all messages that have arrived, in order. Only one thread may call this method.
 
         Args:
             timeout_s: the longest time to wait for the first message; None means no limit.
@@ -34,15 +34,18 @@ class Inbox:
             ChannelClosedError: the other end is closed, and all messages have already been
                 returned.
         """
-        messages: list[Any] = []
         can_wait = timeout_s != 0
         try:
             batch = self._batches.get(block=can_wait, timeout=timeout_s)
-            while batch is not None:
-                messages += batch
-                batch = self._batches.get_nowait()
         except queue.Empty:
-            return messages
+            return []
+        messages: list[Any] = []
+        while batch is not None:
+            messages += batch
+            if self._batches.empty():
+                return messages
+            # This call does not block, because only one thread calls `receive`.
+            batch = self._batches.get()
         # The channel is closed. Put None back into the queue, so that the next call of this method
         # also detects that the channel is closed.
         self._batches.put(None)

@@ -128,7 +128,8 @@ def _run(service: Service, channel: Channel) -> int:
         # If there is work, read only the messages that have already arrived. Otherwise, wait for a
         # message for at most _IDLE_POLL_S. Then call `has_work` again, because it also detects that
         # another process of the model has died.
-        for kind, *values in inbox.receive(0 if service.has_work() else _IDLE_POLL_S):
+        timeout_s = 0 if service.has_work() else _IDLE_POLL_S
+        for kind, *values in inbox.receive(timeout_s):
             if kind == "stop":
                 return 0
             service.handle(kind, values)

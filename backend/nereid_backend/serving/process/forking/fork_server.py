@@ -114,14 +114,12 @@ class ForkServer:
         self._environment = environment
         # The connection to the stub of each child process, by the id of the child process.
         self._connections: dict[int, socket.socket] = {}
-        # Python writes a byte into this socket pair when a child process has ended.
-        self._wake, wake_writer = socket.socketpair()
-        self._wake.setblocking(False)
-        wake_writer.setblocking(False)
-        self._wake_writer = wake_writer
-        # Without a handler, SIGCHLD would be ignored and would not wake the selector.
-        signal.signal(signal.SIGCHLD, _do_nothing)
-        signal.set_wakeup_fd(wake_writer.fileno())
+        # Python writes a byte into `_wake_writer` when a child process has ended. `_wake` then has
+        # data, which wakes the selector.
+        self._wake, self._wake_writer = socket.socketpair()
+        _send_signals_to(self._wake_writer)
+        self._wake.setblocking(False)  # `_reap` reads until there is no more data.
+        # The data of each registered socket is the function that handles its event.
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
@@ -130,7 +128,8 @@ class ForkServer:
         """Handle requests, and report the end of each child process. This method never returns."""
         while True:
             for key, _ in self._selector.select():
-                key.data()
+                handle_event = key.data
+                handle_event()
 
     def _accept(self) -> None:
         """Accept a connection from a stub, and create the requested child process.
@@ -181,6 +180,7 @@ class ForkServer:
             sockets = (self._listener, self._wake, self._wake_writer, request.connection)
             for inherited in (*sockets, *self._connections.values()):
                 inherited.close()
+            # `_environment` does not contain the variables that imported libraries have set.
             for name in self._environment:
                 del os.environ[name]
             _run_module(request)
@@ -202,13 +202,10 @@ class ForkServer:
         with contextlib.suppress(BlockingIOError):
             while self._wake.recv(_WAKE_BYTES):
                 pass
-        with contextlib.suppress(ChildProcessError):  # No child process is left.
-            while True:
-                pid, status = os.waitpid(_ANY_CHILD, os.WNOHANG)
-                if pid == 0:
-                    return  # The other child processes still run.
-                self._send(pid, os.waitstatus_to_exitcode(status))
-                self._close_connection(pid)
+        while (ended_process := _next_ended_process()) is not None:
+            pid, exit_code = ended_process
+            self._send(pid, exit_code)
+            self._close_connection(pid)
 
     def _close_connection(self, pid: int) -> None:
         """Close the connection to the stub of a child process that has ended."""
@@ -223,8 +220,30 @@ class ForkServer:
             self._connections[pid].sendall(NUMBER.pack(number))
 
 
+def _send_signals_to(writer: socket.socket) -> None:
+    """Let Python write a byte into a socket for each SIGCHLD, the end of a child process."""
+    writer.setblocking(False)  # `set_wakeup_fd` requires this.
+    # Without a handler, SIGCHLD would be ignored, and Python would write no byte.
+    signal.signal(signal.SIGCHLD, _do_nothing)
+    signal.set_wakeup_fd(writer.fileno())
+
+
 def _do_nothing(number: int, frame: object) -> None:
     pass
+
+
+def _next_ended_process() -> tuple[int, int] | None:
+    """Return the process id and the exit code of one ended child process; None if there is none.
+
+    Each ended process is returned only once.
+    """
+    try:
+        pid, status = os.waitpid(_ANY_CHILD, os.WNOHANG)
+    except ChildProcessError:
+        return None  # There are no child processes.
+    if pid == 0:
+        return None  # All child processes still run.
+    return pid, os.waitstatus_to_exitcode(status)
 
 
 def _receive(connection: socket.socket) -> Request | None:
@@ -236,6 +255,7 @@ def _receive(connection: socket.socket) -> Request | None:
     If the request is incomplete, close all its files and return None.
     """
     descriptors: list[int] = []
+    request = None
     try:
         connection.settimeout(_RECEIVE_TIMEOUT_S)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, _FILES_OF_REQUEST)
@@ -246,10 +266,10 @@ def _receive(connection: socket.socket) -> Request | None:
         request = Request(connection=connection, files=child_descriptors, **fields)
     except (OSError, ValueError, TypeError) as error:
         log.debug("the fork server received an incomplete request: %s", error)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
-    os.close(json_descriptor)
+    # Only a complete request owns files: all files except the first file.
+    unused_descriptors = descriptors if request is None else descriptors[:1]
+    for descriptor in unused_descriptors:
+        os.close(descriptor)
     return request
 
 
@@ -271,8 +291,8 @@ def _can_serve(request: Request, environment: Mapping[str, str]) -> bool:
     """
     own = _relevant_variables(environment)
     requested = _relevant_variables(request.environment)
-    # The operator ^ gives the pairs (name, value) that only one of the two dicts contains.
-    differences = sorted(name for name, _ in own.items() ^ requested.items())
+    names = own.keys() | requested.keys()
+    differences = sorted(name for name in names if own.get(name) != requested.get(name))
     if request.python != python_identity() or differences:
         log.warning(
             "the fork server does not create the process %s, because its Python or these "
@@ -316,13 +336,16 @@ def _run_module(request: Request) -> None:
 def _set_command_line(command: list[str]) -> None:
     """Change the command line of this process. Programs such as ps show the command line.
 
-    The memory for the command line has a fixed length. A longer command line is truncated, and a
-    shorter command line is padded with spaces.
+    The kernel reads the command line from the memory of the process. This memory has a fixed
+    length. A longer command line is truncated, and a shorter command line is padded with spaces.
+    If the memory cannot be found, the command line is not changed.
     """
     with contextlib.suppress(OSError, ValueError):
+        # The second field of /proc/self/stat is the name of the program in parentheses. The name
+        # can contain spaces.
         status = Path("/proc/self/stat").read_text()
-        _, _, status_after_name = status.rpartition(")")
-        first_address, end_address = map(int, status_after_name.split()[_ARGUMENTS])
+        _, _, fields_after_name = status.rpartition(")")
+        first_address, end_address = map(int, fields_after_name.split()[_ARGUMENTS])
         num_bytes = end_address - first_address
         # The last byte must be a null byte.
         max_text_bytes = num_bytes - 1

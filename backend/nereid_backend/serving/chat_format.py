@@ -64,16 +64,16 @@ def _find_format(settings: ServingSettings, report: Callable[[str], None]) -> Fo
     """
     reasoning = settings.reasoning_parser
     tools = settings.tool_parser
-    is_turned_off = NO_FORMAT in (reasoning, tools)
-    if not is_turned_off:
+    if NO_FORMAT not in (reasoning, tools):
         template = read_chat_template(settings)
         fmt, reason = _derive_format(Path(settings.model), template, reasoning, tools)
         report(f"chat format: {reason}")
         return fmt
-    # At most one of the two settings names a format.
-    if reasoning not in (NO_FORMAT, ""):
+    names_reasoning_format = reasoning not in (NO_FORMAT, "")
+    names_tool_format = tools not in (NO_FORMAT, "")
+    if names_reasoning_format:
         return get_format(reasoning=reasoning)
-    if tools not in (NO_FORMAT, ""):
+    if names_tool_format:
         return get_format(tools=tools)
     report("chat format: none, because reasoning_parser or tool_parser is none")
     return None

@@ -17,9 +17,9 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import ConfigError
@@ -33,6 +33,8 @@ from nereid_backend.serving.serving_settings import (
 )
 
 EXIT_WRONG_SETTINGS = 2
+# The Triton models that share the settings of the language model.
+_LANGUAGE_MODELS = ("tokenizer", "executor", "postprocessor")
 # A sum of memory shares is rounded to this number of decimal places, because floating-point sums
 # are inexact. Example: 0.55 + 0.34 + 0.11 is 1.0000000000000002.
 _SHARE_DIGITS = 6
@@ -50,26 +52,35 @@ def find_problems(repository: Path, environ: Mapping[str, str] = os.environ) -> 
 
     If several models report the same message, the message is returned only once.
     """
-    checks: dict[str, Callable[[Mapping[str, str], Mapping[str, str]], object]] = {
-        "tokenizer": _check_language_model,
-        "executor": _check_language_model,
-        "postprocessor": _check_language_model,
-        EMBEDDING: partial(read_pooling_settings, EMBEDDING),
-        RERANK: partial(read_pooling_settings, RERANK),
-    }
     problems: list[str] = []
-    for model, check in checks.items():
+    for model in (*_LANGUAGE_MODELS, EMBEDDING, RERANK):
         path = repository / model / "config.pbtxt"
         if not path.is_file():
             continue  # The repository does not serve this model.
         try:
-            check(_arguments(path), environ)
+            _check_model(model, _arguments(path), environ)
         except ConfigError as error:
-            problems.append(str(error))
+            if str(error) not in problems:
+                problems.append(str(error))
     if not problems:
         problems += _find_full_gpus(repository, environ)
-    without_duplicates = dict.fromkeys(problems)
-    return list(without_duplicates)
+    return problems
+
+
+def _check_model(model: str, args: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """Raise a ConfigError if a setting of the Triton model `model` is wrong.
+
+    Args:
+        model: the name of the model.
+        args: the arguments of the model's method `initialize`.
+        environ: the environment variables.
+    """
+    if model in _LANGUAGE_MODELS:
+        settings, config = read_settings(args, environ)
+        _check_formats(settings)
+        _check_length(config)
+    else:
+        read_pooling_settings(model, args, environ)
 
 
 def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
@@ -78,22 +89,33 @@ def _find_full_gpus(repository: Path, environ: Mapping[str, str]) -> list[str]:
     A memory share is the setting gpu_memory_utilization of a model that uses the GPU. The shares
     are checked even if this machine has no GPU. All settings must be valid.
     """
-    shares: dict[str, dict[str, float]] = defaultdict(dict)
-    for setting, config in _read_configs(repository, environ).items():
-        if config.device != "cpu":
-            # A device without a number, such as "cuda", is the first GPU.
-            device = config.device if ":" in config.device else "cuda:0"
-            shares[device][setting] = config.gpu_memory_utilization
     problems = []
-    for device, by_setting in shares.items():
-        total = round(sum(by_setting.values()), _SHARE_DIGITS)
+    for device, shares in _read_memory_shares(repository, environ).items():
+        total = round(sum(shares.values()), _SHARE_DIGITS)
         if total > 1:
-            terms = ", ".join(f"{setting} {share:g}" for setting, share in by_setting.items())
+            terms = ", ".join(f"{setting} {share:g}" for setting, share in shares.items())
             problems.append(
                 f"gpu_memory_utilization: the models on {device} would use {total:g} times its "
                 f"memory ({terms}). Lower a share, or set the device of a model to another GPU."
             )
     return problems
+
+
+def _read_memory_shares(
+    repository: Path, environ: Mapping[str, str]
+) -> dict[str, dict[str, float]]:
+    """Return the memory shares of the models on each GPU.
+
+    Example: `{"cuda:0": {"gpu_memory_utilization": 0.7, "rerank_gpu_memory_utilization": 0.2}}`.
+    """
+    shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
+    for setting, config in _read_configs(repository, environ).items():
+        if config.device == "cpu":
+            continue
+        # A device without a number, such as "cuda", is the first GPU.
+        device = config.device if ":" in config.device else "cuda:0"
+        shares_by_device[device][setting] = config.gpu_memory_utilization
+    return shares_by_device
 
 
 def _read_configs(
@@ -133,19 +155,10 @@ def _arguments(path: Path) -> dict[str, str]:
     }
 
 
-def _check_language_model(args: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Raise a ConfigError if a setting of the language model is wrong."""
-    settings, config = read_settings(args, environ)
-    _check_formats(settings)
-    _check_length(config)
-
-
 def _check_formats(settings: ServingSettings) -> None:
     """Raise a ConfigError if a parser setting is not the name of a chat format."""
-    for setting, argument, name in (
-        ("reasoning_parser", "reasoning", settings.reasoning_parser),
-        ("tool_parser", "tools", settings.tool_parser),
-    ):
+    names = {"reasoning_parser": settings.reasoning_parser, "tool_parser": settings.tool_parser}
+    for setting, name in names.items():
         if name in ("", NO_FORMAT):
             continue
         # The parsers are imported here and not at the beginning of the file, because the import
@@ -153,7 +166,10 @@ def _check_formats(settings: ServingSettings) -> None:
         from nereid_parsers import NereidParsersError, get_format
 
         try:
-            get_format(**{argument: name})
+            if setting == "reasoning_parser":
+                get_format(reasoning=name)
+            else:
+                get_format(tools=name)
         except NereidParsersError as error:
             raise ConfigError(f"{setting}: {error}") from error
 
@@ -166,16 +182,8 @@ def _check_length(config: EngineConfig) -> None:
     """
     if config.max_model_len is None:
         return
-    try:
-        path = Path(config.model) / "config.json"
-        checkpoint = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if not isinstance(checkpoint, dict):
-        return
-    # If the model reads text and images, the field `text_config` contains the config of the text
-    # decoder. The field can be null.
-    decoder = checkpoint.get("text_config") or checkpoint
+    path = Path(config.model) / "config.json"
+    decoder = _read_decoder_config(path)
     for name in ("max_position_embeddings", "n_positions"):
         limit = decoder.get(name)
         if isinstance(limit, int) and 0 < limit < config.max_model_len:
@@ -183,6 +191,20 @@ def _check_length(config: EngineConfig) -> None:
                 f"max_model_len: the value must be at most {limit} ({name} in {path}), but it is "
                 f"{config.max_model_len}."
             )
+
+
+def _read_decoder_config(path: Path) -> dict[str, Any]:
+    """Return the config of the text decoder in a config.json; {} if the file is not readable."""
+    try:
+        checkpoint = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(checkpoint, dict):
+        return {}
+    # If the model reads text and images, the field `text_config` contains the config of the text
+    # decoder. The field can be null.
+    decoder: dict[str, Any] = checkpoint.get("text_config") or checkpoint
+    return decoder
 
 
 def main(argv: Sequence[str] = sys.argv) -> int:

@@ -224,14 +224,13 @@ def _parameters(args: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables whose names begin with `prefix`.
+    """Return the nonempty environment variables whose names begin with `prefix`.
 
-    The keys of the result are the names without the prefix, in lower case.
-
-    Empty variables are skipped. Example: with the prefix "NEREID_EMBEDDING_", the variable
-    `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype": "float32"}`. With the prefix "NEREID_", the
-    same variable returns `{"embedding_dtype": "float32"}`. The settings classes of the language
-    model ignore the variables of the other models.
+    The keys of the result are the names without the prefix, in lower case. Example: with the prefix
+    "NEREID_EMBEDDING_", the variable `NEREID_EMBEDDING_DTYPE=float32` returns `{"dtype":
+    "float32"}`. With the prefix "NEREID_", the same variable returns `{"embedding_dtype":
+    "float32"}`. The settings classes of the language model ignore the variables of the other
+    models.
 
     Args:
         prefix: "NEREID_", "NEREID_EMBEDDING_" or "NEREID_RERANK_".

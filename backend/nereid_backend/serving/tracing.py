@@ -65,23 +65,25 @@ class Tracing:
         """
         if self._tracer is None:
             return parent
+        # The package is optional, so it is imported only if spans are recorded.
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         propagator = TraceContextTextMapPropagator()
         dotted_attributes = {key.replace("__", "."): value for key, value in attributes.items()}
-        # OpenTelemetry needs the time since 1970, in nanoseconds.
-        epoch_s = time.time() - time.monotonic()
+        # OpenTelemetry needs the time since 1970, in nanoseconds. The offset is computed only once,
+        # so that the duration of the span is exact.
+        unix_offset_s = time.time() - time.monotonic()
         span = self._tracer.start_span(
             name,
             propagator.extract({TRACEPARENT: parent}),
-            start_time=int((epoch_s + start) * _NS_PER_S),
+            start_time=int((unix_offset_s + start) * _NS_PER_S),
             attributes={**dotted_attributes, "nereid.model": self._model_name},
         )
-        span.end(int((epoch_s + max(end, start)) * _NS_PER_S))
-        carrier: dict[str, str] = {}
-        propagator.inject(carrier, set_span_in_context(span))
-        return carrier[TRACEPARENT]
+        span.end(int((unix_offset_s + max(end, start)) * _NS_PER_S))
+        headers: dict[str, str] = {}
+        propagator.inject(headers, set_span_in_context(span))
+        return headers[TRACEPARENT]
 
     def close(self) -> None:
         """Send the recorded spans to the collector."""

@@ -334,9 +334,11 @@ def _unpack(title: str, data: bytes, read: Callable[[Any], MessageT]) -> Message
     try:
         return read(msgpack.unpackb(data, use_list=False))
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, detail["loc"]))
-        raise RequestError(f"envelope: the {title} is damaged: {place}: {detail['msg']}.") from None
+        first_error = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first_error["loc"]))
+        raise RequestError(
+            f"envelope: the {title} is damaged: {field}: {first_error['msg']}."
+        ) from None
     except (ValueError, TypeError) as error:
         # All errors of msgpack are ValueErrors. Their messages can be empty.
         raise RequestError(f"envelope: the {title} is damaged: {first_line(error)}") from None

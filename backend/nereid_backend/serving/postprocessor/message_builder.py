@@ -72,21 +72,31 @@ class ParsedMessage:
             context: the data of the request that the postprocessor needs. Here, the tools, the end
                 of the prompt, and the options for reasoning and tool calls are used.
         """
-        adapted = _adapt_format(fmt, context)
-        tools = [dict(tool) for tool in context.tools]
-        if not context.reads_calls:
-            tools = [_UNCALLABLE_TOOL]
-        self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
         self._context = context
+        adapted = _adapt_format(fmt, context)
+        tools = (
+            [dict(tool) for tool in context.tools] if context.reads_calls else [_UNCALLABLE_TOOL]
+        )
+        self._parser = StreamParser(adapted, tools=tools, prompt=context.prompt)
+        self.reads_reasoning = _has_reasoning(adapted)
+        self.has_calls = False
+        # The fields of the next delta: the pieces of text, and the tool calls by their index.
         self._new_texts: dict[str, list[str]] = {"reasoning": [], "content": []}
         self._new_calls: dict[int, dict[str, Any]] = {}
-        self.has_calls = False
-        self.reads_reasoning = _has_reasoning(adapted)
-        # Some prompts end with the opening marker of the reasoning. If the reasoning of such a
-        # request stays in the content, the parser adds this marker to the beginning of the content.
-        # The model did not generate the marker, so `_add` removes the marker from the content.
-        is_opened_by_prompt = self.is_reasoning and not context.separate_reasoning
-        self._added_marker = _opening_marker(adapted) if is_opened_by_prompt else ""
+        self._added_marker = self._marker_added_by_parser(adapted)
+
+    def _marker_added_by_parser(self, fmt: Format) -> str:
+        """Return the marker that the parser adds to the beginning of the content; "" if none.
+
+        Some prompts end with the opening marker of the reasoning, such as <think>. If the reasoning
+        of such a request stays in the content, the parser adds this marker to the content. The
+        model did not generate the marker, so `_add` removes it.
+        """
+        # Before any output, the parser is inside reasoning only if the prompt has opened it.
+        is_opened_by_prompt = self.is_reasoning
+        if is_opened_by_prompt and not self._context.separate_reasoning:
+            return _opening_marker(fmt)
+        return ""
 
     @property
     def is_reasoning(self) -> bool:

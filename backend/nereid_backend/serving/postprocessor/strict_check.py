@@ -81,6 +81,8 @@ class CheckedMessage:
     def add(self, delta: dict[str, Any]) -> None:
         """Add a delta to the message. If the message is complete, validate the message.
 
+        The caller sets `is_complete` before it adds the last delta.
+
         Raises:
             EngineError: the message does not match a strict schema of the request.
         """

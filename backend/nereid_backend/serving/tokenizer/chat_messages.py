@@ -129,10 +129,11 @@ def _read_text_part(part: Any, index: int) -> str:  # noqa: ANN401 - any JSON va
     text = part.get(part_type) if part_type in _TEXT_PART_TYPES else None
     if isinstance(text, str):
         return text
-    refused = refused_part(part)
-    if refused is None:
+    # Some types of parts, such as files, are known, but this server refuses them with a reason.
+    refusal = refused_part(part)
+    if refusal is None:
         raise _part_type_error(part_type, index)
-    refused_type, reason = refused
+    refused_type, reason = refusal
     raise RequestError(
         f"messages: item {index} has a content part of type {shown(refused_type)}, but {reason}"
     )

@@ -22,6 +22,8 @@ from nereid_backend.vision.read_image import ImageLimits
 from nereid_backend.vision.video_frames import is_video_part, read_video_part, video_url
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+# The name of each object in config.json that describes an encoder contains one of these words.
+_ENCODER_WORDS = ("vis", "audio", "encoder")
 # The largest total size of a request's images, measured in bytes of base64 text.
 MAX_IMAGE_BYTES = 32 * 2**20
 # The number of bytes that become MAX_IMAGE_BYTES bytes of base64 text. Base64 text has four
@@ -57,10 +59,8 @@ def _describes_encoder(config: dict[str, Any]) -> bool:
     """
     if "vq_config" in config:
         return True
-    return any(
-        isinstance(value, dict) and any(part in name for part in ("vis", "audio", "encoder"))
-        for name, value in config.items()
-    )
+    names_of_objects = [name for name, value in config.items() if isinstance(value, dict)]
+    return any(word in name for name in names_of_objects for word in _ENCODER_WORDS)
 
 
 def has_image_parts(body: dict[str, Any] | None) -> bool:

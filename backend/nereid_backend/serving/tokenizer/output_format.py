@@ -166,28 +166,33 @@ def _read_structured_outputs(value: Any) -> OutputFormat | None:  # noqa: ANN401
     Example: `{"regex": "a+", "json_object": false}` returns an OutputFormat with the form `{"type":
     "regex", "pattern": "a+"}`.
     """
-    field = "structured_outputs"
     if not isinstance(value, Mapping):
         raise RequestError(
-            f"{field}: the value must be an object, but the request has {shown(value)}."
+            f"structured_outputs: the value must be an object, but the request has {shown(value)}."
         )
-    given_keys = [key for key in value if value[key] is not None and value[key] is not False]
-    if not given_keys:
+    given = {key: item for key, item in value.items() if item is not None and item is not False}
+    if not given:
         return None
-    unknown_keys = [key for key in given_keys if key not in _STRUCTURED_OUTPUT_FORMS]
+    _check_structured_output_keys(list(given))
+    ((key, item),) = given.items()
+    build_form = _STRUCTURED_OUTPUT_FORMS[key]
+    return OutputFormat("structured_outputs", build_form(item))
+
+
+def _check_structured_output_keys(keys: list[str]) -> None:
+    """Raise a RequestError if a key of structured_outputs is unknown, or if there are several."""
+    known_keys = ", ".join(_STRUCTURED_OUTPUT_FORMS)
+    unknown_keys = [key for key in keys if key not in _STRUCTURED_OUTPUT_FORMS]
     if unknown_keys:
         raise RequestError(
-            f"{field}: this server does not support the key {unknown_keys[0]}. Use one of "
-            f"{', '.join(_STRUCTURED_OUTPUT_FORMS)}."
+            f"structured_outputs: this server does not support the key {unknown_keys[0]}. Use one "
+            f"of {known_keys}."
         )
-    if len(given_keys) > 1:
+    if len(keys) > 1:
         raise RequestError(
-            f"{field}: the object must have only one of the keys "
-            f"{', '.join(_STRUCTURED_OUTPUT_FORMS)}, but the request has {', '.join(given_keys)}."
+            f"structured_outputs: the object must have only one of the keys {known_keys}, but the "
+            f"request has {', '.join(keys)}."
         )
-    key = given_keys[0]
-    build_form = _STRUCTURED_OUTPUT_FORMS[key]
-    return OutputFormat(field, build_form(value[key]))
 
 
 def _schema_form(name: str, value: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any JSON value

@@ -180,11 +180,6 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
     """
     # In Python, True and False are integers, too. The booleans are therefore handled first.
     logprobs = fields.logprobs
-    if is_chat and not isinstance(logprobs, bool | None):
-        raise RequestError(
-            f"logprobs: the value must be true or false, but the request has {shown(logprobs)}. "
-            "Send the number of tokens as top_logprobs."
-        )
     if logprobs is True:
         return fields.top_logprobs
     if logprobs is None or logprobs is False:
@@ -194,6 +189,11 @@ def _read_logprobs(fields: RequestFields, *, is_chat: bool) -> int | None:
                 "top_logprobs out."
             )
         return None
+    if is_chat:
+        raise RequestError(
+            f"logprobs: the value must be true or false, but the request has {shown(logprobs)}. "
+            "Send the number of tokens as top_logprobs."
+        )
     if not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS:
         raise RequestError(
             f"logprobs: the value must be an integer from 0 to {MAX_LOGPROBS}, but the request has "

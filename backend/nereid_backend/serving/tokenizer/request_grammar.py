@@ -196,19 +196,26 @@ def _check_tool_choice(choice: object) -> None:
     Examples of valid values: "auto", `{"type": "function", "function": {"name": "add"}}`, and
     `{"type": "allowed_tools", "allowed_tools": {"tools": [...]}}`.
     """
-    if choice is None or isinstance(choice, str):
+    if choice is None or isinstance(choice, str) or _names_functions(choice):
         return
-    # The list of tools is either in the object `allowed_tools` or in `tool_choice` itself.
-    object_with_list = choice.get("allowed_tools", choice) if isinstance(choice, Mapping) else None
-    is_valid = False
-    if isinstance(object_with_list, Mapping):
-        tools = object_with_list.get("tools", [])
-        is_valid = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-    if not is_valid:
-        raise RequestError(
-            "tool_choice: the value must be auto, required, none or an object that names "
-            f"functions, but the request has {shown(choice)}."
-        )
+    raise RequestError(
+        "tool_choice: the value must be auto, required, none or an object that names "
+        f"functions, but the request has {shown(choice)}."
+    )
+
+
+def _names_functions(choice: object) -> bool:
+    """Return whether a `tool_choice` is an object whose list of tools, if any, contains objects.
+
+    The list is the key `tools` of the object `allowed_tools`, or of `tool_choice` itself.
+    """
+    if not isinstance(choice, Mapping):
+        return False
+    object_with_list = choice.get("allowed_tools", choice)
+    if not isinstance(object_with_list, Mapping):
+        return False
+    tools = object_with_list.get("tools", [])
+    return isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
 
 
 def _refuse_calls_without_format(choice: object) -> None:

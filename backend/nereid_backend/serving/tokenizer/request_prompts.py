@@ -45,15 +45,14 @@ class RequestPrompts:
         """
         tensor = tensors.optional_array(request, tensor_names.IMAGE)
         tensor_images = [] if tensor is None else [bytes(image) for image in tensor]
-        if self._images is not None:
+        reads_images = self._images is not None
+        if reads_images:
             message_images = [] if body is None else take_images(body)
             return message_images or tensor_images
-        if tensor_images or has_image_parts(body):
-            field = "image" if tensor_images else "messages"
-            raise RequestError(
-                f"{field}: the served model does not accept images, videos or audio. Send text "
-                "only."
-            )
+        if tensor_images:
+            raise _image_error("image")
+        if has_image_parts(body):
+            raise _image_error("messages")
         return []
 
     def with_images(
@@ -126,6 +125,13 @@ class RequestPrompts:
         if not ids:
             raise RequestError("input_ids: the list is empty. Send at least one token id.")
         return Prompt(ids, None)
+
+
+def _image_error(field: str) -> RequestError:
+    """Return the error for a request with images in `field` if the model reads no images."""
+    return RequestError(
+        f"{field}: the served model does not accept images, videos or audio. Send text only."
+    )
 
 
 def _num_given(*sources: object) -> int:

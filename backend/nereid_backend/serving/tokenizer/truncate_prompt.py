@@ -31,9 +31,10 @@ def read_num_kept(fields: Mapping[str, Any], max_model_len: int) -> int | None:
         raise RequestError(f"{_FIELD}: the value must be -1 or at least 1, but the request has 0.")
     if num_kept != _AS_MANY_AS_FIT:
         return num_kept
-    # If max_tokens is wrong, the number 1 is used here. The sampling fields are read later, and
-    # then the error is reported.
+    # Keep as many tokens as fit together with max_tokens new tokens.
     max_tokens = fields.get("max_tokens")
-    if not isinstance(max_tokens, int) or not 0 < max_tokens < max_model_len:
-        max_tokens = 1
-    return max_model_len - max_tokens
+    if isinstance(max_tokens, int) and 0 < max_tokens < max_model_len:
+        return max_model_len - max_tokens
+    # max_tokens is missing or wrong. If it is wrong, the error is reported later, when the sampling
+    # fields are read.
+    return max_model_len - 1

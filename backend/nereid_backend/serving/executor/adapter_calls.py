@@ -121,9 +121,10 @@ class AdapterCalls:
         return _with_id(message, call_id)
 
     def answer(self, call_id: str, replica: int, names: list[str]) -> Answer | None:
-        """Record that an engine process has changed its adapters or weights.
+        """Record that an engine process has made a change of its adapters or weights.
 
-        If all engine processes are done now, return the client's response. Otherwise, return None.
+        If all engine processes are done now, return the client's response. Otherwise, return None,
+        as for a change that was not requested by a client.
 
         Args:
             call_id: the id of the message that requested the change. "" means that the process has

@@ -252,7 +252,7 @@ def serve_engine(make: MakeEngine, prepare: PrepareReplica | None = None) -> NoR
     def load(
         settings: dict[str, Any], send: Send, progress: Callable[[str], None]
     ) -> EngineService:
-        """Load the model. `settings` is the first message of the stub."""
+        """Load the model, as the type MakeService describes."""
         # The number of the process is the only setting that is not a field of EngineConfig.
         replica = settings.pop("replica", 0)
         config = EngineConfig(**settings)

@@ -381,7 +381,7 @@ class ExecutorModel(SupervisedModel[Stream]):
             Whether the request was ended.
         """
         if stream.has_ended:
-            return False  # The output is complete, and the last step has only to be sent.
+            return False  # The output is complete. Only the last step must still be sent.
         error = stream.timing.deadline_error(now)
         if error is None:
             return False

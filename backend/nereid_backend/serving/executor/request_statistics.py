@@ -4,7 +4,7 @@
 from collections import Counter, defaultdict
 
 from nereid_backend.core.outputs import RequestUpdate
-from nereid_backend.serving.executor.streams import Stream
+from nereid_backend.serving.executor.streams import Sequence, Stream
 from nereid_backend.serving.published_metrics import Histogram
 
 _TOKEN_BUCKETS_S = (
@@ -38,21 +38,26 @@ class RequestStatistics:
     def note_update(self, stream: Stream, update: RequestUpdate, now: float) -> None:
         """Record an update of the engine: new tokens of a sequence, or the end of a sequence.
 
-        Mutates: the number of tokens and the time of the last token in `stream`.
+        Mutates: `stream.timing.first_token`, and the number of tokens and the time of the last
+        token of the sequence.
         """
         sequence = stream.sequences[update.index]
         if update.new_token_ids:
-            self.counts["generation_tokens_total"] += len(update.new_token_ids)
-            self.counts["engine_updates"] += 1
-            sequence.num_tokens += len(update.new_token_ids)
-            if stream.timing.first_token is None:
-                self._note_first_token(stream, now)
-            if sequence.last_token:
-                self.token_gaps.observe(now - sequence.last_token)
-            sequence.last_token = now
+            self._note_tokens(stream, sequence, len(update.new_token_ids), now)
         if update.finish_reason is not None:
             self.finished[update.finish_reason] += 1
             self.observations["request_generation_tokens"].append(sequence.num_tokens)
+
+    def _note_tokens(self, stream: Stream, sequence: Sequence, num_new: int, now: float) -> None:
+        """Record that a sequence of `stream` has `num_new` new tokens."""
+        self.counts["generation_tokens_total"] += num_new
+        self.counts["engine_updates"] += 1
+        sequence.num_tokens += num_new
+        if stream.timing.first_token is None:
+            self._note_first_token(stream, now)
+        if sequence.last_token:  # 0 means that the sequence had no tokens yet.
+            self.token_gaps.observe(now - sequence.last_token)
+        sequence.last_token = now
 
     def _note_first_token(self, stream: Stream, now: float) -> None:
         """Record that a request has its first token, so that its prefill has ended."""

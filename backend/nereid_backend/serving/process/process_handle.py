@@ -106,21 +106,22 @@ class ChildProcess:
         cls,
         program: ChildProgram,
         progress: Callable[[str], None],
-        meanwhile: Callable[[], None] = lambda: None,
+        while_loading: Callable[[], None] = lambda: None,
     ) -> Self:
         """Start a process, wait until its model is loaded, and return the process.
 
         Args:
             program: the program and its limits.
             progress: called with one line for each slow operation of loading.
-            meanwhile: a function that is called a few times a second while the process loads.
+            while_loading: called a few times a second while the process loads. The function can
+                raise a NereidError to end the start.
 
         Raises:
             EngineError: loading failed or took too long. The message gives the reason.
         """
         process = cls(program)
         try:
-            process._await_ready(progress, meanwhile)
+            process._await_ready(progress, while_loading)
         except NereidError:
             process.stop()
             raise
@@ -216,7 +217,9 @@ class ChildProcess:
             return False
         return True
 
-    def _await_ready(self, progress: Callable[[str], None], meanwhile: Callable[[], None]) -> None:
+    def _await_ready(
+        self, progress: Callable[[str], None], while_loading: Callable[[], None]
+    ) -> None:
         """Wait until the process has loaded its model and sends the message "ready".
 
         Mutates: `info` and `load_s`. The docstring of `start` describes the arguments.
@@ -227,7 +230,7 @@ class ChildProcess:
         started_at = time.monotonic()
         limit = self._program.start_timeout
         while time.monotonic() < started_at + limit.value:
-            meanwhile()
+            while_loading()
             for message in self.receive(_START_POLL_S, is_working=False):
                 match message:
                     case ["progress", line]:

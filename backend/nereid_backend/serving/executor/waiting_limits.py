@@ -142,7 +142,8 @@ class WaitingLimits:
     def _estimated_wait_s(self, now: float, client: str) -> float | None:
         """Estimate how many seconds a new request of a client would wait in the queue.
 
-        Return None if too few requests have left the queue for an estimate.
+        Return None if too few requests have left the queue for an estimate. Example: if 10 requests
+        are before the new request and the engine starts 5 requests per second, the result is 2.0.
         """
         if len(self._start_times) < _MIN_SAMPLES:
             return None

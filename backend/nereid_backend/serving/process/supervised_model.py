@@ -385,7 +385,7 @@ class SupervisedModel(ABC, Generic[RequestT]):
         self.on_death(process, error)
 
     def _use_restarted_processes(self) -> None:
-        """Record which processes have been restarted, and which restarts have failed."""
+        """Use the processes whose restart has succeeded, and log which restarts have failed."""
         for process in self.processes:
             if not process.has_restart_ended:
                 continue

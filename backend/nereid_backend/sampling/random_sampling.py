@@ -18,6 +18,7 @@ from torch import Tensor
 from nereid_backend.device_transfer import upload
 from nereid_backend.sampling import native_logits
 from nereid_backend.sampling.draft_verification import Position
+from nereid_backend.sampling.filter_threshold import filter_threshold
 from nereid_backend.sampling.probability_filters import (
     column,
     filter_rows,
@@ -43,6 +44,8 @@ _LIKELIEST_SECOND = 2048
 # total probability `_MIN_TOTAL_PROB`. If the total is smaller, the distribution is so flat that a
 # second attempt would usually fail, too.
 _MIN_TOTAL_PROB = 0.4
+# Logits are divided by the temperature, so the temperature must not be 0.
+_MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,21 @@ class SamplingBatch:
             rows: [num_positions], the sampling parameters that `SamplingTable.read` returned.
         """
         counters = np.array([position.num_output_tokens for position in positions], dtype=np.uint64)
+        # The arrays are copied, because a field of a structured array is not contiguous.
         return cls(
-            temperature=rows["temperature"].clip(min=1e-6),
+            temperature=rows["temperature"].clip(min=_MIN_TEMPERATURE),
             top_p=rows["top_p"].copy(),
             top_k=rows["top_k"].copy(),
             min_p=rows["min_p"].copy(),
             uniform=uniform_numbers(rows["seed"], counters),
         )
+
+    def has_filters(self, vocab_size: int) -> NDArray[np.bool_]:
+        """Return, for each position, whether a filter can remove a token, [num_positions] bool.
+
+        The filters are top_k, top_p and min_p.
+        """
+        return self.has_top_k(vocab_size) | (self.top_p < 1) | (self.min_p > 0)
 
     def has_top_k(self, vocab_size: int) -> NDArray[np.bool_]:
         """Return, for each position, whether top_k can remove a token, [num_positions] bool."""
@@ -142,27 +153,41 @@ def sample_or_defer(
     Returns:
         Token ids [n] int64, and the uncertain rows. The second item is None if no row is uncertain.
     """
-    vocab_size = logits.shape[1]
-    is_filtered = batch.has_top_k(vocab_size) | (batch.top_p < 1) | (batch.min_p > 0)
+    is_filtered = batch.has_filters(vocab_size=logits.shape[1])
     if not is_filtered.any():
         return _sample_unfiltered(logits, batch), None
-    filtered = np.flatnonzero(is_filtered)
     if is_filtered.all():
         token_ids, is_certain = _sample_filtered(logits, batch, defers=defers)
     else:
-        # Sample the rows with filters and the rows without filters separately.
-        unfiltered = np.flatnonzero(~is_filtered)
-        filtered_index = upload(filtered, logits.device)
-        unfiltered_index = upload(unfiltered, logits.device)
-        token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        token_ids[filtered_index], is_certain = _sample_filtered(
-            logits[filtered_index], batch.rows(filtered), defers=defers
-        )
-        token_ids[unfiltered_index] = _sample_unfiltered(
-            logits[unfiltered_index], batch.rows(unfiltered)
-        )
-    uncertain = None if is_certain is None else UncertainRows(filtered, is_certain)
-    return token_ids, uncertain
+        token_ids, is_certain = _sample_separately(logits, batch, is_filtered, defers=defers)
+    if is_certain is None:
+        return token_ids, None
+    return token_ids, UncertainRows(np.flatnonzero(is_filtered), is_certain)
+
+
+def _sample_separately(
+    logits: Tensor, batch: SamplingBatch, is_filtered: NDArray[np.bool_], *, defers: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sample the rows with filters and the rows without filters separately.
+
+    `is_filtered` is [n] bool. Some of its elements are True, and the others are False.
+
+    Returns:
+        The token ids of all rows, [n] int64, and the second result of `_sample_filtered`.
+    """
+    filtered = np.flatnonzero(is_filtered)
+    unfiltered = np.flatnonzero(~is_filtered)
+    filtered_index = upload(filtered, logits.device)
+    unfiltered_index = upload(unfiltered, logits.device)
+    filtered_ids, is_certain = _sample_filtered(
+        logits[filtered_index], batch.rows(filtered), defers=defers
+    )
+    token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    token_ids[filtered_index] = filtered_ids
+    token_ids[unfiltered_index] = _sample_unfiltered(
+        logits[unfiltered_index], batch.rows(unfiltered)
+    )
+    return token_ids, is_certain
 
 
 def _sample_unfiltered(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -184,17 +209,24 @@ def _sample_filtered(
 
     The filters usually keep only a few tokens, so only the likeliest tokens of a row are examined.
     If the filters may keep other tokens, too, the row is uncertain and must be sampled again. If
-    `defers` is True, the caller has to do this. Otherwise, this function samples the row from all
-    tokens; on a CPU, it first tries a larger number of likeliest tokens.
+    `defers` is True, the caller does this later. Otherwise, this function does this immediately.
 
     Returns:
-        A pair. The first item contains the token ids, [n] int64. The second item is [n] bool. It is
-        False for each row that the caller must sample again. If `defers` is False, the second item
-        is None.
+        The token ids, [n] int64, and a tensor [n] bool that is False for each uncertain row. The
+        second item is None if `defers` is False, because no row is uncertain then.
     """
     if defers:
-        deferred = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
-        return deferred.token_ids, deferred.is_certain
+        attempt = _sample_from_likeliest(logits, batch, _LIKELIEST_DEFERRED)
+        return attempt.token_ids, attempt.is_certain
+    return _sample_until_certain(logits, batch), None
+
+
+def _sample_until_certain(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Sample one token for each row, and sample uncertain rows again from more tokens.
+
+    The first attempt examines a few likely tokens, the second attempt (only on a CPU) examines more
+    tokens, and the last attempt examines all tokens. The result is [n] int64.
+    """
     attempt = _sample_from_likeliest(logits, batch, _LIKELIEST)
     if native_logits.can_read(logits):
         _try_again(logits, batch, attempt)
@@ -203,7 +235,7 @@ def _sample_filtered(
         uncertain_batch = batch.rows(uncertain_rows.cpu().numpy())
         probs = _probs(logits[uncertain_rows], uncertain_batch)
         attempt.token_ids[uncertain_rows] = _sample_from_all(probs, uncertain_batch)
-    return attempt.token_ids, None
+    return attempt.token_ids
 
 
 class _Attempt(NamedTuple):
@@ -223,13 +255,13 @@ class _Attempt(NamedTuple):
 def _try_again(logits: Tensor, batch: SamplingBatch, attempt: _Attempt) -> None:
     """Sample the uncertain rows of an attempt a second time, from a larger number of likely tokens.
 
-    Rows with a very flat distribution are not sampled again; see `_MIN_TOTAL_PROB`. The logits must
-    be on the CPU.
+    A row with a very flat distribution is not sampled again, because the second attempt would
+    usually fail, too. The logits must be on the CPU.
 
     Mutates: the tensors of `attempt`.
     """
-    is_promising = attempt.total_probs >= _MIN_TOTAL_PROB
-    rows = _true_rows(~attempt.is_certain & is_promising)
+    is_flat = attempt.total_probs < _MIN_TOTAL_PROB
+    rows = _true_rows(~attempt.is_certain & ~is_flat)
     if len(rows) > 0:
         second = _sample_from_likeliest(logits[rows], batch.rows(rows.numpy()), _LIKELIEST_SECOND)
         attempt.token_ids[rows] = second.token_ids
@@ -248,85 +280,34 @@ def _sample_from_likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> 
     case, `_Attempt.is_certain` is False.
     """
     width = min(width, logits.shape[1])
-    if native_logits.can_read(logits):
-        probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)
-        # If a row has fewer than `width` tokens, its last ids are -1 and their probabilities are 0.
-        # Replace -1 by a valid id, because the caller uses the ids as indices.
-        token_ids.clamp_(min=0)
-    else:
-        probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
-    threshold, is_certain = _smallest_kept_prob(probs, batch)
+    probs, token_ids = _likeliest(logits, batch, width)
+    threshold = filter_threshold(
+        probs,
+        min_p=column(batch.min_p, probs),
+        top_k=column(batch.top_k, probs),
+        top_p=column(batch.top_p, probs),
+    )
+    kept_probs = probs * (probs >= threshold.probs)
     # Sort the examined tokens by id, because the random number selects a token in the order of the
     # vocabulary.
     token_ids, order = token_ids.sort(dim=-1)
-    kept_probs = probs * (probs >= threshold)
     columns = _select(kept_probs.gather(1, order), batch)
     sampled_ids = token_ids.gather(1, columns[:, None]).squeeze(1)
-    return _Attempt(sampled_ids, is_certain.squeeze(1), probs.sum(-1))
+    return _Attempt(sampled_ids, threshold.is_certain.squeeze(1), probs.sum(-1))
 
 
-def _smallest_kept_prob(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return the smallest probability that the filters keep in each row.
+def _likeliest(logits: Tensor, batch: SamplingBatch, width: int) -> tuple[Tensor, Tensor]:
+    """Return the probabilities and the ids of the `width` likeliest tokens of each row.
 
-    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three tokens.
-    Their sum is 0.95. With top_p=0.8, the kept tokens must sum to at least 0.8 * 0.95 = 0.76. The
-    first two tokens are sufficient, because their sum is 0.8. The result is 0.3.
-
-    Args:
-        probs: [n, width], the largest probabilities of each row in descending order.
-        batch: the filters of the rows.
-
-    Returns:
-        The smallest probability that the filters keep, [n, 1] float32, and a tensor [n, 1] bool.
-        The second tensor is False for a row if the filters may keep tokens that are not in `probs`.
+    Both tensors are [n, width] and in descending order of the probabilities.
     """
-    top_p = column(batch.top_p, probs)
-    smallest = probs[:, -1:]
-    floor, is_certain = _top_k_min_p_threshold(probs, batch)
-    kept = probs * (probs >= floor)
-    # top_p refers to the total probability of the tokens that min_p and top_k keep. If these two
-    # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
-    # contains all tokens that min_p and top_k keep.
-    total = torch.where(floor > 0, kept.sum(-1, keepdim=True), 1.0)
-    # The nucleus contains the tokens that top_p keeps. A token belongs to the nucleus if the total
-    # probability of all likelier tokens is less than `top_p * total`.
-    sum_of_likelier = kept.cumsum(-1) - kept
-    is_in_nucleus = sum_of_likelier < top_p * total
-    nucleus_size = is_in_nucleus.sum(-1, keepdim=True).clamp_(min=1)
-    last_of_nucleus = kept.gather(1, nucleus_size - 1)
-    threshold = torch.where(top_p < 1, torch.maximum(last_of_nucleus, floor), floor)
-    # The row is certain only if the least likely token in `probs` is below the threshold.
-    # Otherwise, the filters might also keep tokens that are not in `probs`.
-    return threshold, is_certain & (smallest < threshold)
-
-
-def _top_k_min_p_threshold(probs: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return a threshold for each row. top_k and min_p remove all tokens below the threshold.
-
-    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 alone gives the threshold 0.15,
-    and min_p=0.5 alone gives 0.5 * 0.5 = 0.25. With both filters, the threshold is 0.25.
-
-    Args:
-        probs: [n, width], the largest probabilities of each row in descending order.
-        batch: the filters of the rows.
-
-    Returns:
-        Two tensors. The first tensor contains the thresholds, [n, 1] float32. The threshold is 0 if
-        the row has neither filter. The second tensor is [n, 1] bool. It is True if top_k and min_p
-        remove no token of the row, and also if they keep only tokens that are in `probs`.
-    """
-    width = probs.shape[1]
-    top_k = column(batch.top_k, probs)
-    kth_largest = probs.gather(1, top_k.clamp(1, width) - 1)
-    # If top_k exceeds `width`, `probs` does not include the smallest probability that top_k keeps.
-    is_in_probs = (top_k > 0) & (top_k <= width)
-    top_k_threshold = torch.where(is_in_probs, kth_largest, 0)
-    largest, smallest = probs[:, :1], probs[:, -1:]
-    min_p_threshold = largest * column(batch.min_p, probs)
-    threshold = torch.maximum(top_k_threshold, min_p_threshold)
-    removes_nothing = (threshold == 0) & (top_k <= 0)
-    keeps_only_probs = smallest < threshold
-    return threshold, removes_nothing | keeps_only_probs
+    if not native_logits.can_read(logits):
+        probs, token_ids = _probs(logits, batch).topk(width, dim=-1)
+        return probs, token_ids
+    probs, token_ids = native_logits.likeliest(logits, batch.temperature, width)
+    # If a row has fewer than `width` tokens, its last ids are -1 and their probabilities are 0.
+    # Replace -1 by a valid id, because the caller uses the ids as indices.
+    return probs, token_ids.clamp_(min=0)
 
 
 def _sample_from_all(probs: Tensor, batch: SamplingBatch) -> Tensor:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes which of the likeliest tokens of a row the filters min_p, top_k and top_p keep.
+
+In this module, "the examined tokens" are the likeliest tokens of a row. Their probabilities are in
+`probs`, [n, width], in descending order. The parameters of the filters are columns, [n, 1].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class FilterThreshold(NamedTuple):
+    """A threshold for each row. The filters remove all tokens with smaller probabilities.
+
+    Attributes:
+        probs: [n, 1] float32, the smallest probability that the filters keep; 0 if they remove no
+            token.
+        is_certain: [n, 1] bool. False if the filters may also keep tokens that were not examined.
+    """
+
+    probs: Tensor
+    is_certain: Tensor
+
+
+def filter_threshold(
+    probs: Tensor, *, min_p: Tensor, top_k: Tensor, top_p: Tensor
+) -> FilterThreshold:
+    """Return the smallest probability that min_p, top_k and top_p keep in each row.
+
+    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. top_k=3 keeps the first three tokens.
+    Their sum is 0.95. With top_p=0.8, the kept tokens must sum to at least 0.8 * 0.95 = 0.76. The
+    first two tokens are sufficient, because their sum is 0.8. The result is 0.3.
+
+    Args:
+        probs: [n, width], the largest probabilities of each row in descending order.
+        min_p: [n, 1]; 0 turns the filter off.
+        top_k: [n, 1]; 0 turns the filter off.
+        top_p: [n, 1]; 1 turns the filter off.
+    """
+    floor = _min_p_top_k_threshold(probs, min_p, top_k)
+    kept = probs * (probs >= floor.probs)
+    # top_p refers to the total probability of the tokens that min_p and top_k keep. If these two
+    # filters remove no token, the total is 1. Otherwise, the total is known only if `probs`
+    # contains all tokens that min_p and top_k keep.
+    total = torch.where(floor.probs > 0, kept.sum(-1, keepdim=True), 1.0)
+    top_p_threshold = torch.maximum(_smallest_in_nucleus(kept, top_p * total), floor.probs)
+    threshold = torch.where(top_p < 1, top_p_threshold, floor.probs)
+    is_certain = floor.is_certain & _keeps_only_examined(probs, threshold)
+    return FilterThreshold(threshold, is_certain)
+
+
+def _min_p_top_k_threshold(probs: Tensor, min_p: Tensor, top_k: Tensor) -> FilterThreshold:
+    """Return the smallest probability that min_p and top_k keep in each row.
+
+    Example: the probabilities are 0.5, 0.3, 0.15 and 0.05. min_p=0.5 alone gives the threshold
+    0.5 * 0.5 = 0.25, and top_k=3 alone gives 0.15. With both filters, the threshold is 0.25.
+
+    See `filter_threshold` for the arguments.
+    """
+    largest = probs[:, :1]
+    threshold = torch.maximum(_kth_largest(probs, top_k), largest * min_p)
+    has_neither_filter = (threshold == 0) & (top_k <= 0)
+    is_certain = has_neither_filter | _keeps_only_examined(probs, threshold)
+    return FilterThreshold(threshold, is_certain)
+
+
+def _kth_largest(probs: Tensor, top_k: Tensor) -> Tensor:
+    """Return the smallest probability that top_k keeps in each row, [n, 1] float32.
+
+    The result is 0 if top_k is turned off. The result is also 0 if top_k exceeds the width of
+    `probs`, because `probs` then does not contain the smallest probability that top_k keeps.
+
+    Shapes: probs [n, width] in descending order, top_k [n, 1].
+    """
+    width = probs.shape[1]
+    kth_largest = probs.gather(1, top_k.clamp(1, width) - 1)
+    is_in_probs = (top_k > 0) & (top_k <= width)
+    return torch.where(is_in_probs, kth_largest, 0)
+
+
+def _smallest_in_nucleus(probs: Tensor, min_sum: Tensor) -> Tensor:
+    """Return the smallest probability in the nucleus of each row, [n, 1] float32.
+
+    The nucleus is the smallest set of likeliest tokens whose probabilities sum to at least
+    `min_sum`. Example: the probabilities 0.5, 0.3 and 0.15 and the sum 0.76 give 0.3.
+
+    Shapes: probs [n, width] in descending order, min_sum [n, 1].
+    """
+    # A token belongs to the nucleus if the total probability of all likelier tokens is too small.
+    sum_of_likelier = probs.cumsum(-1) - probs
+    is_in_nucleus = sum_of_likelier < min_sum
+    nucleus_size = is_in_nucleus.sum(-1, keepdim=True).clamp_(min=1)
+    return probs.gather(1, nucleus_size - 1)
+
+
+def _keeps_only_examined(probs: Tensor, threshold: Tensor) -> Tensor:
+    """Return whether a threshold removes every token that was not examined, [n, 1] bool.
+
+    The tokens that were not examined are at most as likely as the last examined token. They are
+    certainly removed if the last examined token is removed, too.
+
+    Shapes: probs [n, width] in descending order, threshold [n, 1].
+    """
+    last_examined = probs[:, -1:]
+    return last_examined < threshold

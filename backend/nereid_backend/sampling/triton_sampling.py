@@ -55,8 +55,9 @@ def fixed_point(bits):
 def count_from(logits, max_logit, factor, vocab_size, low, middle, high, TILE: tl.constexpr):
     """Count the tokens whose weights are at least a threshold, and sum the weights of these tokens.
 
-    There are three thresholds: `low`, `middle` and `high`. A threshold is the bit pattern of a
-    float32 number.
+    There are three thresholds: `low`, `middle` and `high`. One pass over the row serves all three.
+    A threshold is the bit pattern of a weight, which is a float32 number. The binary logarithm of a
+    weight is (logit - max_logit) * factor.
 
     Returns:
         Three counts, int32, and three sums in units of 2 ** -40, int64.
@@ -90,6 +91,7 @@ def search(
 ):  # fmt: skip
     """Find the highest threshold that keeps enough tokens. The search starts at `low`.
 
+    A threshold is the bit pattern of a weight, and keeps the tokens whose weights are not smaller.
     If BY_COUNT is true, a threshold must keep at least `wanted` tokens. If BY_COUNT is false, the
     weights of the kept tokens must sum to at least `wanted`. `count` is the number of tokens that
     the threshold `low` keeps, and `total` is the sum of their weights. If `low` itself does not
@@ -98,32 +100,35 @@ def search(
     Returns:
         The threshold, the number of tokens that the threshold keeps, and the sum of their weights.
     """
-    # During the search, the threshold `low` keeps enough tokens and the threshold `high` keeps too
-    # few. A threshold above the largest weight keeps no token.
+    # During the search, the threshold `low` keeps `count` tokens, which are enough. The threshold
+    # `high` keeps `high_count` tokens, which are too few. At first, `high` is above the largest
+    # weight, so it keeps no token.
     high = tl.full([], BITS_OF_ONE + 1, tl.int32)
-    too_few = tl.full([], 0, tl.int32)
+    high_count = tl.full([], 0, tl.int32)
     is_enough = count >= wanted if BY_COUNT else total >= wanted
+    # If `low` does not keep enough tokens, no threshold lies between `low` and `high`, so the loop
+    # does not run.
     high = tl.where(is_enough, high, low + 1)
-    while (high - low > 1) & (count - too_few > 1):
+    while (high - low > 1) & (count - high_count > 1):
         # The three new thresholds divide the interval from `low` to `high` into about four equal
         # intervals. Each pass keeps one of these intervals, so the interval always becomes smaller.
         step = (high - low + 3) // 4
         first = low + step
         second = tl.minimum(first + step, high)
         third = tl.minimum(second + step, high)
-        counts_1, counts_2, counts_3, sums_1, sums_2, sums_3 = count_from(
+        count_1, count_2, count_3, sum_1, sum_2, sum_3 = count_from(
             logits, max_logit, factor, vocab_size, first, second, third, TILE
         )
         if BY_COUNT:
-            is_1, is_2, is_3 = counts_1 >= wanted, counts_2 >= wanted, counts_3 >= wanted
+            is_1, is_2, is_3 = count_1 >= wanted, count_2 >= wanted, count_3 >= wanted
         else:
-            is_1, is_2, is_3 = sums_1 >= wanted, sums_2 >= wanted, sums_3 >= wanted
-        # The highest threshold that keeps enough tokens becomes `low`, and the next higher
-        # threshold becomes `high`.
-        too_few = of_highest_true(is_1, is_2, is_3, counts_1, counts_2, counts_3, too_few)
+            is_1, is_2, is_3 = sum_1 >= wanted, sum_2 >= wanted, sum_3 >= wanted
+        # The thresholds are ordered: low, first, second, third, high. The highest threshold that
+        # keeps enough tokens becomes `low`, and the next threshold in this order becomes `high`.
+        high_count = of_highest_true(is_1, is_2, is_3, count_1, count_2, count_3, high_count)
         high = of_highest_true(is_1, is_2, is_3, first, second, third, high)
-        count = of_highest_true(is_1, is_2, is_3, count, counts_1, counts_2, counts_3)
-        total = of_highest_true(is_1, is_2, is_3, total, sums_1, sums_2, sums_3)
+        count = of_highest_true(is_1, is_2, is_3, count, count_1, count_2, count_3)
+        total = of_highest_true(is_1, is_2, is_3, total, sum_1, sum_2, sum_3)
         low = of_highest_true(is_1, is_2, is_3, low, first, second, third)
     return low, count, total
 
@@ -145,25 +150,32 @@ def pick(logits, max_logit, factor, vocab_size, low, target, TILE: tl.constexpr)
     Each weight below the threshold `low` counts as 0. `target` must be less than the sum of the
     other weights.
     """
-    # Find the tile that contains the token. `begin` is the first column of the next tile. `inside`
-    # is the sum of the weights in the tile that was read last, and `before` is the sum of the
-    # weights in all earlier tiles.
+    # Find the tile that contains the token. `begin` is the first column of the next tile.
+    # `tile_sum` is the sum of the weights in the tile that was read last, and `sum_before` is the
+    # sum of the weights in all earlier tiles.
     begin = tl.full([], 0, tl.int32)
-    before = tl.full([], 0, tl.int64)
-    inside = before
-    while (before + inside <= target) & (begin < vocab_size):
-        before += inside
+    sum_before = tl.full([], 0, tl.int64)
+    tile_sum = sum_before
+    while (sum_before + tile_sum <= target) & (begin < vocab_size):
+        sum_before += tile_sum
         values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
         bits = weight_bits(values, max_logit, factor)
-        inside = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
+        tile_sum = tl.sum(tl.where(bits >= low, fixed_point(bits), 0), 0)
         begin += TILE
     # The tile that was read last contains the token. Read this tile again to find the column of the
     # token.
     begin -= TILE
     values = load_logits(logits, begin + tl.arange(0, TILE), vocab_size)
     bits = weight_bits(values, max_logit, factor)
-    cumulated = before + tl.cumsum(tl.where(bits >= low, fixed_point(bits), 0), 0)
+    cumulated = sum_before + tl.cumsum(tl.where(bits >= low, fixed_point(bits), 0), 0)
     return begin + tl.sum((cumulated <= target).to(tl.int32), 0)
+
+
+@triton.jit
+def rounded_up(number):
+    """Round a non-negative float64 number up to an int64."""
+    integer = number.to(tl.int64)
+    return integer + (integer.to(tl.float64) < number).to(tl.int64)
 
 
 @triton.jit
@@ -172,14 +184,19 @@ def sample_token(
 ):
     """Apply min_p, top_k and top_p, and sample a token from the remaining tokens.
 
-    `max_logit` is the largest logit of the row. It must be finite. The module's docstring describes
-    the algorithm.
+    The weight of a token is its probability divided by the probability of the likeliest token. Each
+    filter raises the threshold `low`, the bit pattern of the smallest weight that is kept. `count`
+    is the number of kept tokens, and `total` is the sum of their weights.
+
+    `max_logit` is the largest logit of the row. It must be finite. `uniform` is a random number in
+    [0, 1). It selects a token from the cumulative weights of the kept tokens.
     """
     factor = LOG2E / temperature
-    # Thresholds are bit patterns of weights. The smallest threshold is 1, so a token with the
-    # weight 0 is never sampled. The largest weight is 1, so min_p removes the tokens whose weights
-    # are less than min_p. Therefore, the threshold of min_p is the bit pattern of min_p itself.
+    # The largest weight is 1, so min_p removes the tokens whose weights are less than min_p.
+    # Therefore, the threshold of min_p is the bit pattern of min_p itself. The smallest threshold
+    # is 1, so a token with the weight 0 is never sampled.
     low = tl.maximum(min_p.to(tl.int32, bitcast=True), 1)
+    # `count_from` takes three thresholds, but only one is needed here.
     count, _, _, total, _, _ = count_from(
         logits, max_logit, factor, vocab_size, low, low, low, TILE
     )
@@ -188,13 +205,11 @@ def sample_token(
             logits, max_logit, factor, vocab_size, low, count, total, top_k, True, TILE
         )
     if top_p < 1.0:
-        # `wanted` is top_p times `total`, rounded up, but at least 1.
-        exact = top_p.to(tl.float64) * total.to(tl.float64)
-        wanted = exact.to(tl.int64)
-        wanted = tl.maximum(wanted + (wanted.to(tl.float64) < exact).to(tl.int64), 1)
+        wanted = tl.maximum(rounded_up(top_p.to(tl.float64) * total.to(tl.float64)), 1)
         low, count, total = search(
             logits, max_logit, factor, vocab_size, low, count, total, wanted, False, TILE
         )
+    # Rounding may make the product equal to `total`, but `pick` needs a smaller target.
     target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     return pick(logits, max_logit, factor, vocab_size, low, target, TILE)
 

@@ -36,6 +36,20 @@ class Position(NamedTuple):
         """The number of output tokens before this position, including draft tokens."""
         return self.sequence.num_output_tokens + len(self.drafts)
 
+    @property
+    def newest_token(self) -> int:
+        """The last token before this position: a draft token, or the last known token."""
+        return self.drafts[-1] if self.drafts else self.sequence.token_ids[-1]
+
+    def last_tokens(self, count: int) -> list[int]:
+        """Return the last `count` tokens before this position, including draft tokens.
+
+        `count` must be at least 1. Example: the known tokens are [4, 5], and the draft tokens are
+        [8]. The last 2 tokens are [5, 8].
+        """
+        # Only the last known tokens are copied, because a sequence may be long.
+        return (self.sequence.token_ids[-count:] + self.drafts)[-count:]
+
 
 class Sampling(NamedTuple):
     """The positions of a step at which tokens are sampled.
@@ -64,21 +78,20 @@ def sampling_of(plan: StepPlan) -> Sampling:
     positions: list[Position] = []
     rows: list[int] = []
     counts: list[int] = []
-    # `end_row` is the index after the last row of logits of the current chunk. If the chunk samples
-    # tokens, the last rows of the chunk belong to the sampling positions.
-    end_row = 0
+    end_row = 0  # the index after the last row of logits of the current chunk
     for chunk in plan.chunks:
         end_row += chunk.num_logits
         if not chunk.samples:
             continue
         sequence = chunk.sequence
         drafts = sequence.draft_token_ids
+        # At each of these positions, the next draft token is verified. At the position after the
+        # last draft token, there is no draft token to verify.
         if drafts:
-            # At each of these positions, the next draft token is verified. The position after the
-            # last draft token is added below.
             positions += [Position(sequence, drafts[:number]) for number in range(len(drafts))]
-            rows += range(end_row - 1 - len(drafts), end_row - 1)
         positions.append(Position(sequence, drafts))
-        rows.append(end_row - 1)
-        counts.append(len(drafts) + 1)
+        # The sampling positions have the last rows of the chunk.
+        num_positions = len(drafts) + 1
+        rows += range(end_row - num_positions, end_row)
+        counts.append(num_positions)
     return Sampling(positions, rows, counts)

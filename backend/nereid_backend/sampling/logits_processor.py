@@ -25,9 +25,9 @@ from nereid_backend.core.sequence import Sequence
 from nereid_backend.device_transfer import upload
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.vocabulary import TokenMask, mask_of
+from nereid_backend.sampling.apply_masks import with_masks
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.penalties import TokenCounts, apply_penalties, asks_for_penalties
-from nereid_backend.sampling.token_masks import with_masks
 
 Integers = NDArray[np.int64]
 
@@ -87,14 +87,19 @@ class LogitsParams:
 
     @classmethod
     def of(cls, sequence: Sequence, vocab_size: int) -> "LogitsParams":
-        """Convert the logit-changing sampling parameters of a request to arrays."""
+        """Convert the logit-changing sampling parameters of a request to arrays.
+
+        Example: the logit_bias {4: 1.5, 9: -2} gives the `bias_ids` [4, 9] and the `bias_values`
+        [1.5, -2].
+        """
         params = sequence.params
         bias = _bias_pairs(params)
         allowed_ids = params.allowed_token_ids
         bad_tokens = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
+        # Stop tokens outside the vocabulary have no logit.
         stops = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
         return cls(
-            sequence,
+            owner=sequence,
             bias_ids=np.array([token_id for token_id, _ in bias], np.int64),
             bias_values=np.array([value for _, value in bias], np.float32),
             allowed=None if allowed_ids is None else mask_of(allowed_ids, vocab_size),
@@ -134,23 +139,13 @@ class LogitsParams:
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
-        # At this position, the sequence consists of the known tokens, followed by the draft tokens.
-        # Draft tokens are guesses.
-        known = self.owner.token_ids
-        drafts = position.drafts
-        newest = drafts[-1] if drafts else known[-1]
-        last_tokens = []
-        for beginning, last_token in self.bad_words.get(newest, ()):
-            length = len(beginning)  # at least 1
-            if length > num_output:
-                # Bad words are forbidden only in the output. Ignore a bad word that would begin in
-                # the prompt.
-                continue
-            # Only the last `length` known tokens are copied, because a sequence may be long.
-            tail = known[-length:] + drafts
-            if tail[-length:] == beginning:
-                last_tokens.append(last_token)
-        return last_tokens
+        # `beginning` contains at least one token. Bad words are forbidden only in the output, so a
+        # bad word that would begin in the prompt is ignored.
+        return [
+            last_token
+            for beginning, last_token in self.bad_words.get(position.newest_token, ())
+            if len(beginning) <= num_output and position.last_tokens(len(beginning)) == beginning
+        ]
 
 
 class LogitsProcessor:
@@ -225,6 +220,7 @@ class LogitsProcessor:
             indices: the rows of `logits` whose requests have a penalty. Other rows are unchanged.
         """
         penalised = [positions[i] for i in indices]
+        # The rows in which `_counts` stores the tokens of the requests.
         cache_rows = [_cache_row(positions[i], i) for i in indices]
         ids, counts = self._counts.tokens_and_counts(cache_rows, penalised)
         params = [position.sequence.params for position in penalised]
@@ -332,14 +328,22 @@ def _forbid_tokens(
 
 
 def _add_bias(logits: Tensor, params: abc.Mapping[int, LogitsParams]) -> None:
-    """Add logit_bias to the logits; see `_forbid_tokens` for the arguments. Mutates: logits."""
+    """Add the biases of logit_bias to the logits.
+
+    All rows are changed with one call of torch. Example: row 0 has a bias for the tokens 4 and 7,
+    and row 2 has a bias for the token 9. The changed logits have the rows [0, 0, 2] and the columns
+    [4, 7, 9].
+
+    Args:
+        logits: [n, vocab_size] float32. Mutated.
+        params: maps the index of a row to the logits parameters of the request.
+    """
     rows: list[Integers] = []
     columns: list[Integers] = []
     biases: list[NDArray[np.float32]] = []
     for index, row_params in params.items():
-        num_biases = len(row_params.bias_ids)
-        if num_biases:
-            rows.append(np.full(num_biases, index))
+        if len(row_params.bias_ids):
+            rows.append(np.full(len(row_params.bias_ids), index))
             columns.append(row_params.bias_ids)
             biases.append(row_params.bias_values)
     if rows:

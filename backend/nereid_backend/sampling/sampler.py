@@ -11,8 +11,11 @@ import math
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
@@ -59,6 +62,22 @@ class SampledTokens:
     top: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
+class _RankedCopy(NamedTuple):
+    """The log-probabilities of one slice, which are being copied to the host."""
+
+    inputs: SliceInputs
+    ranked: RankedRows
+    copy: HostCopy
+
+
+class _UncertainCopy(NamedTuple):
+    """The uncertain rows of one slice, and a copy of `UncertainRows.is_certain` for these rows."""
+
+    part: PendingSlice
+    rows: NDArray[np.int64]
+    copy: HostCopy
+
+
 class PendingTokens:
     """The sampled tokens of a step, which are being copied from the device to the host.
 
@@ -78,17 +97,16 @@ class PendingTokens:
         sampled = concatenate([part.sampled for part in parts])
         self.token_ids = sampled.token_ids
         self._sampled_copy = HostCopy(sampled)
-        # `_ranked_copies` contains the copies of the log-probabilities, and `_is_certain_copies`
-        # contains the copies of `UncertainRows.is_certain`. The two lists have one item for each
-        # slice. The item is None if the slice has no such tensor.
-        self._ranked_copies: list[HostCopy | None] = []
-        self._is_certain_copies: list[HostCopy | None] = []
-        for part in parts:
-            ranked, uncertain = part.ranked, part.uncertain
-            self._ranked_copies.append(None if ranked is None else HostCopy(ranked.tensors))
-            self._is_certain_copies.append(
-                None if uncertain is None else HostCopy([uncertain.is_certain])
-            )
+        self._ranked_copies = [
+            _RankedCopy(part.inputs, part.ranked, HostCopy(part.ranked.tensors))
+            for part in parts
+            if part.ranked is not None
+        ]
+        self._uncertain_copies = [
+            _UncertainCopy(part, part.uncertain.rows, HostCopy([part.uncertain.is_certain]))
+            for part in parts
+            if part.uncertain is not None
+        ]
 
     def result(self) -> tuple[SampledTokens, list[int]]:
         """Wait for the copy and return the sampled tokens.
@@ -108,12 +126,10 @@ class PendingTokens:
 
     def _read_top(self, sampled_tokens: SampledTokens) -> None:
         """Wait for the requested log-probabilities, and store them in `sampled_tokens.top`."""
-        for part, ranked_copy in zip(self._parts, self._ranked_copies, strict=True):
-            if part.ranked is not None and ranked_copy is not None:
-                reports = part.ranked.read(*ranked_copy.wait())
-                start = part.inputs.start
-                for index, report in zip(part.inputs.ranked, reports, strict=True):
-                    sampled_tokens.top[start + index] = report
+        for inputs, ranked, copy in self._ranked_copies:
+            reports = ranked.read(*copy.wait())
+            for index, report in zip(inputs.ranked, reports, strict=True):
+                sampled_tokens.top[inputs.start + index] = report
 
     def _replace_uncertain(self, sampled_tokens: SampledTokens) -> None:
         """Sample a row again if its token may be wrong, and replace the token in `sampled_tokens`.
@@ -121,12 +137,11 @@ class PendingTokens:
         An uncertain row was sampled from only some of its tokens. The device has computed whether
         these tokens were sufficient. If they were not, the row must be sampled again.
         """
-        for part, is_certain_copy in zip(self._parts, self._is_certain_copies, strict=True):
-            if part.uncertain is not None and is_certain_copy is not None:
-                (is_certain,) = is_certain_copy.wait()
-                wrong_rows = part.uncertain.rows[~is_certain.numpy()].tolist()
-                if wrong_rows:
-                    self._sample_again(part, wrong_rows, sampled_tokens)
+        for part, rows, copy in self._uncertain_copies:
+            (is_certain,) = copy.wait()
+            wrong_rows = rows[~is_certain.numpy()].tolist()
+            if wrong_rows:
+                self._sample_again(part, wrong_rows, sampled_tokens)
 
     def _store_errors(self, has_allowed: list[bool], sampled_tokens: SampledTokens) -> None:
         """Store the reason for each position at which no token could be sampled.
@@ -142,6 +157,7 @@ class PendingTokens:
         positions = chain.from_iterable(part.inputs.positions for part in self._parts)
         for index, position in enumerate(positions):
             if not math.isfinite(logprobs[index]):
+                # Invalid logits are the cause of the error, even if the request forbids all tokens.
                 sampled_tokens.errors[index] = NOT_FINITE
             elif not has_allowed[index]:
                 sampled_tokens.errors[index] = explain_no_token(position.sequence)
@@ -156,13 +172,13 @@ class PendingTokens:
             rows: the indices of the rows in the slice.
             sampled_tokens: the sampled tokens of the step. Mutated.
         """
-        again = self._sampler.sample_again(part, rows)
-        for index_in_again, row in enumerate(rows):
-            index_in_step = part.inputs.start + row
-            sampled_tokens.token_ids[index_in_step] = again.token_ids[index_in_again]
-            sampled_tokens.logprobs[index_in_step] = again.logprobs[index_in_again]
-            if index_in_again in again.top:
-                sampled_tokens.top[index_in_step] = again.top[index_in_again]
+        new = self._sampler.sample_again(part, rows)
+        for new_index, row in enumerate(rows):
+            index = part.inputs.start + row  # the index of the position in the step
+            sampled_tokens.token_ids[index] = new.token_ids[new_index]
+            sampled_tokens.logprobs[index] = new.logprobs[new_index]
+            if new_index in new.top:
+                sampled_tokens.top[index] = new.top[new_index]
 
 
 class Sampler:
@@ -202,14 +218,19 @@ class Sampler:
                 change the masks before the result is read.
         """
         params = self._table.read(positions)
-        is_on_gpu = logits.device.type != "cpu"
-        defers = is_on_gpu if self.defers is None else self.defers
+        defers = self._defers_on(logits.device)
         pending: list[PendingSlice] = []
         for rows in slices(len(positions), logits.shape[1], logits.device):
             slice_masks = {} if masks is None else masks.of_slice(rows)
             inputs = SliceInputs(rows.start, positions[rows], params[rows], slice_masks)
             pending.append(self._launch_slice(logits[rows], inputs, defers=defers))
         return PendingTokens(self, pending)
+
+    def _defers_on(self, device: torch.device) -> bool:
+        """Return whether uncertain rows are sampled again only when the result is read."""
+        if self.defers is not None:
+            return self.defers
+        return device.type != "cpu"
 
     def sample_again(self, part: PendingSlice, rows: list[int]) -> SampledTokens:
         """Sample some rows of a slice again. All tokens of the vocabulary are examined.
@@ -227,6 +248,9 @@ class Sampler:
         self, model_logits: Tensor, inputs: SliceInputs, *, defers: bool
     ) -> PendingSlice:
         """Launch the sampling of one token for each row of logits.
+
+        A row is uncertain if its token was sampled from only some tokens of the vocabulary, and
+        these tokens may not be sufficient.
 
         Args:
             model_logits: [n, vocab_size], any float dtype, the model's own logits. Not changed.
@@ -256,12 +280,11 @@ class Sampler:
         # logits.
         likeliest = model_likeliest if processed is model_logits else None
         token_ids, uncertain = _sample_rows(processed, likeliest, inputs, defers=defers)
-        column = token_ids[:, None]
         # Log-probabilities are reported for the model's own distribution, before masks and
         # penalties.
-        logprobs = model_logits.gather(1, column).squeeze(1).float() - logsumexp
+        logprobs = _logits_of(token_ids, model_logits).float() - logsumexp
         # If every token of a row is forbidden, the sampled token has the logit -inf.
-        has_allowed = processed.gather(1, column).squeeze(1) > float("-inf")
+        has_allowed = _logits_of(token_ids, processed) > float("-inf")
         sampled = SampledRows(token_ids, logprobs, has_allowed)
         ranked = _rank_positions(model_logits, token_ids, inputs, logsumexp)
         # If any row is uncertain, copy the logits, because the next forward pass may overwrite them
@@ -273,6 +296,14 @@ class Sampler:
         """Apply masks and sampling parameters to the logits; see `LogitsProcessor.process`."""
         changed = true_indices(inputs.params["changes_logits"])
         return self._processor.process(logits, inputs.positions, changed, inputs.masks)
+
+
+def _logits_of(token_ids: Tensor, logits: Tensor) -> Tensor:
+    """Return the logit of one token in each row, [n].
+
+    Shapes: token_ids [n] int64, logits [n, vocab_size].
+    """
+    return logits.gather(1, token_ids[:, None]).squeeze(1)
 
 
 def _rank_positions(
@@ -295,13 +326,17 @@ def _rank_positions(
         return None
     if logsumexp is None:
         logsumexp = argmax_logsumexp(logits).logsumexp
-    # For each position in `indices`, the number of likeliest tokens to report. All requests at
-    # these positions set `logprobs`, so `or 0` is needed only for the type checker.
-    num_top = [inputs.positions[index].sequence.params.logprobs or 0 for index in indices]
-    if len(indices) == len(inputs.positions):
-        return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
-    rows = upload(np.array(indices), logits.device)
-    return rank_tokens(logits[rows].float(), logsumexp[rows], token_ids[rows], num_top)
+    num_top = [_num_top(inputs.positions[index]) for index in indices]
+    has_all_rows = len(indices) == len(inputs.positions)
+    if not has_all_rows:
+        rows = upload(np.array(indices), logits.device)
+        logits, logsumexp, token_ids = logits[rows], logsumexp[rows], token_ids[rows]
+    return rank_tokens(logits.float(), logsumexp, token_ids, num_top)
+
+
+def _num_top(position: Position) -> int:
+    """Return the number of likeliest tokens to report at a position, which may be 0."""
+    return position.sequence.params.logprobs or 0
 
 
 def _sample_rows(
@@ -321,22 +356,23 @@ def _sample_rows(
     Returns:
         Token ids [n] int64, and the rows that may have to be sampled again.
     """
-    (random_rows,) = (~inputs.params["is_greedy"]).nonzero()
-    if len(random_rows) == len(inputs.positions):
+    is_greedy = inputs.params["is_greedy"]
+    if not is_greedy.any():
         batch = SamplingBatch.of(inputs.positions, inputs.params)
         return sample_or_defer(logits, batch, defers=defers)
     likeliest_ids = argmax(logits) if likeliest is None else likeliest
-    if len(random_rows) == 0:
+    if is_greedy.all():
         return likeliest_ids, None
+    (random_rows,) = (~is_greedy).nonzero()
+    device_rows = upload(random_rows, logits.device)
     random_positions = [inputs.positions[row] for row in random_rows]
     batch = SamplingBatch.of(random_positions, inputs.params[random_rows])
-    device_rows = upload(random_rows, logits.device)
-    sampled_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
+    random_ids, uncertain = sample_or_defer(logits[device_rows], batch, defers=defers)
     if uncertain is not None:
         # `uncertain.rows` contains indices into `random_rows`. Convert them to row indices of
         # `logits`.
         uncertain = uncertain._replace(rows=random_rows[uncertain.rows])
-    return likeliest_ids.index_copy(0, device_rows, sampled_ids), uncertain
+    return likeliest_ids.index_copy(0, device_rows, random_ids), uncertain
 
 
 def _kernel_settings(inputs: SliceInputs) -> gpu_sampling.Settings:

@@ -50,12 +50,14 @@ class SamplingTable:
 
     def __init__(self) -> None:
         self._rows: SamplingRows = np.zeros(0, ROW)
+        # The sequence whose parameters each row contains; None if the row is unused.
         self._owners: list[Sequence | None] = []
 
     def read(self, positions: abc.Sequence[Position]) -> SamplingRows:
         """Return the sampling parameters at each position, as an array of the dtype `ROW`.
 
-        The first call for a sequence stores its parameters. Later calls read the stored row.
+        The first call for a sequence stores its parameters in the table. Later calls read the
+        stored row.
 
         Either all sequences have a row (Sequence.row is set), or no sequence has a row. Sequences
         that are not in a scheduler have no row. In this case, the index of the position is used as
@@ -66,13 +68,18 @@ class SamplingTable:
         for index, (sequence, _drafts) in enumerate(positions):
             row = index if sequence.row is None else sequence.row
             rows.append(row)
-            if row >= len(owners):
-                self._grow(row + 1)
-            if owners[row] is not sequence:
-                # The sequence is new, and the row may contain the parameters of an ended sequence.
-                owners[row] = sequence
-                self._rows[row] = _make_row(sequence)
+            is_stored = row < len(owners) and owners[row] is sequence
+            if not is_stored:
+                # The row is unused, or contains the parameters of an ended sequence.
+                self._store(sequence, row)
         return self._rows[rows]
+
+    def _store(self, sequence: Sequence, row: int) -> None:
+        """Store the parameters of a new sequence in a row. Enlarge the table if necessary."""
+        if row >= len(self._owners):
+            self._grow(row + 1)
+        self._owners[row] = sequence
+        self._rows[row] = _make_row(sequence)
 
     def _grow(self, num_rows: int) -> None:
         """Enlarge the table to at least `num_rows` rows, or to twice its size if this is more."""
@@ -94,19 +101,24 @@ def changes_logits(params: SamplingParams) -> bool:
 
 
 def _make_row(sequence: Sequence) -> tuple[object, ...]:
-    """Return the sampling parameters of a sequence as the fields of `ROW`."""
+    """Return the sampling parameters of a sequence, in the order of the fields of `ROW`."""
     params = sequence.params
-    # A request disables top_k with 0 or -1. A value that exceeds the range of int64 keeps all
-    # tokens, just like the largest int64 number.
-    top_k = min(max(0, params.top_k), np.iinfo(np.int64).max)
-    has_logprobs = params.logprobs is not None
     return (
         params.temperature,
         params.top_p,
-        top_k,
+        _table_top_k(params),
         params.min_p,
         sequence.seed,
         params.is_greedy,
-        has_logprobs,
+        params.logprobs is not None,  # has_logprobs
         changes_logits(params),
     )
+
+
+def _table_top_k(params: SamplingParams) -> int:
+    """Return top_k as an int64 number; 0 if top_k is turned off.
+
+    A request turns top_k off with 0 or -1. A value above the range of int64 keeps all tokens, just
+    like the largest int64 number.
+    """
+    return min(max(0, params.top_k), np.iinfo(np.int64).max)

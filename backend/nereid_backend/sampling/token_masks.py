@@ -3,7 +3,8 @@
 
 A mask has one bit for each token of the vocabulary. A word contains 32 bits. A bit of 1 means that
 the token is allowed. Guides fill their masks while the model computes. If filling takes long, other
-threads fill the masks. Then the masks are applied to the logits of all positions at once.
+threads fill the masks. Then the masks are applied to the logits of all positions at once
+(apply_masks.py).
 """
 
 import logging
@@ -13,16 +14,13 @@ import time
 from collections import abc
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from nereid_backend.core.grammar import Guide
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.device_transfer import upload
 from nereid_backend.errors import EngineError
 from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks, mask_width
 from nereid_backend.sampling.draft_verification import Position
@@ -43,17 +41,6 @@ _MAX_THREADS = 4
 # The weight of the newest step in the moving average `_seconds_per_mask`.
 _NEWEST_WEIGHT = 0.2
 
-# A table that converts the bytes of a mask. Each byte of a mask belongs to 8 logits. For each value
-# of the byte, the table contains the 8 float32 numbers (0 or -inf) that are added to these logits.
-# One item of the table contains 8 numbers, so numpy copies 8 numbers at once.
-_BIAS_OF_BYTE = np.ascontiguousarray(
-    np.where(
-        np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
-        np.float32(0),
-        np.float32(-np.inf),
-    )
-).view("V32")[:, 0]
-
 
 class MaskingGuide(Guide, Protocol):
     """The state of a request's grammar. The methods write token masks for the sampler."""
@@ -69,15 +56,15 @@ class MaskingGuide(Guide, Protocol):
     def fill_all(
         guides: "abc.Sequence[MaskingGuide]", rows: TokenMasks, places: abc.Sequence[int]
     ) -> list[bool]:
-        """Fill the token masks of several guides of this class in one call.
+        """Fill the token masks of several guides of this class in one call; see `fill`.
 
         Args:
             guides: the guides.
-            rows: the buffer of masks, [n, ceil(vocab_size / 32)] int32.
+            rows: the buffer of masks, [n, ceil(vocab_size / 32)] int32. Mutated.
             places: for each guide, the index of its row in `rows`.
 
         Returns:
-            The result of `fill` for each guide: False if every token is allowed.
+            For each guide, False if every token is allowed. The row of such a guide is not written.
         """
 
     def forced(self) -> list[int]:
@@ -151,13 +138,7 @@ class _FillJob:
         masks = StepMasks()
         started = time.thread_time()
         for guide_class, indices in self._first_positions_by_class().items():
-            try:
-                self._fill_first(guide_class, indices, masks)
-            except Exception:  # noqa: BLE001 - `_fill_alone` reports the error
-                # A guide has failed. Fill the masks one by one to find this guide. Some masks have
-                # been filled already; they are filled a second time.
-                for index in indices:
-                    self._fill_alone(guide_class, index, masks)
+            self._fill_first_or_store_errors(guide_class, indices, masks)
         for group in self.groups:
             has_drafts = len(group) > 1
             has_failed = group[0] in masks.errors
@@ -166,6 +147,19 @@ class _FillJob:
         masks.seconds = time.thread_time() - started
         return masks
 
+    def divided(self, max_jobs: int) -> "list[_FillJob]":
+        """Divide the sequences of this job into at most `max_jobs` jobs.
+
+        Example: if max_jobs is 4, a job with 40 sequences is divided into 4 jobs of 10 sequences.
+        """
+        num_sequences = len(self.groups)
+        num_jobs = max(1, min(max_jobs, num_sequences // _SEQUENCES_PER_JOB))
+        size = math.ceil(num_sequences / num_jobs)
+        return [
+            replace(self, groups=self.groups[start : start + size])
+            for start in range(0, num_sequences, size)
+        ]
+
     def _first_positions_by_class(self) -> dict[type[MaskingGuide], list[int]]:
         """Group the first positions of all sequences by the classes of their guides.
 
@@ -173,10 +167,29 @@ class _FillJob:
         """
         first_positions: dict[type[MaskingGuide], list[int]] = {}
         for group in self.groups:
-            guide = guide_of(self.positions[group[0]].sequence)
-            assert guide is not None
-            first_positions.setdefault(type(guide), []).append(group[0])
+            first_index = group[0]
+            guide_class = type(self._guide_at(first_index))
+            first_positions.setdefault(guide_class, []).append(first_index)
         return first_positions
+
+    def _guide_at(self, index: int) -> MaskingGuide:
+        """Return the guide at a position. Each sequence of the job has a guide."""
+        return cast(MaskingGuide, self.positions[index].sequence.guide)
+
+    def _fill_first_or_store_errors(
+        self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
+    ) -> None:
+        """Fill the masks of some first positions, or store the errors of guides that fail.
+
+        `_fill_first` describes the arguments. Mutates: masks.
+        """
+        try:
+            self._fill_first(guide_class, indices, masks)
+        except Exception:  # noqa: BLE001 - `_fill_alone` reports the error
+            # A guide has failed. Fill the masks one by one to find this guide. Some masks have been
+            # filled already; they are filled a second time.
+            for index in indices:
+                self._fill_alone(guide_class, index, masks)
 
     def _fill_first(
         self, guide_class: type[MaskingGuide], indices: abc.Sequence[int], masks: StepMasks
@@ -188,7 +201,7 @@ class _FillJob:
             indices: the indices of the positions.
             masks: the result. Mutated. Positions at which every token is allowed get no entry.
         """
-        guides = [cast(MaskingGuide, self.positions[index].sequence.guide) for index in indices]
+        guides = [self._guide_at(index) for index in indices]
         rows = [self.rows[index] for index in indices]
         are_limited = guide_class.fill_all(guides, self.buffer, rows)
         for index, row, is_limited in zip(indices, rows, are_limited, strict=True):
@@ -212,13 +225,12 @@ class _FillJob:
         token forbids the token, so the tokens that are sampled at later positions are discarded.
         """
         first_index, *draft_indices = group
-        sequence = self.positions[first_index].sequence
         try:
             # Advance a copy of the guide, because the draft tokens may be rejected.
-            guide = cast(MaskingGuide, cast(Guide, sequence.guide).fork())
+            guide = cast(MaskingGuide, self._guide_at(first_index).fork())
             for index in draft_indices:
-                draft_token = self.positions[index].drafts[-1]
-                if not _accepts(guide, draft_token, sequence):
+                sequence, drafts = self.positions[index]
+                if not _accepts(guide, drafts[-1], sequence):
                     return
                 mask = self.buffer[self.rows[index]]
                 is_limited = guide.fill(mask)
@@ -263,35 +275,29 @@ class MaskFiller:
     def start(self, positions: abc.Sequence[Position], vocab_size: int) -> abc.Sequence[Job]:
         """Start to fill the masks of some positions. `join` waits for the masks.
 
-        A mask marks the tokens that the grammar of a request allows at a position.
+        A mask marks the tokens that the grammar of a request allows at a position. Positions
+        without a grammar get no mask.
 
         If filling takes long, the sequences are divided into jobs, and threads run the jobs.
-        Example: on a machine with 4 CPUs, 40 sequences with a grammar are divided into 4 jobs of 10
-        sequences. Otherwise, there is one job, which runs when `join` is called. All masks are
-        views of one buffer. The next call of `start` overwrites the buffer.
+        Otherwise, there is one job, which runs when `join` is called. All masks are views of one
+        buffer. The next call of `start` overwrites the buffer.
         """
         guided = [i for i, position in enumerate(positions) if position.sequence.guide is not None]
         if not guided:
             return []
         self._extend_buffer(len(guided), mask_width(vocab_size))
-        groups = _by_sequence(guided, positions)
-        rows = {index: row for row, index in enumerate(guided)}
-        expected_seconds = len(guided) * self._seconds_per_mask
-        if expected_seconds < _WORTH_A_THREAD_S:
-            return [_FillJob(groups, positions, self._buffer, rows)]
-        num_jobs = max(1, min(self._max_jobs, len(groups) // _SEQUENCES_PER_JOB))
-        sequences_per_job = math.ceil(len(groups) / num_jobs)
-        jobs = [
-            _FillJob(groups[start : start + sequences_per_job], positions, self._buffer, rows)
-            for start in range(0, len(groups), sequences_per_job)
-        ]
-        return [self._threads.submit(job.result) for job in jobs]
+        buffer_rows = {index: row for row, index in enumerate(guided)}
+        job = _FillJob(_by_sequence(guided, positions), positions, self._buffer, buffer_rows)
+        expected_s = len(guided) * self._seconds_per_mask
+        if expected_s < _WORTH_A_THREAD_S:
+            return [job]
+        return [self._threads.submit(part.result) for part in job.divided(self._max_jobs)]
 
     def join(self, jobs: Iterable[Job]) -> StepMasks:
         """Wait for the jobs that `start` returned, and return the masks of the step.
 
-        Also update the average time for one mask. `start` uses this average to choose between one
-        job and several threads.
+        Also update `_seconds_per_mask`, the moving average of the time for one mask. `start` uses
+        this average to choose between one job and several threads.
         """
         masks: dict[int, TokenMask] = {}
         errors: dict[int, str] = {}
@@ -302,8 +308,8 @@ class MaskFiller:
             errors.update(part.errors)
             seconds += part.seconds
         if masks:
-            difference = seconds / len(masks) - self._seconds_per_mask
-            self._seconds_per_mask += _NEWEST_WEIGHT * difference
+            newest = seconds / len(masks)
+            self._seconds_per_mask += _NEWEST_WEIGHT * (newest - self._seconds_per_mask)
         return StepMasks(masks, errors, seconds)
 
     def _extend_buffer(self, num_masks: int, width: int) -> None:
@@ -312,72 +318,6 @@ class MaskFiller:
         if num_masks > old_num_masks or width != old_width:
             # At least double the buffer, so that it is seldom allocated again.
             self._buffer = np.zeros((max(num_masks, 2 * old_num_masks), width), np.int32)
-
-
-def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
-    """Return the logits. The logit of every token that is not allowed is replaced by -inf.
-
-    A mask contains one bit for each token, and the bit 1 allows the token.
-
-    Example: the logits are [[1.5, 0.2, 3.0]], and the mask of the row allows the tokens 0 and 2.
-    The result is [[1.5, -inf, 3.0]].
-
-    Args:
-        logits: [n, vocab_size] float32, finite or -inf. Not changed.
-        masks: maps the index of a row to the mask of the row. Every token is allowed in rows
-            without an entry.
-
-    Returns:
-        A new tensor, even if every token is allowed.
-    """
-    if not masks:
-        return logits.clone()
-    rows = sorted(masks)
-    packed = np.stack([masks[row] for row in rows])
-    if logits.device.type == "cpu":
-        return _with_masks_on_cpu(logits, rows, packed)
-    return _with_masks_on_gpu(logits, rows, packed)
-
-
-def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
-    """Compute the result of `with_masks` for logits on a CPU.
-
-    0 or -inf is added to each logit. The addition takes the same time for any mask, because it has
-    no branches. It is several times as fast as `masked_fill_`.
-
-    Args:
-        logits: [n, vocab_size] float32. Not changed.
-        rows: the rows with a mask.
-        packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
-    """
-    vocab_size = logits.shape[1]
-    # With mode="clip", numpy does not check the indices, which saves time. The mode does not change
-    # the result, because each byte is a valid index into the table.
-    padded_biases = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
-    biases = torch.from_numpy(padded_biases[:, :vocab_size])
-    has_mask_in_every_row = len(rows) == len(logits)
-    if has_mask_in_every_row:
-        return biases.add_(logits)
-    masked = logits.clone()
-    for row, bias in zip(rows, biases, strict=True):
-        masked[row] += bias
-    return masked
-
-
-def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
-    """Compute the result of `with_masks` for logits on a GPU.
-
-    `_with_masks_on_cpu` documents the arguments.
-    """
-    device = logits.device
-    vocab_size = logits.shape[1]
-    # Each word of a mask contains the bits of 32 tokens.
-    shifts = torch.arange(32, dtype=torch.int32, device=device)
-    bits = (upload(packed, device)[:, :, None] >> shifts) & 1
-    is_forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
-    device_rows = upload(np.array(rows), device)
-    masked_rows = logits[device_rows].masked_fill_(is_forbidden, float("-inf"))
-    return logits.index_copy(0, device_rows, masked_rows)
 
 
 def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -> list[list[int]]:
@@ -392,8 +332,9 @@ def _by_sequence(guided: abc.Sequence[int], positions: abc.Sequence[Position]) -
     """
     groups: list[list[int]] = []
     for index in guided:
-        if positions[index].drafts:
-            groups[-1].append(index)
-        else:
+        is_first_of_sequence = not positions[index].drafts
+        if is_first_of_sequence:
             groups.append([index])
+        else:
+            groups[-1].append(index)
     return groups

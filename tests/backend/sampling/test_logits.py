@@ -6,11 +6,11 @@ from nereid_backend import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.errors import RequestError
 from nereid_backend.grammar.vocabulary import mask_of
+from nereid_backend.sampling.apply_masks import with_masks
 from nereid_backend.sampling.draft_verification import Position
 from nereid_backend.sampling.logits_processor import LogitsProcessor, check_token_ids
 from nereid_backend.sampling.sampler import Sampler
 from nereid_backend.sampling.sampling_table import changes_logits
-from nereid_backend.sampling.token_masks import with_masks
 
 VOCAB = 70
 INF = float("inf")

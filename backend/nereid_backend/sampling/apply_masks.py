@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies token masks to logits; see token_masks.py."""
+
+from collections import abc
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nereid_backend.device_transfer import upload
+from nereid_backend.grammar.vocabulary import TokenMask, TokenMasks
+
+# A table that converts the bytes of a mask. Each byte of a mask belongs to 8 logits. For each value
+# of the byte, the table contains the 8 float32 numbers (0 or -inf) that are added to these logits.
+# One item of the table contains 8 numbers, so numpy copies 8 numbers at once.
+_BIAS_OF_BYTE = np.ascontiguousarray(
+    np.where(
+        np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+        np.float32(0),
+        np.float32(-np.inf),
+    )
+).view("V32")[:, 0]
+
+
+def with_masks(logits: Tensor, masks: abc.Mapping[int, TokenMask]) -> Tensor:
+    """Return the logits. The logit of every token that is not allowed is replaced by -inf.
+
+    A mask contains one bit for each token, and the bit 1 allows the token.
+
+    Example: the logits are [[1.5, 0.2, 3.0]], and the mask of the row allows the tokens 0 and 2.
+    The result is [[1.5, -inf, 3.0]].
+
+    Args:
+        logits: [n, vocab_size] float32, finite or -inf. Not changed.
+        masks: maps the index of a row to the mask of the row. Every token is allowed in rows
+            without an entry.
+
+    Returns:
+        A new tensor, even if every token is allowed.
+    """
+    if not masks:
+        return logits.clone()
+    rows = sorted(masks)
+    packed = np.stack([masks[row] for row in rows])
+    if logits.device.type == "cpu":
+        return _with_masks_on_cpu(logits, rows, packed)
+    return _with_masks_on_gpu(logits, rows, packed)
+
+
+def _with_masks_on_cpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
+    """Compute the result of `with_masks` for logits on a CPU.
+
+    0 or -inf is added to each logit. The addition takes the same time for any mask, because it has
+    no branches. It is several times as fast as `masked_fill_`.
+
+    Args:
+        logits: [n, vocab_size] float32. Not changed.
+        rows: the rows with a mask.
+        packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
+    """
+    vocab_size = logits.shape[1]
+    # The table `_BIAS_OF_BYTE` converts each byte of a mask to 8 biases (0 or -inf), one for each
+    # token. With mode="clip", numpy does not check the indices, which saves time. The mode does not
+    # change the result, because each byte is a valid index into the table.
+    padded_biases = np.take(_BIAS_OF_BYTE, packed.view(np.uint8), mode="clip").view(np.float32)
+    # The last word of a mask has bits for tokens after the end of the vocabulary.
+    biases = torch.from_numpy(padded_biases[:, :vocab_size])
+    has_mask_in_every_row = len(rows) == len(logits)
+    if has_mask_in_every_row:
+        return biases.add_(logits)
+    masked = logits.clone()
+    for row, bias in zip(rows, biases, strict=True):
+        masked[row] += bias
+    return masked
+
+
+def _with_masks_on_gpu(logits: Tensor, rows: list[int], packed: TokenMasks) -> Tensor:
+    """Compute the result of `with_masks` for logits on a GPU.
+
+    Args:
+        logits: [n, vocab_size] float32. Not changed.
+        rows: the rows with a mask.
+        packed: [len(rows), ceil(vocab_size / 32)] int32, the masks of `rows`.
+    """
+    device = logits.device
+    vocab_size = logits.shape[1]
+    # Each word of a mask contains the bits of 32 tokens.
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    bits = (upload(packed, device)[:, :, None] >> shifts) & 1
+    is_forbidden = bits.view(len(rows), -1)[:, :vocab_size] == 0
+    device_rows = upload(np.array(rows), device)
+    masked_rows = logits[device_rows].masked_fill_(is_forbidden, float("-inf"))
+    return logits.index_copy(0, device_rows, masked_rows)

@@ -44,26 +44,26 @@ class Thinking:
         Raises:
             RequestError: if the specification has a budget but no tokens that end the reasoning.
         """
+        _check_end_tokens(spec)
         self._spec = spec
-        self._start = spec.start.strip().encode()
-        self._end = spec.end.strip().encode()
-        if spec.budget is not None and not spec.end_token_ids:
-            raise RequestError(
-                "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
-                "but the list is empty. Leave out the budget, or set end_token_ids."
-            )
-        # The last bytes of the answer. They are stored because they may be the beginning of a
-        # marker.
+        # The markers as bytes, because a token can end in the middle of a character.
+        self._start_marker = spec.start.strip().encode()
+        self._end_marker = spec.end.strip().encode()
+        # The progress of the answer. `_tail` contains its last bytes, which may be the beginning of
+        # a marker.
+        self._state = self._first_state()
         self._tail = b""
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
-        if spec.is_open:
-            self._state = _State.OPEN
-        elif self._start:
-            self._state = _State.BEFORE
-        else:
-            self._state = _State.CLOSED
-        self._force_end_if_used_up()
+        # A budget of 0 can be used up before the first token.
+        self._force_end_if_budget_used_up()
+
+    def _first_state(self) -> _State:
+        """Return the state of an answer that has no tokens yet."""
+        if self._spec.is_open:
+            return _State.OPEN
+        # Without a start marker, the reasoning can never start.
+        return _State.BEFORE if self._start_marker else _State.CLOSED
 
     @property
     def is_open(self) -> bool:
@@ -84,10 +84,12 @@ class Thinking:
         """
         if self.forced:
             self._feed_forced(token_id)
-        elif self._state is _State.BEFORE:
+            return
+        if self._state is _State.BEFORE:
             self._look_for_start(data)
         elif self._state is _State.OPEN:
             self._look_for_end(data)
+        self._force_end_if_budget_used_up()
 
     def _feed_forced(self, token_id: int) -> None:
         """Accept a token of the end marker, and remove the token from `forced`.
@@ -125,37 +127,46 @@ class Thinking:
         state is OPEN. After "Hello", the state is CLOSED.
         """
         beginning = (self._tail + data).lstrip()
-        if beginning.startswith(self._start):
+        self._tail = b""
+        if beginning.startswith(self._start_marker):
             self._state = _State.OPEN
-            self._tail = b""
-            reasoning = beginning[len(self._start) :]
+            reasoning = beginning.removeprefix(self._start_marker)
             if reasoning.strip():  # A token that contains only the marker is not counted.
                 self._look_for_end(reasoning)
-            self._force_end_if_used_up()
-        elif self._start.startswith(beginning):
-            self._tail = beginning
+        elif self._start_marker.startswith(beginning):
+            self._tail = beginning  # Later tokens may complete the marker.
         else:
             self._state = _State.CLOSED
-            self._tail = b""
 
     def _look_for_end(self, data: bytes) -> None:
         """Add the bytes of one token, and close the reasoning if the end marker is complete.
 
-        If the reasoning continues, count the token as a token of the reasoning.
+        If the reasoning continues, count the token as a token of the reasoning. Example for the end
+        marker "</think>": if the tokens so far end with "</", the token "think>" closes the
+        reasoning.
         """
         text = self._tail + data
-        if self._end and self._end in text:
+        has_ended = self._end_marker != b"" and self._end_marker in text
+        if has_ended:
             self._state = _State.CLOSED
             self._tail = b""
             return
-        # Keep only the last bytes, which can be the beginning of an end marker. The text does not
-        # contain the whole marker, so at most len(self._end) - 1 bytes are needed.
-        self._tail = last_bytes(text, len(self._end) - 1) if self._end else b""
         self.num_tokens += 1
-        self._force_end_if_used_up()
+        # Store only the bytes that can be the beginning of an end marker. The text does not contain
+        # the whole marker, so one byte less than the marker is sufficient.
+        self._tail = last_bytes(text, max(0, len(self._end_marker) - 1))
 
-    def _force_end_if_used_up(self) -> None:
-        """Force the end marker if the unfinished reasoning has used up the budget."""
+    def _force_end_if_budget_used_up(self) -> None:
+        """Set `forced` to the end marker if the unfinished reasoning has used up the budget."""
         budget = self._spec.budget
         if self._state is _State.OPEN and budget is not None and self.num_tokens >= budget:
             self.forced = self._spec.end_token_ids
+
+
+def _check_end_tokens(spec: ThinkingSpec) -> None:
+    """Raise a RequestError if a specification has a budget but no tokens that end the reasoning."""
+    if spec.budget is not None and not spec.end_token_ids:
+        raise RequestError(
+            "thinking: a budget requires end_token_ids, the tokens that end the reasoning, "
+            "but the list is empty. Leave out the budget, or set end_token_ids."
+        )

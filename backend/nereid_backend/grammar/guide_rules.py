@@ -3,11 +3,26 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nereid_backend.grammar.vocabulary import TokenMask, Vocabulary, mask_of
 
 # The bytes that count as white space before or after a marker.
 WHITE_SPACE = b" \t\r\n"
+
+
+class SpanningToken(NamedTuple):
+    """A token that contains the end of a marker and further text.
+
+    Example: for the marker "</think>", the token `> {` has the `text_after` b"{".
+
+    Attributes:
+        token_id: the token.
+        text_after: the text of the token after the marker and after any white space.
+    """
+
+    token_id: int
+    text_after: bytes
 
 
 @dataclass(frozen=True)
@@ -26,9 +41,8 @@ class GuideRules:
         marker: the bytes after which the grammar applies, without white space around them. The
             marker is b"" if the grammar applies from the first token on.
         spanning: the tokens that contain the end of the marker and further text. The key is the
-            number of the marker's bytes that must come before the token. Each value is a list of
-            pairs: a token, and the text of the token after the marker. Example: the marker is
-            "</think>". Under the key 7, the list contains the token `>{` with the text `{`.
+            beginning of the marker that must come before the token. Example: the marker is
+            "</think>". Under the key b"</think", the list contains the token `>{`.
     """
 
     vocabulary: Vocabulary
@@ -39,7 +53,7 @@ class GuideRules:
     grammar_bits: bytes
     white_space_mask: TokenMask
     marker: bytes
-    spanning: Mapping[int, list[tuple[int, bytes]]]
+    spanning: Mapping[bytes, list[SpanningToken]]
 
 
 def rules_for(
@@ -61,8 +75,10 @@ def rules_for(
     """
     size = vocabulary.size
     stop_mask = mask_of(stop_ids, size)
+    # Before the marker, every token is allowed that does not end the answer.
     all_tokens = mask_of(range(size), size)
     free_mask = all_tokens & ~stop_mask
+    # A grammar never allows the special tokens that it does not contain.
     forbidden_special_ids = vocabulary.special_ids - frozenset(allowed_special_ids)
     forbidden_mask = mask_of(forbidden_special_ids | vocabulary.unusable_ids, size)
     grammar_mask = free_mask & ~forbidden_mask
@@ -80,50 +96,50 @@ def rules_for(
     )
 
 
-def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
+def _spanning_tokens(vocabulary: Vocabulary, marker: bytes) -> dict[bytes, list[SpanningToken]]:
     """Return the tokens that contain the end of the marker and some text after the marker.
 
     The marker is the text after which a grammar applies. If a token continues after the marker, the
-    rest of the token must match the grammar. A key of the result is the number of the marker's
-    bytes that must come before the token. Each value is a list of pairs: a token, and the text of
-    the token after the marker and after any white space.
+    rest of the token must match the grammar. A key of the result is the beginning of the marker
+    that must come before the tokens.
 
-    Example: the marker is "</think>". The token 5 with the text `>{` gives {7: [(5, b"{")]}. The
-    token 9 with the text `</think>[` gives {0: [(9, b"[")]}.
+    Example: the marker is "</think>". The token 5 with the text `>{` gives
+    {b"</think": [SpanningToken(5, b"{")]}. The token 9 with the text `</think>[` gives
+    {b"": [SpanningToken(9, b"[")]}.
     """
     if not marker:
         return {}
-    spanning = {0: _tokens_with_marker(vocabulary, marker)}
+    spanning = {b"": _tokens_with_marker(vocabulary, marker)}
     for num_before in range(1, len(marker)):
-        spanning[num_before] = _tokens_with_marker_end(vocabulary, marker[num_before:])
-    return {num_before: tokens for num_before, tokens in spanning.items() if tokens}
+        marker_start, marker_end = marker[:num_before], marker[num_before:]
+        spanning[marker_start] = _tokens_with_marker_end(vocabulary, marker_end)
+    return {marker_start: tokens for marker_start, tokens in spanning.items() if tokens}
 
 
-def _tokens_with_marker(vocabulary: Vocabulary, marker: bytes) -> list[tuple[int, bytes]]:
+def _tokens_with_marker(vocabulary: Vocabulary, marker: bytes) -> list[SpanningToken]:
     """Return the tokens that contain the whole marker and text after the marker.
 
-    Each item is a token, and the text of the token after the marker and after any white space.
-    Example: for the marker "</think>", the token 9 with the text `</think>[` gives (9, b"[").
+    Example: for the marker "</think>", the token 9 with the text `</think>[` gives
+    SpanningToken(9, b"[").
     """
     tokens = []
     for data, token_id in vocabulary.sorted_tokens:
         _, _, after_marker = data.partition(marker)  # b"" if the token does not contain the marker
         text_after = after_marker.lstrip(WHITE_SPACE)
         if text_after:
-            tokens.append((token_id, text_after))
+            tokens.append(SpanningToken(token_id, text_after))
     return tokens
 
 
-def _tokens_with_marker_end(vocabulary: Vocabulary, marker_end: bytes) -> list[tuple[int, bytes]]:
+def _tokens_with_marker_end(vocabulary: Vocabulary, marker_end: bytes) -> list[SpanningToken]:
     """Return the tokens that start with `marker_end`, followed by more text.
 
-    `marker_end` contains the last bytes of the marker. Each item of the result is a token, and the
-    text of the token after the marker and after any white space. Example: for the last byte `>` of
-    "</think>", the token 5 with the text `>{` gives (5, b"{").
+    `marker_end` contains the last bytes of the marker. Example: for the last byte `>` of
+    "</think>", the token 5 with the text `>{` gives SpanningToken(5, b"{").
     """
     tokens = []
     for data, token_id in vocabulary.starting_with(marker_end):
         text_after = data.removeprefix(marker_end).lstrip(WHITE_SPACE)
         if text_after:
-            tokens.append((token_id, text_after))
+            tokens.append(SpanningToken(token_id, text_after))
     return tokens

@@ -20,6 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,11 +69,12 @@ class TokenGuide:
         self._matcher = matcher
         self._thinking = thinking
         self._phase = Phase.BEFORE_MARKER if rules.marker else Phase.GRAMMAR
-        # The last bytes of the answer in the phase BEFORE_MARKER. These bytes may be the beginning
-        # of the marker.
+        # In the phase BEFORE_MARKER: the last bytes of the answer, which may be the beginning of
+        # the marker.
         self._tail = b""
-        # The number of white space bytes after the marker so far.
+        # In the phase WHITE_SPACE: the number of white space bytes after the marker so far.
         self._num_white_space = 0
+        # The last tokens of the answer, which `forced` needs.
         self._recent: deque[int] = deque(maxlen=_NUM_RECENT)
 
     # ---- tokens of the answer --------------------------------------------------------------------
@@ -84,15 +86,17 @@ class TokenGuide:
             EngineError: if a token is not allowed. The guide has then advanced by all tokens before
                 this token.
         """
+        matcher = self._matcher
+        if matcher is None or self._thinking is not None:
+            for token_id in token_ids:
+                self._accept(token_id)
+            return
+        # Only the grammar limits the tokens, and nearly all tokens belong to the phase GRAMMAR. For
+        # these tokens, the first branch has the same effect as `_accept`, but takes less time.
         grammar_bits = self._rules.grammar_bits
-        # `only_matcher` is None if a thinking budget limits the tokens as well.
-        only_matcher = self._matcher if self._thinking is None else None
         for token_id in token_ids:
-            # In nearly all cases, only the grammar limits the tokens. For these cases, this branch
-            # has the same effect as `_accept`, but takes less time.
-            is_in_grammar = self._phase is Phase.GRAMMAR and _has(grammar_bits, token_id)
-            if only_matcher is not None and is_in_grammar:
-                self._check(token_id, only_matcher.accept(token_id))
+            if self._phase is Phase.GRAMMAR and _has(grammar_bits, token_id):
+                self._check(token_id, matcher.accept(token_id))
                 self._recent.append(token_id)
             else:
                 self._accept(token_id)
@@ -112,12 +116,13 @@ class TokenGuide:
         if self._matcher is not None:
             is_allowed = self._advance(self._matcher, token_id, data)
             self._check(token_id, is_allowed)
+        # Stop tokens are not part of the text in which the thinking budget looks for markers.
         if self._thinking is not None and token_id not in rules.stop_ids:
             self._thinking.feed(token_id, data)
         self._recent.append(token_id)
 
     def _check(self, token_id: int, is_allowed: bool) -> None:
-        """Raise EngineError if the grammar did not allow a token."""
+        """Raise an EngineError if the grammar did not allow a token."""
         if not is_allowed:
             text = self._rules.vocabulary.tokens[token_id]
             raise EngineError(
@@ -139,22 +144,25 @@ class TokenGuide:
             data: the bytes of the token.
         """
         if token_id in self._rules.stop_ids:
-            if not self._may_end(matcher):
-                return False
-            self._phase = Phase.ENDED
-            return True
+            return self._end_answer(matcher)
+        if self._phase is Phase.ENDED:
+            return False
         if self._phase is Phase.BEFORE_MARKER:
             return self._advance_before_marker(matcher, data)
-        if self._phase is Phase.WHITE_SPACE:
-            is_white_space = bool(data) and not data.strip(WHITE_SPACE)
-            if is_white_space and self._may_continue_white_space():
-                self._num_white_space += len(data)
-                return True
-            # This token is the first token of the text that must match the grammar.
-            self._phase = Phase.GRAMMAR
-        if self._phase is Phase.ENDED or not _has(self._rules.grammar_bits, token_id):
+        is_white_space = bool(data) and not data.strip(WHITE_SPACE)
+        if is_white_space and self._may_continue_white_space():
+            self._num_white_space += len(data)
+            return True
+        # The token belongs to the text that must match the grammar.
+        self._phase = Phase.GRAMMAR
+        return _has(self._rules.grammar_bits, token_id) and matcher.accept(token_id)
+
+    def _end_answer(self, matcher: Matcher) -> bool:
+        """Begin the phase ENDED if the answer may end here. Return whether the answer may end."""
+        if not self._may_end(matcher):
             return False
-        return matcher.accept(token_id)
+        self._phase = Phase.ENDED
+        return True
 
     def _may_continue_white_space(self) -> bool:
         """Return whether another white space token may follow the marker."""
@@ -234,41 +242,23 @@ class TokenGuide:
 
         Mutates: rows.
         """
-        is_limited = []
-        # For these guides, only the grammar decides which tokens may come next. The guides are
-        # grouped by the class of the matcher, because `fill_all` fills the rows of one class.
-        groups: dict[type[Matcher], list[tuple[TokenGuide, Matcher, int]]] = {}
+        are_limited = []
+        # The guides whose masks a grammar library must write, by the class of their matchers. Each
+        # class belongs to one library, which writes all its masks in one call.
+        by_class: dict[type[Matcher], list[_GuideRow]] = {}
         for guide, place in zip(guides, places, strict=True):
             matcher = guide._deciding_matcher()
             if matcher is None:
-                is_limited.append(guide._fill_outside_grammar(rows[place]))
+                are_limited.append(guide._fill_outside_grammar(rows[place]))
             else:
-                is_limited.append(True)
-                groups.setdefault(type(matcher), []).append((guide, matcher, place))
-        for matcher_class, group in groups.items():
-            TokenGuide._fill_group(matcher_class, group, rows)
-        return is_limited
-
-    @staticmethod
-    def _fill_group(
-        matcher_class: type[Matcher],
-        group: list[tuple["TokenGuide", Matcher, int]],
-        rows: TokenMasks,
-    ) -> None:
-        """Write the token mask of each guide into `rows`. All guides use the same grammar library.
-
-        Args:
-            matcher_class: the class of the matchers.
-            group: the guides. Each guide has its matcher, and the index of its row in `rows`.
-            rows: the masks of the batch.
-
-        Mutates: rows.
-        """
-        matchers = [matcher for _, matcher, _ in group]
-        places = [place for _, _, place in group]
-        matcher_class.fill_all(matchers, rows, places)
-        for guide, matcher, place in group:
-            guide._finish_row(matcher, rows[place])
+                are_limited.append(True)
+                by_class.setdefault(type(matcher), []).append(_GuideRow(guide, matcher, place))
+        for matcher_class, guide_rows in by_class.items():
+            matchers = [guide_row.matcher for guide_row in guide_rows]
+            matcher_class.fill_all(matchers, rows, [guide_row.place for guide_row in guide_rows])
+            for guide, matcher, place in guide_rows:
+                guide._finish_row(matcher, rows[place])
+        return are_limited
 
     def _deciding_matcher(self) -> Matcher | None:
         """If only the grammar decides which tokens may come next, return the matcher.
@@ -295,10 +285,9 @@ class TokenGuide:
         if self._thinking is not None and self._thinking.forced:
             forced_id = self._thinking.forced[0]
             row[:] = mask_of([forced_id], self._rules.vocabulary.size)
-            return True
-        if self._matcher is None:
-            return False
-        if self._phase is Phase.ENDED:
+        elif self._matcher is None:
+            return False  # Every token is allowed.
+        elif self._phase is Phase.ENDED:
             row[:] = self._rules.stop_mask
         else:
             self._fill_before_marker(self._matcher, row)
@@ -314,17 +303,15 @@ class TokenGuide:
 
         Mutates: row.
         """
-        rules = self._rules
-        row[:] = rules.free_mask
-        # Each token in `tokens` contains the end of the marker and text after the marker. The token
-        # completes the marker only if the answer ends with the marker's first `num_before` bytes.
-        for num_before, tokens in rules.spanning.items():
-            marker_start = rules.marker[:num_before]
+        row[:] = self._rules.free_mask
+        for marker_start, tokens in self._rules.spanning.items():
             if not self._tail.endswith(marker_start):
                 continue
-            for token_id, text_after_marker in tokens:
-                if not matcher.fork().accept_bytes(text_after_marker):
-                    _clear_bit(row, token_id)
+            # Each of these tokens completes the marker and continues with text after the marker.
+            for token in tokens:
+                # Advance a copy of the matcher, because the token is only tested.
+                if not matcher.fork().accept_bytes(token.text_after):
+                    _clear_bit(row, token.token_id)
 
     def _finish_row(self, matcher: Matcher, row: TokenMask) -> None:
         """Complete a mask of the next tokens that the grammar library has written.
@@ -386,6 +373,14 @@ class TokenGuide:
         copy._num_white_space = self._num_white_space
         copy._recent = self._recent.copy()
         return copy
+
+
+class _GuideRow(NamedTuple):
+    """A guide, its matcher, and the index of its row in the masks of a batch."""
+
+    guide: TokenGuide
+    matcher: Matcher
+    place: int
 
 
 def _has(bits: bytes, token_id: int) -> bool:

@@ -37,7 +37,9 @@ class CompilePool(Generic[T]):
             trials: tests in a child process whether a grammar can be compiled.
         """
         self._trials = trials
+        # The threads that compile quick grammars.
         self._quick = ThreadPoolExecutor(num_threads, "grammar-quick")
+        # The thread that compiles grammars that have passed a trial.
         self._tried = ThreadPoolExecutor(1, "grammar-tried")
 
     def submit(self, spec: GrammarSpec, work: Callable[[], T]) -> "Future[T]":
@@ -60,6 +62,7 @@ class CompilePool(Generic[T]):
         else:
             trial = self._trials.submit(spec)
             _cancel_with(result, trial)
+            # This callback is called when the trial has ended.
             trial.add_done_callback(partial(self._after_trial, work, result))
         return result
 
@@ -89,15 +92,16 @@ class CompilePool(Generic[T]):
         error = trial.exception()
         if error is None:
             self._run(self._tried, work, result)
-        elif result.set_running_or_notify_cancel():
-            result.set_exception(error)
+        else:
+            _fail(result, error)
 
     def _run(
         self, executor: ThreadPoolExecutor, work: Callable[[], T], result: "Future[T]"
     ) -> None:
         """Call `work` in a thread of the executor, and store the outcome in `result`.
 
-        If `result` is cancelled before the thread calls `work`, `work` is not called.
+        If `result` is cancelled before the thread calls `work`, `work` is not called. If the pool
+        is closed before, `result` receives an error.
         """
         try:
             job = executor.submit(_complete, work, result)
@@ -146,7 +150,7 @@ def _cancel_with(result: "Future[T]", step: "Future[None]") -> None:
     result.add_done_callback(cancel_step)
 
 
-def _fail(result: "Future[T]", error: RequestError) -> None:
+def _fail(result: "Future[T]", error: BaseException) -> None:
     """Store an error in a future, unless the future has been cancelled."""
     if not result.cancelled() and result.set_running_or_notify_cancel():
         result.set_exception(error)

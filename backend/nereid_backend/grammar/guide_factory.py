@@ -7,7 +7,7 @@ A guide determines which tokens may come next in a sequence; see core/grammar.py
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -51,7 +51,19 @@ class _Compilation:
     num_waiting: int = 0
 
 
-_MakeGuide = Callable[[Libraries, _CompiledSpec | None], TokenGuide]
+@dataclass(frozen=True, eq=False)
+class _PendingGuide:
+    """A guide that does not exist yet, and the data of its request.
+
+    Attributes:
+        params: the sampling parameters of the request.
+        stop_ids: the tokens that end the answer.
+        future: receives the guide, or an error. The request waits for this future.
+    """
+
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    future: Future[TokenGuide] = field(default_factory=Future)
 
 
 class Guides:
@@ -86,12 +98,17 @@ class Guides:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._max_source_bytes = max_source_bytes
-        self._pool: CompilePool[_CompiledSpec] | None = None
+        # The results of finished compilations, and the masks that depend on them.
         self._cache: ByteCache[_CompiledSpec] = ByteCache(cache_bytes)
         self._rules: ByteCache[GuideRules] = ByteCache(_NUM_CACHED_RULES)
-        self._lock = threading.Lock()
+        # The grammar libraries, and the pool that compiles grammars with them. The first call of
+        # `warm_up` sets the future, and `_load` sets the pool.
         self._libraries: Future[Libraries] | None = None
+        self._pool: CompilePool[_CompiledSpec] | None = None
+        # The running compilations. Several threads use this dictionary and `_libraries`, so `_lock`
+        # protects them.
         self._compiling: dict[GrammarSpec, _Compilation] = {}
+        self._lock = threading.Lock()
 
     def warm_up(self) -> "Future[Libraries]":
         """Start to load the tokenizer and the grammar libraries in a thread.
@@ -129,17 +146,18 @@ class Guides:
             position. Several requests can wait for the compilation of one grammar. If the futures
             of all these requests are cancelled, the compilation is stopped.
         """
-        guide_future: Future[TokenGuide] = Future()
+        pending = _PendingGuide(params, stop_token_ids or frozenset(self._eos_token_ids))
         spec = params.grammar
         size_error = self._size_error(spec) if spec is not None else None
         if size_error is not None:
-            _fail(guide_future, size_error)
-            return guide_future
-        stop_ids = stop_token_ids or frozenset(self._eos_token_ids)
-        make_guide = partial(self._create_guide, params, stop_ids)
-        on_loaded = partial(self._create_guide_when_compiled, guide_future, spec, make_guide)
-        _when_done(self.warm_up(), guide_future, on_loaded)
-        return guide_future
+            _fail(pending.future, size_error)
+            return pending.future
+
+        def compile_grammar_then_create(libraries: Libraries) -> None:
+            self._create_when_compiled(pending, libraries)
+
+        _when_done(self.warm_up(), pending.future, compile_grammar_then_create)
+        return pending.future
 
     def close(self) -> None:
         """Shut down the compile pool. Requests that wait for a guide get an error."""
@@ -151,7 +169,7 @@ class Guides:
     def _load(self, libraries: "Future[Libraries]") -> None:
         """Load the vocabulary and the grammar libraries, and store the result in `libraries`.
 
-        Also create the pool that compiles grammars. If the loading fails, store a RequestError in
+        Also create `_pool`, which compiles grammars. If the loading fails, store a RequestError in
         `libraries`, so that only the requests with a grammar or a thinking budget fail.
         """
         try:
@@ -182,13 +200,7 @@ class Guides:
             f"{self._max_source_bytes} bytes (max_grammar_bytes)."
         )
 
-    def _create_guide_when_compiled(
-        self,
-        guide_future: "Future[TokenGuide]",
-        spec: GrammarSpec | None,
-        make_guide: _MakeGuide,
-        libraries: Libraries,
-    ) -> None:
+    def _create_when_compiled(self, pending: _PendingGuide, libraries: Libraries) -> None:
         """Create the guide of a request as soon as its grammar is compiled.
 
         A guide determines which tokens may come next in a sequence. Equal grammars are compiled
@@ -196,27 +208,26 @@ class Guides:
         has started.
 
         Args:
-            guide_future: receives the guide, or an error.
-            spec: the request's grammar; None if the request has only a thinking budget.
-            make_guide: creates the guide from the libraries and the compiled grammar.
+            pending: the guide to create. Its future receives the guide, or an error.
             libraries: the vocabulary and the grammar libraries.
         """
+        spec = pending.params.grammar
         if spec is None:
-            _succeed(guide_future, make_guide(libraries, None))
+            self._create(pending, libraries, None)
             return
         # The field `spec.after` is left out, because the compiled grammar does not depend on it.
         key = GrammarSpec(spec.kind, spec.source)
         compiled_spec = self._cache.get(key)
         if compiled_spec is not None:
-            _succeed(guide_future, make_guide(libraries, compiled_spec))
+            self._create(pending, libraries, compiled_spec)
             return
         compilation = self._join_compilation(libraries, key)
-        guide_future.add_done_callback(partial(self._stop_waiting, key, compilation))
-        _when_done(
-            compilation.future,
-            guide_future,
-            lambda result: _succeed(guide_future, make_guide(libraries, result)),
-        )
+        pending.future.add_done_callback(partial(self._stop_waiting, key, compilation))
+
+        def create(compiled_spec: _CompiledSpec) -> None:
+            self._create(pending, libraries, compiled_spec)
+
+        _when_done(compilation.future, pending.future, create)
 
     def _join_compilation(self, libraries: Libraries, key: GrammarSpec) -> _Compilation:
         """Return the running compilation of a grammar, or start one.
@@ -275,30 +286,26 @@ class Guides:
         self._cache.put(spec, compiled_spec, compiled.num_bytes)
         return compiled_spec
 
-    def _create_guide(
-        self,
-        params: SamplingParams,
-        stop_ids: frozenset[int],
-        libraries: Libraries,
-        compiled_spec: _CompiledSpec | None,
-    ) -> TokenGuide:
-        """Create the guide of a request. The guide determines the tokens that may come next.
+    def _create(
+        self, pending: _PendingGuide, libraries: Libraries, compiled_spec: _CompiledSpec | None
+    ) -> None:
+        """Create the guide of a request, and store it in `pending.future`.
 
         Args:
-            params: the request's sampling parameters.
-            stop_ids: the tokens that end the answer.
+            pending: the guide to create.
             libraries: the vocabulary and the grammar libraries.
             compiled_spec: the compiled grammar; None if the request has only a thinking budget.
         """
+        params = pending.params
         matcher = None
         special_ids: frozenset[int] = frozenset()
         if compiled_spec is not None:
             matcher = compiled_spec.compiled.matcher()
             special_ids = compiled_spec.special_ids
         marker = params.grammar.after if params.grammar is not None else ""
-        rules = self._cached_rules(libraries.vocabulary, stop_ids, special_ids, marker)
+        rules = self._cached_rules(libraries.vocabulary, pending.stop_ids, special_ids, marker)
         thinking = Thinking(params.thinking) if params.thinking is not None else None
-        return TokenGuide(rules, matcher, thinking)
+        _succeed(pending.future, TokenGuide(rules, matcher, thinking))
 
     def _cached_rules(
         self,

@@ -4,7 +4,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nereid_backend.errors import RequestError
 
@@ -64,19 +64,27 @@ def subschemas(schema: object, path: str = "$", depth: int = 0) -> Iterator[tupl
     `$`. It then yields the schema `{"type": "string"}` with the path `$.properties.a`.
     """
     yield schema, path
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return
+    if isinstance(schema, Mapping) and depth <= MAX_DEPTH:
+        for part, part_path in _direct_subschemas(schema, path):
+            yield from subschemas(part, part_path, depth + 1)
+
+
+def _direct_subschemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[object, str]]:
+    """Yield the schemas directly inside a schema, but not the schemas inside these schemas.
+
+    Each schema is yielded with its path. `path` is the path of `schema`.
+    """
     for keyword in _SCHEMA_KEYWORDS:  # such as "items": {...}
         if isinstance(schema.get(keyword), Mapping):
-            yield from subschemas(schema[keyword], f"{path}.{keyword}", depth + 1)
+            yield schema[keyword], f"{path}.{keyword}"
     for keyword in _LIST_KEYWORDS:  # such as "anyOf": [{...}, {...}]
         if isinstance(schema.get(keyword), list):
             for index, part in enumerate(schema[keyword]):
-                yield from subschemas(part, f"{path}.{keyword}[{index}]", depth + 1)
+                yield part, f"{path}.{keyword}[{index}]"
     for keyword in _MAP_KEYWORDS:  # such as "properties": {"a": {...}}
         if isinstance(schema.get(keyword), Mapping):
             for name, part in schema[keyword].items():
-                yield from subschemas(part, f"{path}.{keyword}.{name}", depth + 1)
+                yield part, f"{path}.{keyword}.{name}"
 
 
 def depth_of(path: str) -> int:

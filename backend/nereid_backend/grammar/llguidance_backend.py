@@ -127,12 +127,13 @@ class LLGuidanceBackend:
 
     def _grammar_error(self, kind: str, source: str, matcher: LLMatcher) -> RequestError:
         """Return the RequestError for an invalid grammar that is not a JSON schema."""
-        is_regex = kind == "regex"
-        if is_regex:
+        if kind == "regex":
             # `matcher` was created from a converted text, so the columns in its error belong to
             # that text. Create a matcher from the original text to get the right columns.
             matcher = self._matcher(LLMatcher.grammar_from_regex(source))
-        problem = _problem(matcher, has_pattern=is_regex)
+            problem = _pattern_problem(matcher)
+        else:
+            problem = _problem(matcher)
         return RequestError(f"{kind}: the grammar is not valid: {problem}")
 
     def _schema_error(self, schema: object, problem: str) -> RequestError:
@@ -163,15 +164,16 @@ class LLGuidanceBackend:
         definitions = _definitions_in(schema)
         problem_path = "$"
         num_compiled = 0
-        # `subschemas` yields each schema before the schemas inside it.
+        # `subschemas` yields each schema before the schemas inside it. If a schema causes the
+        # error, the search therefore continues only inside this schema.
         for part, path in subschemas(schema):
             if not isinstance(part, Mapping) or not _is_inside(path, problem_path):
                 continue
             if num_compiled == _MAX_LOCATED:
                 break
             num_compiled += 1
-            complete_part = _with_definitions(part, path, definitions)
-            if _problem(self._matcher(_schema_grammar(complete_part))) == problem:
+            matcher = self._matcher(_schema_grammar(_with_definitions(part, path, definitions)))
+            if _problem(matcher) == problem:
                 problem_path = path
         return problem_path
 
@@ -245,11 +247,21 @@ class LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary)
 
 
-def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
+def _problem(matcher: LLMatcher) -> str:
     """Return the library's error message as one line.
 
-    If `has_pattern` is True, the source is a regular expression, and the column of the error is
-    added. Example: for `(ab`, the result is "unclosed group (column 1)". The library's message is
+    Example: the library's message 'at 1(8): unknown name: "x"' is returned unchanged. For a message
+    of several lines, the result is the text after the last "error: "; see `_pattern_problem`.
+    """
+    error_text = str(matcher.get_error())
+    message = _last_error(error_text)
+    return _short_line(error_text) if message is None else message
+
+
+def _pattern_problem(matcher: LLMatcher) -> str:
+    """Return the library's error message for a regular expression as one line, with the column.
+
+    Example: for `(ab`, the result is "unclosed group (column 1)". The library's message is
 
         at 1(8): invalid regex "(ab" (in regex): regex parse error:
             (ab
@@ -259,12 +271,20 @@ def _problem(matcher: LLMatcher, *, has_pattern: bool = False) -> str:
                       ^
     """
     error_text = str(matcher.get_error())
-    messages = re.findall(r"^error: (.*)$", error_text, re.MULTILINE)
-    if not messages:  # The error has one line, such as 'at 1(8): unknown name: "x"'.
-        return _short_line(_INVALID_REGEX.sub("", error_text) if has_pattern else error_text)
-    column = _column_in_pattern(error_text) if has_pattern else None
-    place = "" if column is None else f" (column {column})"
-    return f"{messages[-1]}{place}"
+    message = _last_error(error_text)
+    if message is None:
+        return _short_line(_INVALID_REGEX.sub("", error_text))
+    column = _column_in_pattern(error_text)
+    return message if column is None else f"{message} (column {column})"
+
+
+def _last_error(error_text: str) -> str | None:
+    """Return the text of the last line that begins with "error: ", or None.
+
+    Example: the line "error: unclosed group" gives "unclosed group".
+    """
+    messages: list[str] = re.findall(r"^error: (.*)$", error_text, re.MULTILINE)
+    return messages[-1] if messages else None
 
 
 def _short_line(text: str) -> str:
@@ -276,7 +296,7 @@ def _short_line(text: str) -> str:
 def _column_in_pattern(error_text: str) -> int | None:
     """Return the column of the error in a regular expression, or None if the text has no column.
 
-    The first line that begins with spaces and "^" marks the column; see `_problem`.
+    The first line that begins with spaces and "^" marks the column; see `_pattern_problem`.
     """
     indent = re.search(r"^( +)\^", error_text, re.MULTILINE)
     return None if indent is None else len(indent[1]) - _EXCERPT_INDENT

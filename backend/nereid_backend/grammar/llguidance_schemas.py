@@ -51,6 +51,7 @@ def replace_exclusive_bounds(schema: object) -> None:
         lower_bound = part.get("minimum", excluded_minimum)
         if _allows_excluded_minimum(excluded_minimum, upper_bound):
             part["minimum"] = part.pop("exclusiveMinimum") + _BOUND_DISTANCE
+        # If both conditions are true, the schema allows no number, and one replacement is enough.
         elif _allows_excluded_maximum(excluded_maximum, lower_bound):
             part["maximum"] = part.pop("exclusiveMaximum") - _BOUND_DISTANCE
 

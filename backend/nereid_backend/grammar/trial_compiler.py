@@ -78,7 +78,7 @@ class TrialCompiler:
             job_id = next(self._ids)
             self._futures[job_id] = future
         future.add_done_callback(partial(self._on_done, job_id))
-        self._send("compile", job_id, spec.kind, spec.source)
+        self._send(job_id, ("compile", job_id, spec.kind, spec.source))
         return future
 
     def close(self) -> None:
@@ -94,21 +94,25 @@ class TrialCompiler:
             "grammar: the grammar was not compiled, because the engine is shutting down."
         )
 
-    def _send(self, command: str, job_id: int, *grammar: str) -> None:
-        """Send a message about a job to the process, without blocking."""
-        with contextlib.suppress(RuntimeError):  # the sender is shut down
-            self._sender.submit(self._deliver, command, job_id, *grammar)
+    def _send(self, job_id: int, message: tuple[object, ...]) -> None:
+        """Send a message about a job to the process, without blocking.
 
-    def _deliver(self, command: str, job_id: int, *grammar: str) -> None:
+        trial_process.py describes the messages.
+        """
+        with contextlib.suppress(RuntimeError):  # the sender is shut down
+            self._sender.submit(self._deliver, job_id, message)
+
+    def _deliver(self, job_id: int, message: tuple[object, ...]) -> None:
         """Send a message about a job to the process, and start the process if necessary.
 
-        If the process cannot be reached, store an error in the future of the job.
+        This method runs in the thread of `_sender`, because it can block. If the process cannot be
+        reached, store an error in the future of the job.
         """
         connection = self._connection
         try:
             if connection is None:
                 connection = self._start()
-            connection.send((command, job_id, *grammar))
+            connection.send(message)
         except OSError as error:
             future = self._pop_future(job_id)
             if future is not None:
@@ -153,6 +157,7 @@ class TrialCompiler:
         command = [sys.executable, "-m", _MODULE, str(child_fd), str(self._timeout_s)]
         with self._lock:
             if self._is_closed:
+                # `_deliver` handles this error as if the process had ended.
                 raise BrokenPipeError("the engine is shutting down")
             process = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
             self._process = process
@@ -161,13 +166,14 @@ class TrialCompiler:
     def _on_done(self, job_id: int, future: "Future[None]") -> None:
         """Stop a job of the child process if the future of the job was cancelled."""
         if future.cancelled() and self._pop_future(job_id) is not None:
-            self._send("cancel", job_id)
+            self._send(job_id, ("cancel", job_id))
 
     def _read_all(self, connection: Connection, process: "subprocess.Popen[bytes]") -> None:
         """Read messages until the process ends. Store each result in the future of its job.
 
         A thread of its own runs this method. After the end of the process, the remaining jobs fail.
         """
+        # `recv` raises an error when the process ends.
         with contextlib.suppress(EOFError, OSError):
             while True:
                 job_id, outcome, error_text = connection.recv()
@@ -189,6 +195,8 @@ class TrialCompiler:
 
     def _error_of(self, outcome: str, error_text: str) -> RequestError | None:
         """Return the error of a finished trial, or None if the grammar was compiled.
+
+        Also log a warning if the grammar library failed.
 
         Args:
             outcome: one of the values of `Outcome`.

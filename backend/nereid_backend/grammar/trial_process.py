@@ -62,7 +62,7 @@ class _Job:
         source: the text of the grammar.
         deadline: the time.monotonic() value at which the job is killed.
         pid: the process id of the child; 0 before the start.
-        result: receives the outcome of the child; None before the start.
+        connection: the connection that receives the outcome of the child; None before the start.
     """
 
     job_id: int
@@ -70,7 +70,7 @@ class _Job:
     source: str
     deadline: float
     pid: int = 0
-    result: Connection | None = None
+    connection: Connection | None = None
 
 
 class TrialServer:
@@ -87,6 +87,7 @@ class TrialServer:
         self._connection = connection
         self._compile = compile_grammar
         self._timeout_s = timeout_s
+        # The jobs without a child process, the oldest first, and the jobs with a child process.
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
 
@@ -108,8 +109,8 @@ class TrialServer:
         """
         ready_connections = self._wait_for_event()
         while self._connection.poll():
-            self._handle(*self._connection.recv())
-        finished_jobs = [job for job in self._running if job.result in ready_connections]
+            self._handle(self._connection.recv())
+        finished_jobs = [job for job in self._running if job.connection in ready_connections]
         for job in finished_jobs:
             self._finish(job)
         self._remove_late_jobs()
@@ -121,8 +122,8 @@ class TrialServer:
         now = time.monotonic()
         deadlines = [job.deadline for job in [*self._running, *self._waiting]]
         timeout_s = min(deadlines) - now if deadlines else None
-        results = [job.result for job in self._running if job.result is not None]
-        return wait([self._connection, *results], timeout_s)
+        children = [job.connection for job in self._running if job.connection is not None]
+        return wait([self._connection, *children], timeout_s)
 
     def _remove_late_jobs(self) -> None:
         """Remove each job whose deadline has passed, and report the job to the engine as late."""
@@ -132,26 +133,28 @@ class TrialServer:
                 self._remove(job)
                 self._connection.send((job.job_id, Outcome.LATE.value, ""))
 
-    def _handle(self, command: str, job_id: int, *grammar: str) -> None:
-        """Handle a message from the engine.
+    def _handle(self, message: tuple[Any, ...]) -> None:
+        """Handle a message from the engine, which adds or removes a job.
 
-        Args:
-            command: "compile" adds a job, and "cancel" removes a job.
-            job_id: the engine's number of the job.
-            grammar: the kind and the source of the grammar; empty for "cancel".
+        The module's docstring describes the messages.
         """
-        if command == "compile":
+        if message[0] == "compile":
+            _command, job_id, kind, source = message
             deadline = time.monotonic() + self._timeout_s
-            kind, source = grammar
             self._waiting.append(_Job(job_id, kind, source, deadline))
-            return
+        else:
+            _command, job_id = message
+            self._cancel(job_id)
+
+    def _cancel(self, job_id: int) -> None:
+        """Remove the job with the number `job_id`, unless the job has already ended."""
         for job in [*self._running, *self._waiting]:
             if job.job_id == job_id:
                 self._remove(job)
 
     def _start(self, job: _Job) -> None:
         """Fork a child process that executes a job."""
-        job.result, child_end = Pipe(duplex=False)
+        job.connection, child_end = Pipe(duplex=False)
         job.pid = os.fork()
         if job.pid == 0:
             _run_child(child_end, self._compile, job, self._timeout_s)
@@ -160,9 +163,9 @@ class TrialServer:
 
     def _finish(self, job: _Job) -> None:
         """Send the result of a finished job to the engine, and remove the job."""
-        assert job.result is not None
+        assert job.connection is not None
         try:
-            outcome, error_text = job.result.recv()
+            outcome, error_text = job.connection.recv()
         except EOFError:  # The child has ended without a message.
             outcome, error_text = Outcome.CRASHED.value, ""
         self._remove(job)
@@ -178,8 +181,8 @@ class TrialServer:
         # process.
         os.kill(job.pid, signal.SIGKILL)
         os.waitpid(job.pid, 0)
-        assert job.result is not None
-        job.result.close()
+        assert job.connection is not None
+        job.connection.close()
 
 
 def _run_child(result: Connection, compile_grammar: Compile, job: _Job, timeout_s: float) -> None:
@@ -250,6 +253,7 @@ def main() -> None:
 
     The command-line arguments are the file descriptor of the connection, and the time limit.
     """
+    # Ctrl+C stops the engine, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     timeout_s = float(sys.argv[2])
@@ -263,7 +267,8 @@ def main() -> None:
     libraries = load_libraries(vocabulary, eos_token_ids, num_threads=1)
     gc.freeze()  # A garbage collection in a child would copy the pages of all objects.
 
-    def compile_spec(kind: str, source: str) -> Any:  # noqa: ANN401 - ignored
+    def compile_spec(kind: str, source: str) -> None:
+        """Raise a RequestError if the grammar cannot be compiled."""
         compile_grammar(libraries, GrammarSpec(kind, source), timeout_s)
 
     TrialServer(connection, compile_spec, timeout_s).serve()

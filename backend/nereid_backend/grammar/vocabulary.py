@@ -145,21 +145,27 @@ class Vocabulary:
             recent: the last tokens of the answer.
             data: the bytes that must follow.
         """
-        forced_text = _decoded(data)
-        recent_text = _decoded(self._bytes_of(recent))
-        is_recent_undecodable = bool(recent) and not recent_text
-        if not forced_text or is_recent_undecodable:
-            return []
-        all_ids = self.encode(recent_text + forced_text)
-        recent_ids = all_ids[: len(recent)]
-        if recent_ids != recent:  # The tokenizer would merge the two texts.
-            return []
-        forced_ids = all_ids[len(recent) :]
+        forced_ids = self._encode_after(recent, data)
         if forced_ids and forced_ids[-1] not in self.marker_ids:
             forced_ids.pop()
         # If the text changes during encoding, for example by Unicode normalisation, the tokens do
         # not spell the forced bytes.
         return forced_ids if data.startswith(self._bytes_of(forced_ids)) else []
+
+    def _encode_after(self, recent: list[int], data: bytes) -> list[int]:
+        """Return the tokens that the tokenizer would choose for `data` after the recent tokens.
+
+        The tokens of a text depend on the preceding text. Return no tokens if the tokenizer would
+        merge the two texts, or if one of them cannot be decoded.
+        """
+        text = _decoded(data)
+        recent_text = _decoded(self._bytes_of(recent))
+        is_recent_undecodable = bool(recent) and not recent_text
+        if not text or is_recent_undecodable:
+            return []
+        all_ids = self.encode(recent_text + text)
+        is_merged = all_ids[: len(recent)] != recent
+        return [] if is_merged else all_ids[len(recent) :]
 
     def _bytes_of(self, token_ids: list[int]) -> bytes:
         """Return the bytes of several tokens."""

@@ -24,13 +24,14 @@ nested_quant_map[absmax] * nested_absmax[block] + nested_offset.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nereid_backend.checkpoints.integer_weight import PART_NUMBERS, IntegerWeight, unpack_nibbles
-from nereid_backend.checkpoints.layout import Decoder, Format, Layout, Settings
+from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
 _ABSMAX = ".weight.absmax"
 _MAP = ".weight.quant_map"
@@ -67,7 +68,7 @@ def _four_bit_layout(state_name: str) -> Layout:
     return Layout(
         main=".weight",
         others=(_ABSMAX, _MAP, state_name),
-        decode=_four_bit_decoder(state_name),
+        decode=partial(_decode_four_bits, state_name=state_name),
         optional=(_NESTED_ABSMAX, _NESTED_MAP),
         main_dtypes=("U8",),
         numbers_per_element=2,
@@ -80,43 +81,36 @@ def _decode_eight_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Int
     return IntegerWeight(values, scales, None, values.shape[1], bits=8)
 
 
-def _four_bit_decoder(state_name: str) -> Decoder:
-    """Return the function that decodes 4-bit weights.
+def _decode_four_bits(tensors: Mapping[str, Tensor], dtype: torch.dtype, state_name: str) -> Tensor:
+    """Return a 4-bit weight: weight[i] = quant_map[code[i]] * factor[i // blocksize].
 
     Args:
+        tensors: the tensors of the weight, by suffix. The tensor `.weight` contains the codes.
+        dtype: the data type of the weight.
         state_name: the suffix of the tensor quant_state, which contains the shape and the block
             size as JSON.
     """
-
-    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the weight: weight[i] = quant_map[code[i]] * factor[i // blocksize].
-
-        Two codes are packed into each byte of the tensor `.weight`.
-        """
-        state = _read_state(tensors[state_name])
-        block_size = int(state["blocksize"])
-        factors = _block_factors(tensors, state)
-        packed = tensors[".weight"].flatten()
-        shape = torch.Size(state["shape"])
-        num_packed_codes = 2 * len(packed)
-        if shape.numel() > min(num_packed_codes, len(factors) * block_size):
-            raise ValueError(
-                f"the packed weight or its factors are too short for the shape {tuple(shape)}"
-            )
-        number_of_code = tensors[_MAP].float()
-        weight = torch.empty(shape.numel(), dtype=dtype)
-        # Decode the weight in parts, so that the float32 numbers need little memory. Each part
-        # consists of whole blocks.
-        part_size = max(1, PART_NUMBERS // block_size) * block_size
-        for start in range(0, len(weight), part_size):
-            part = weight[start : start + part_size]
-            part_bytes = packed[start // 2 : (start + part_size) // 2]
-            codes = unpack_nibbles(part_bytes, high_first=True)[: len(part)]
-            blocks = torch.arange(start, start + len(part)) // block_size
-            part.copy_(number_of_code[codes.int()] * factors[blocks])
-        return weight.view(shape)
-
-    return decode
+    state = _read_state(tensors[state_name])
+    shape = torch.Size(state["shape"])
+    block_size = int(state["blocksize"])
+    packed_codes = tensors[".weight"].flatten()  # two codes in each byte
+    factors = _block_factors(tensors, state)
+    if shape.numel() > min(2 * len(packed_codes), len(factors) * block_size):
+        raise ValueError(
+            f"the packed weight or its factors are too short for the shape {tuple(shape)}"
+        )
+    number_of_code = tensors[_MAP].float()
+    weight = torch.empty(shape.numel(), dtype=dtype)
+    # Decode the weight in parts, so that the float32 numbers need little memory. Each part consists
+    # of whole blocks.
+    part_size = max(1, PART_NUMBERS // block_size) * block_size
+    for start in range(0, len(weight), part_size):
+        part = weight[start : start + part_size]
+        part_bytes = packed_codes[start // 2 : (start + part_size) // 2]
+        codes = unpack_nibbles(part_bytes, high_first=True)[: len(part)]
+        blocks = torch.arange(start, start + len(part)) // block_size
+        part.copy_(number_of_code[codes.int()] * factors[blocks])
+    return weight.view(shape)
 
 
 def _read_state(content: Tensor) -> dict[str, Any]:

@@ -33,6 +33,7 @@ nvfp4-pack-quantized and mxfp4-pack-quantized:
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,13 +46,7 @@ from nereid_backend.checkpoints.integer_weight import (
     scale_blocks,
     unpack_integers,
 )
-from nereid_backend.checkpoints.layout import (
-    Decoder,
-    Format,
-    Layout,
-    Settings,
-    UnknownVariantError,
-)
+from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 from nereid_backend.checkpoints.mxfp4 import float4_numbers
 
 _FORMATS = (
@@ -80,27 +75,34 @@ def compressed_tensors_format(settings: Settings) -> Format:
     schemes = [scheme for scheme in schemes_by_name.values() if isinstance(scheme, dict)]
     _check_variant(settings, schemes)
     weight_settings = [scheme.get("weights") or {} for scheme in schemes]
-    group_size = _common_group_size(weight_settings)
-    packed_integers = Layout(
+    integers = _integer_layouts(_common_group_size(weight_settings))
+    float8 = float8_layouts(_block_shape(weight_settings))
+    return Format((*integers, _FLOAT4_LAYOUT, *float8), ignored=ACTIVATION_SCALES)
+
+
+def _integer_layouts(group_size: int | None) -> tuple[Layout, Layout]:
+    """Return the layouts of integer weights: integers in 32-bit words, and integers as int8.
+
+    `group_size` is the number of inputs with a common scale; see `_integers`.
+    """
+    packed = Layout(
         main=".weight_packed",
         others=(".weight_scale", ".weight_shape"),
-        decode=_packed_decoder(group_size),
+        decode=partial(_decode_packed, group_size=group_size),
         optional=(".weight_zero_point", ".weight_g_idx"),
         main_dtypes=("I32",),
         numbers_per_element=8,
         has_integers=True,
     )
-    integers = Layout(
+    int8 = Layout(
         main=".weight",
         others=(".weight_scale",),
-        decode=_integer_decoder(group_size),
+        decode=partial(_decode_int8, group_size=group_size),
         optional=(".weight_zero_point", ".weight_g_idx"),
         main_dtypes=("I8",),
         has_integers=True,
     )
-    float8 = float8_layouts(_block_shape(weight_settings))
-    layouts = (packed_integers, _FLOAT4_LAYOUT, integers, *float8)
-    return Format(layouts, ignored=ACTIVATION_SCALES)
+    return packed, int8
 
 
 def _check_variant(settings: Settings, schemes: Sequence[Mapping[str, Any]]) -> None:
@@ -144,54 +146,51 @@ def _block_shape(weights: Sequence[Mapping[str, Any]]) -> tuple[int, int] | None
     return None
 
 
-def _packed_decoder(group_size: int | None) -> Decoder:
-    """Return the function that decodes integers that are packed into 32-bit words.
+def _decode_packed(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,  # noqa: ARG001 - the weight consists of integers
+    *,
+    group_size: int | None,
+) -> IntegerWeight:
+    """Decode integers that are packed into 32-bit words.
 
-    Example: with 4 bits for each integer, one word contains 8 integers.
-
-    Args:
-        group_size: the number of inputs with a common scale, as in the settings; see `_integers`.
-    """
-
-    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-        """Return the integers of a weight with their scales and zeros.
-
-        The tensor weight_packed contains the integers, and weight_shape contains the numbers of
-        rows and inputs. If the tensor weight_zero_point does not exist, all zeros are 0.
-        """
-        num_rows, num_inputs = map(int, tensors[".weight_shape"])
-        packed = tensors[".weight_packed"]
-        # The layers of one checkpoint may have different numbers of bits. The number of bits is
-        # therefore computed from the number of words in a row.
-        bits = packed.shape[1] * 32 // max(1, num_inputs)
-        if not 1 <= bits <= 8 or len(packed) != num_rows:
-            raise ValueError(
-                f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
-                f"({num_rows}, {num_inputs})"
-            )
-        values = _signed(unpack_integers(packed, bits, num_inputs), bits)
-        zeros = tensors.get(".weight_zero_point")
-        if zeros is not None:
-            # The tensor has the shape [words, groups], but `unpack_integers` expects the words in
-            # the last dimension.
-            zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
-        return _integers(values, zeros, tensors, group_size, bits)
-
-    return decode
-
-
-def _integer_decoder(group_size: int | None) -> Decoder:
-    """Return the function that decodes integers that are stored as int8.
+    Example: with 4 bits for each integer, one word contains 8 integers. The tensor weight_packed
+    contains the integers, and weight_shape contains the numbers of rows and inputs. If the tensor
+    weight_zero_point does not exist, all zeros are 0.
 
     Args:
+        tensors: the tensors of the weight, by suffix.
+        dtype: not used.
         group_size: the number of inputs with a common scale, as in the settings; see `_integers`.
     """
+    num_rows, num_inputs = map(int, tensors[".weight_shape"])
+    packed = tensors[".weight_packed"]
+    # The layers of one checkpoint may have different numbers of bits. The number of bits is
+    # therefore computed from the number of words in a row.
+    bits = packed.shape[1] * 32 // max(1, num_inputs)
+    if not 1 <= bits <= 8 or len(packed) != num_rows:
+        raise ValueError(
+            f"the packed weight has the shape {tuple(packed.shape)}, but weight_shape is "
+            f"({num_rows}, {num_inputs})"
+        )
+    values = _signed(unpack_integers(packed, bits, num_inputs), bits)
+    zeros = tensors.get(".weight_zero_point")
+    if zeros is not None:
+        # The tensor has the shape [words, groups], but `unpack_integers` expects the words in the
+        # last dimension.
+        zeros = _signed(unpack_integers(zeros.T, bits, num_rows).T, bits)
+    return _integers(values, zeros, tensors, group_size, bits)
 
-    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-        zeros = tensors.get(".weight_zero_point")
-        return _integers(tensors[".weight"], zeros, tensors, group_size, 8)
 
-    return decode
+def _decode_int8(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,  # noqa: ARG001 - the weight consists of integers
+    *,
+    group_size: int | None,
+) -> IntegerWeight:
+    """Decode integers that are stored as int8; see `_decode_packed` for the arguments."""
+    zeros = tensors.get(".weight_zero_point")
+    return _integers(tensors[".weight"], zeros, tensors, group_size, bits=8)
 
 
 def _integers(
@@ -218,6 +217,7 @@ def _integers(
     num_rows, num_inputs = values.shape
     scales = by_row(tensors[".weight_scale"], num_rows)
     num_groups = scales.shape[1]
+    # The settings contain one group size, but layers can have other group sizes.
     if group_size is None or math.ceil(num_inputs / group_size) != num_groups:
         group_size = math.ceil(num_inputs / num_groups)
     if zeros is not None:

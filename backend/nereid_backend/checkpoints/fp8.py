@@ -15,12 +15,13 @@ stacked experts have a third dimension. The tensors of stacked experts have name
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nereid_backend.checkpoints.integer_weight import scale_blocks
-from nereid_backend.checkpoints.layout import Decoder, Format, Layout, Settings
+from nereid_backend.checkpoints.layout import Format, Layout, Settings
 
 FLOAT8 = ("F8_E4M3", "F8_E5M2")
 # The suffixes of tensors with scales for activations and for the KV cache. These tensors are
@@ -59,26 +60,30 @@ def float8_layouts(block: tuple[int, int] | None) -> tuple[Layout, ...]:
     `block` is the number of rows and columns of a block. Each block has one scale. `block` is None
     if the weights are not divided into blocks.
     """
-    of_layers = [
-        Layout(".weight", (scale,), _decoder(".weight", scale, block), main_dtypes=FLOAT8)
-        for scale in _SCALES
-    ]
-    of_stacked_experts = [
-        Layout("", (scale,), _decoder("", scale, block), target="", main_dtypes=FLOAT8)
-        for scale in _EXPERT_SCALES
-    ]
+    of_layers = [_float8_layout(".weight", scale, block) for scale in _SCALES]
+    of_stacked_experts = [_float8_layout("", scale, block) for scale in _EXPERT_SCALES]
     return (*of_layers, *of_stacked_experts)
 
 
-def _decoder(main: str, scale: str, block: tuple[int, int] | None) -> Decoder:
-    """Return the function that decodes float8 weights.
+def _float8_layout(main: str, scale: str, block: tuple[int, int] | None) -> Layout:
+    """Return the layout of a float8 weight.
 
-    `main` and `scale` are the suffixes of the tensors with the weight and its scales.
+    `main` is the suffix of the tensor that contains the weight, and also the suffix of the weight's
+    name in the model. `scale` is the suffix of the tensor that contains the scales.
     """
+    decode = partial(_decode, main=main, scale=scale, block=block)
+    return Layout(main, (scale,), decode, target=main, main_dtypes=FLOAT8)
 
-    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        scales = tensors[scale]
-        has_blocks = block is not None and scales.dim() >= 2 and scales.numel() > 1
-        return scale_blocks(tensors[main], scales, dtype, block if has_blocks else None)
 
-    return decode
+def _decode(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    main: str,
+    scale: str,
+    block: tuple[int, int] | None,
+) -> Tensor:
+    """Decode a float8 weight; see `_float8_layout` for the arguments."""
+    scales = tensors[scale]
+    has_blocks = block is not None and scales.dim() >= 2 and scales.numel() > 1
+    return scale_blocks(tensors[main], scales, dtype, block if has_blocks else None)

@@ -14,18 +14,13 @@ format `gptq_v2`, the file contains zero.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from nereid_backend.checkpoints.integer_weight import IntegerWeight, unpack_integers
-from nereid_backend.checkpoints.layout import (
-    Decoder,
-    Format,
-    Layout,
-    Settings,
-    UnknownVariantError,
-)
+from nereid_backend.checkpoints.layout import Format, Layout, Settings, UnknownVariantError
 
 _BITS = (2, 3, 4, 8)
 
@@ -49,7 +44,7 @@ def gptq_format(settings: Settings) -> Format:
     layout = Layout(
         main=".qweight",
         others=(".qzeros", ".scales"),
-        decode=_decoder(bits, has_offset=format_name == "gptq"),
+        decode=partial(_decode, bits=bits, has_offset=format_name == "gptq"),
         optional=(".g_idx",),
         numbers_per_element=32 / bits,
         has_integers=True,
@@ -57,48 +52,60 @@ def gptq_format(settings: Settings) -> Format:
     return Format((layout,))
 
 
-def _decoder(bits: int, *, has_offset: bool) -> Decoder:
-    """Return the function that decodes GPTQ weights.
+def _decode(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,  # noqa: ARG001 - the weight consists of integers
+    *,
+    bits: int,
+    has_offset: bool,
+) -> IntegerWeight:
+    """Return a weight: weight = (integer - zero) * scale.
+
+    The tensors qweight and qzeros contain the integers and the zeros, packed into 32-bit words.
+    Each group of inputs has one zero and one scale. The optional tensor g_idx contains the group of
+    each input.
 
     Args:
+        tensors: the tensors of the weight, by suffix.
+        dtype: not used.
         bits: the number of bits in the settings. If a weight has the tensor g_idx, this number is
-            ignored, because the decoder derives the number of bits from the number of inputs.
+            ignored, because the number of bits is derived from the number of inputs.
         has_offset: whether the file contains zero - 1 instead of zero.
     """
+    packed = tensors[".qweight"].T  # [out_features, words]
+    scales = tensors[".scales"].T  # [out_features, groups]
+    group_of_input = tensors.get(".g_idx")
+    if group_of_input is None:
+        values = unpack_integers(packed, bits)
+    else:
+        bits = _derive_bits(packed.shape[1], len(group_of_input))
+        values = unpack_integers(packed, bits, len(group_of_input))
+    zeros = _unpack_zeros(tensors[".qzeros"], bits, len(scales), has_offset=has_offset)
+    num_inputs = values.shape[1]
+    num_groups = scales.shape[1]
+    if zeros.shape != scales.shape or num_inputs < num_groups:
+        raise ValueError(
+            f"zeros of the shape {tuple(zeros.shape)} and scales of the shape "
+            f"{tuple(scales.shape)} do not match weights with {num_inputs} inputs"
+        )
+    group_size = math.ceil(num_inputs / num_groups)
+    if group_of_input is not None:
+        group_of_input = _groups_if_irregular(group_of_input.long(), group_size, num_groups)
+    return IntegerWeight(values, scales, zeros, group_size, bits, group_of_input)
 
-    def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> IntegerWeight:  # noqa: ARG001
-        """Return a weight: weight = (integer - zero) * scale.
 
-        The tensors qweight and qzeros contain the integers and the zeros, packed into 32-bit words.
-        Each group of inputs has one zero and one scale. The optional tensor g_idx contains the
-        group of each input.
-        """
-        packed = tensors[".qweight"].T  # [out_features, words]
-        scales = tensors[".scales"].T  # [out_features, groups]
-        group_of_input = tensors.get(".g_idx")
-        if group_of_input is None:
-            layer_bits = bits
-            values = unpack_integers(packed, layer_bits)
-        else:
-            layer_bits = _derive_bits(packed.shape[1], len(group_of_input))
-            values = unpack_integers(packed, layer_bits, len(group_of_input))
-        packed_zeros = tensors[".qzeros"]  # [groups, words]
-        if has_offset:
-            packed_zeros = packed_zeros + _words_of_ones(layer_bits, packed_zeros.shape[1])
-        zeros = unpack_integers(packed_zeros, layer_bits, len(scales)).T
-        num_inputs = values.shape[1]
-        num_groups = scales.shape[1]
-        if zeros.shape != scales.shape or num_inputs < num_groups:
-            raise ValueError(
-                f"zeros of the shape {tuple(zeros.shape)} and scales of the shape "
-                f"{tuple(scales.shape)} do not match weights with {num_inputs} inputs"
-            )
-        group_size = math.ceil(num_inputs / num_groups)
-        if group_of_input is not None:
-            group_of_input = _groups_if_irregular(group_of_input.long(), group_size, num_groups)
-        return IntegerWeight(values, scales, zeros, group_size, layer_bits, group_of_input)
+def _unpack_zeros(packed: Tensor, bits: int, num_outputs: int, *, has_offset: bool) -> Tensor:
+    """Unpack the zeros of a weight. The result is [out_features, groups].
 
-    return decode
+    Args:
+        packed: the tensor qzeros, int32 [groups, words].
+        bits: the number of bits of a zero.
+        num_outputs: the number of zeros in each row of `packed`.
+        has_offset: whether `packed` contains zero - 1 instead of zero.
+    """
+    if has_offset:
+        packed = packed + _words_of_ones(bits, packed.shape[1])
+    return unpack_integers(packed, bits, num_outputs).T
 
 
 def _derive_bits(num_words: int, num_inputs: int) -> int:

@@ -2,7 +2,7 @@
 """The class `IntegerWeight`, and functions that unpack integers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,22 +107,42 @@ def scale_blocks(
     num_rows, num_columns = values.shape[-2:]
     matrices = values.reshape(-1, num_rows, num_columns)
     scales = _scales_of_matrices(scales, len(matrices))
-    num_row_blocks, num_column_blocks = scales.shape[1:]
+    num_blocks = scales.shape[1:]
     if block is None:
-        block = (math.ceil(num_rows / num_row_blocks), math.ceil(num_columns / num_column_blocks))
-    height, width = block
-    num_blocks = (num_row_blocks, num_column_blocks)
-    num_needed_blocks = (math.ceil(num_rows / height), math.ceil(num_columns / width))
-    if num_blocks != num_needed_blocks:
-        raise ValueError(
-            f"the scales have the shape {num_blocks}, but a weight of the shape "
-            f"({num_rows}, {num_columns}) with blocks of {height} x {width} needs "
-            f"{num_needed_blocks}"
-        )
+        block = _divided((num_rows, num_columns), num_blocks)
+    _check_num_blocks((num_rows, num_columns), block, num_blocks)
     weight = torch.empty(matrices.shape, dtype=dtype)
     for matrix, matrix_scales, result in zip(matrices, scales, weight, strict=True):
         _scale_matrix(matrix, _as_float(matrix_scales), block, result)
     return weight.view(values.shape)
+
+
+def _divided(shape: Sequence[int], divisors: Sequence[int]) -> tuple[int, int]:
+    """Divide the rows and columns of a matrix, and round up.
+
+    Example: the shape (256, 299) and the divisors (2, 3) give (128, 100).
+    """
+    (num_rows, num_columns), (row_divisor, column_divisor) = shape, divisors
+    return math.ceil(num_rows / row_divisor), math.ceil(num_columns / column_divisor)
+
+
+def _check_num_blocks(
+    shape: tuple[int, int], block: tuple[int, int], num_blocks: Sequence[int]
+) -> None:
+    """Raise a ValueError if the number of scales does not match the number of blocks.
+
+    Args:
+        shape: the rows and columns of the weight.
+        block: the rows and columns of a block.
+        num_blocks: the rows and columns of the matrix of scales.
+    """
+    num_needed = _divided(shape, block)
+    if tuple(num_blocks) != num_needed:
+        height, width = block
+        raise ValueError(
+            f"the scales have the shape {tuple(num_blocks)}, but a weight of the shape {shape} "
+            f"with blocks of {height} x {width} needs {num_needed}"
+        )
 
 
 def _scales_of_matrices(scales: Tensor, num_matrices: int) -> Tensor:

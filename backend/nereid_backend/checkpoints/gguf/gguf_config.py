@@ -64,6 +64,11 @@ class Architecture:
     num_layers_with_hidden_scale: int = 0
     has_local_rope: bool = False
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the models have several experts in place of one MLP."""
+        return self.more_fields is _EXPERTS
+
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", {}, has_rotated_pairs=True),
@@ -129,8 +134,10 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
             "safetensors files."
         )
     fields = {**_FIELDS, **architecture.more_fields}
-    values = _architecture_values(file, allowed={*fields, *_REDUNDANT})
+    values = _architecture_values(file)
+    _check_values(file, values, allowed={*fields, *_REDUNDANT})
     config = {field: values[name] for name, field in fields.items() if name in values}
+    # A file may leave out these two fields, for which llama.cpp has default values.
     num_heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
@@ -161,10 +168,7 @@ def _fields_of_architecture(
     """
     fields: dict[str, Any] = {}
     if architecture.num_layers_with_hidden_scale:
-        has_hidden_scale = values["block_count"] == architecture.num_layers_with_hidden_scale
-        hidden_size_per_head = config["hidden_size"] // config["num_attention_heads"]
-        scale = hidden_size_per_head if has_hidden_scale else config["head_dim"]
-        fields["query_pre_attn_scalar"] = scale
+        fields["query_pre_attn_scalar"] = _attention_scalar(architecture, config)
     if architecture.has_local_rope:
         fields["rope_parameters"] = {
             "full_attention": config["rope_parameters"],
@@ -173,27 +177,49 @@ def _fields_of_architecture(
                 "rope_theta": values.get("rope.freq_base_swa", _DEFAULT_ROPE_THETA),
             },
         }
-    if architecture.more_fields is _EXPERTS:
+    if architecture.has_experts:
         # llama.cpp always divides the weights of the chosen experts by their sum.
         fields["norm_topk_prob"] = True
     return fields
 
 
-def _architecture_values(file: GgufFile, allowed: Set[str]) -> dict[str, Any]:
+def _attention_scalar(architecture: Architecture, config: Mapping[str, Any]) -> int:
+    """Return the number s with which the attention is scaled by 1 / sqrt(s).
+
+    The file does not contain s. In models with `num_layers_with_hidden_scale` layers, s is
+    hidden_size / heads. In the other models of the architecture, s is head_dim.
+    """
+    if config["num_hidden_layers"] == architecture.num_layers_with_hidden_scale:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _architecture_values(file: GgufFile) -> dict[str, Any]:
     """Return the metadata of the architecture, without the architecture's name in the keys.
 
     Example: {"llama.block_count": 16, "general.name": "x"} gives {"block_count": 16}.
+    """
+    prefix = f"{file.architecture}."
+    return {
+        name.removeprefix(prefix): value
+        for name, value in file.metadata.items()
+        if name.startswith(prefix)
+    }
+
+
+def _check_values(file: GgufFile, values: Mapping[str, Any], allowed: Set[str]) -> None:
+    """Check that a file has all required values, and no value that this module would ignore.
+
+    Args:
+        file: the header of the file.
+        values: the metadata of the architecture; see `_architecture_values`.
+        allowed: the allowed keys of `values`.
 
     Raises:
         UnsupportedModelError: if a key is not in `allowed`.
         ModelError: if a required value or the tensor of the embeddings is missing.
     """
     prefix = f"{file.architecture}."
-    values = {
-        name.removeprefix(prefix): value
-        for name, value in file.metadata.items()
-        if name.startswith(prefix)
-    }
     unknown = sorted(values.keys() - allowed)
     if unknown:
         raise UnsupportedModelError(
@@ -205,7 +231,6 @@ def _architecture_values(file: GgufFile, allowed: Set[str]) -> dict[str, Any]:
         missing.append(_EMBEDDINGS)
     if missing:
         raise ModelError(f"{file.path} lacks {missing[0]}. Download the file again.")
-    return values
 
 
 def _check_head_size(file: GgufFile, values: Mapping[str, Any], head_dim: int) -> None:
@@ -271,9 +296,11 @@ def _rope(
     parameters["factor"] = values.get("rope.scaling.factor", 1.0)
     if scaling == "yarn":
         # The original context length is the context length before the scaling. If the file does not
-        # contain this number, use the context length of the model.
-        original = values.get("rope.scaling.original_context_length")
-        parameters["original_max_position_embeddings"] = original or values.get("context_length")
+        # contain this number or contains 0, use the context length of the model.
+        original_length = values.get("rope.scaling.original_context_length")
+        parameters["original_max_position_embeddings"] = original_length or values.get(
+            "context_length"
+        )
     return parameters
 
 
@@ -289,6 +316,8 @@ def _llama3_rope(
     Raises:
         UnsupportedModelError: if the factors were computed from other parameters.
     """
+    # The parameters of the Llama 3 models. Only `factor` differs between these models. It is the
+    # factor of the lowest frequency, which is the largest factor.
     common_parameters = parameters | {
         "rope_type": "llama3",
         "factor": float(max(factors)),

@@ -50,12 +50,7 @@ def create_gguf_folder(path: Path, link: str) -> Path:
     if folder.is_dir():
         return folder
     file = read_gguf(path)
-    num_parts = int(file.metadata.get("split.count", 1))
-    if num_parts > 1:
-        raise UnsupportedModelError(
-            f"{path} is one of {num_parts} parts. Merge them with the command "
-            "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
-        )
+    _check_is_whole(file)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may create the folder at the same time. Each process writes its own
     # temporary folder, and then tries to rename it. The first process succeeds, and the other
@@ -66,11 +61,22 @@ def create_gguf_folder(path: Path, link: str) -> Path:
         os.symlink(path.resolve(), unfinished / link)
         unfinished.rename(folder)
     except OSError as error:
-        if not folder.is_dir():
+        has_other_process_succeeded = folder.is_dir()
+        if not has_other_process_succeeded:
             raise ModelError(f"{path}: the folder {folder} cannot be written ({error}).") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def _check_is_whole(file: GgufFile) -> None:
+    """Raise an UnsupportedModelError if the model is divided into several files."""
+    num_parts = int(file.metadata.get("split.count", 1))
+    if num_parts > 1:
+        raise UnsupportedModelError(
+            f"{file.path} is one of {num_parts} parts. Merge them with the command "
+            "llama-gguf-split --merge of llama.cpp, and set model to the merged file."
+        )
 
 
 def _folder_of(path: Path) -> Path:
@@ -114,17 +120,12 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
         UnsupportedModelError: if transformers cannot build the tokenizer exactly.
         ModelError: if the vocabulary is damaged.
     """
-    # transformers is imported here and in `_tokenizer_backend`, because the import takes a second
+    # transformers is imported here and in the functions below, because the import takes a second
     # and only GGUF files need the modules.
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
-    # The metadata of the tokenizer. The keys are the names that transformers uses.
-    values: dict[str, Any] = {}
-    for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items():
-        metadata_key = f"tokenizer.{key}"
-        if metadata_key in file.metadata:
-            values[name] = file.metadata[metadata_key]
+    values = _tokenizer_values(file)
+    _check_pre_tokenizer(file, values)
     backend = _tokenizer_backend(file, values)
     # If the file does not contain the setting add_bos_token, the default is True for sentencepiece
     # vocabularies, and False for other vocabularies.
@@ -140,21 +141,28 @@ def _write_tokenizer(file: GgufFile, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer_backend(file: GgufFile, values: dict[str, Any]) -> object:
-    """Return the object of the tokenizers library that divides text into tokens.
+def _tokenizer_values(file: GgufFile) -> dict[str, Any]:
+    """Return the metadata of the tokenizer. The keys are the names that transformers uses.
 
-    Args:
-        file: the GGUF file.
-        values: the metadata of the tokenizer, by the names that transformers uses.
-
-    Raises:
-        UnsupportedModelError: if transformers cannot build the tokenizer exactly.
-        ModelError: if the vocabulary is damaged.
+    Example: {"tokenizer.ggml.model": "gpt2"} gives {"tokenizer_type": "gpt2"}.
     """
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        GGUF_PRE_TOKENIZER_SPLITS,
-        convert_gguf_tokenizer,
-    )
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
+
+    values: dict[str, Any] = {}
+    for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items():
+        metadata_key = f"tokenizer.{key}"
+        if metadata_key in file.metadata:
+            values[name] = file.metadata[metadata_key]
+    return values
+
+
+def _check_pre_tokenizer(file: GgufFile, values: dict[str, Any]) -> None:
+    """Raise an UnsupportedModelError if transformers cannot build the tokenizer exactly.
+
+    A pre-tokenizer divides a text into words before the words are divided into tokens. `values` is
+    the metadata of the tokenizer; see `_tokenizer_values`.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     pre_tokenizer = values.get("pre_tokenizer_type")
     known_pre_tokenizers = (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2")
@@ -163,6 +171,20 @@ def _tokenizer_backend(file: GgufFile, values: dict[str, Any]) -> object:
             f"{file.path}: the pre-tokenizer {pre_tokenizer!r} (tokenizer.ggml.pre) is not "
             "supported. Use the model's safetensors files."
         )
+
+
+def _tokenizer_backend(file: GgufFile, values: dict[str, Any]) -> object:
+    """Return the object of the tokenizers library that divides text into tokens.
+
+    Args:
+        file: the GGUF file.
+        values: the metadata of the tokenizer; see `_tokenizer_values`.
+
+    Raises:
+        ModelError: if the vocabulary is damaged.
+    """
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+
     try:
         backend, _more_settings = convert_gguf_tokenizer(file.architecture, values)
     except (ValueError, KeyError, TypeError, IndexError) as error:

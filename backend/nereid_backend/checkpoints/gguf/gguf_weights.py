@@ -91,27 +91,30 @@ class GgufWeight:
         The result is an IntegerWeight (integers with scales) if `has_integers` is true. Otherwise,
         the result is a tensor.
         """
-        blocks = self._read_blocks()
-        # The shape of the tensor is [experts, rows, columns], [rows, columns] or [columns]. A bias
-        # or the weight of a norm has the shape [columns] and is treated as one row.
-        shape = self.tensor.shape
-        num_columns = shape[-1]
-        num_rows = shape[-2] if len(shape) > 1 else 1
+        # A bias or the weight of a norm has the shape [columns] and is treated as one row.
+        num_rows = self.shape[-2] if len(self.shape) > 1 else 1
+        num_columns = self.shape[-1]
         order = None if self.num_heads is None else _row_order(num_rows, self.num_heads)
-        block_type = BLOCK_TYPES.get(self.tensor.kind.name)
-        if block_type is not None:
-            integers = block_type.decode(blocks, num_rows)
+        blocks = self._read_blocks()
+        if self.has_integers:
+            integers = BLOCK_TYPES[self.tensor.kind.name].decode(blocks, num_rows)
             return integers if order is None else integers.reordered(order)
         floats = self._decode_floats(blocks, num_rows, num_columns)
         if order is not None:
             floats = floats[order]
-        return floats if self.expert is not None else floats.view(shape)
+        return floats.view(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight: [rows, columns] or [columns]."""
+        # If the tensor contains the weights of several experts, its shape is [experts, rows,
+        # columns].
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     @property
     def num_elements(self) -> int:
         """The number of elements of the weight."""
-        shape = self.tensor.shape[1:] if self.expert is not None else self.tensor.shape
-        return int(np.prod(shape))
+        return int(np.prod(self.shape))
 
     @property
     def has_integers(self) -> bool:
@@ -144,13 +147,12 @@ class GgufWeight:
 
         The result is uint8 [blocks, bytes of a block].
         """
-        start = self.tensor.start
-        num_bytes = self.tensor.num_bytes
+        start, num_bytes = self.tensor.start, self.tensor.num_bytes
         if self.expert is not None:
             # The tensor contains the weights of all experts, one after the other.
             num_experts = self.tensor.shape[0]
-            num_bytes //= num_experts
-            start += self.expert * num_bytes
+            num_bytes = self.tensor.num_bytes // num_experts
+            start = self.tensor.start + self.expert * num_bytes
         content = np.fromfile(self.path, dtype=np.uint8, count=num_bytes, offset=start)
         if len(content) < num_bytes:
             raise ModelError(
@@ -187,10 +189,7 @@ def gguf_weights(
             continue
         name = _model_name(tensor.name, file)
         if _ANY_EXPERT in name:
-            num_experts = tensor.shape[0]
-            for expert in range(num_experts):
-                weight = GgufWeight(file.path, tensor, dtype, expert=expert)
-                weights[name.replace(_ANY_EXPERT, str(expert))] = weight
+            weights |= _expert_weights(name, file.path, tensor, dtype)
             continue
         # If the architecture has sandwich norms (norms before and after attention), the file
         # contains each weight of a norm plus 1.
@@ -206,6 +205,22 @@ def gguf_weights(
     return weights
 
 
+def _expert_weights(
+    name: str, path: Path, tensor: GgufTensor, dtype: torch.dtype
+) -> dict[str, GgufWeight]:
+    """Return the weights of all experts in a tensor, by their names in transformers.
+
+    `name` contains "*" in place of the expert's index. Example: if the tensor contains two experts,
+    the name "mlp.experts.*.up_proj.weight" gives the names "mlp.experts.0.up_proj.weight" and
+    "mlp.experts.1.up_proj.weight".
+    """
+    num_experts = tensor.shape[0]
+    return {
+        name.replace(_ANY_EXPERT, str(expert)): GgufWeight(path, tensor, dtype, expert=expert)
+        for expert in range(num_experts)
+    }
+
+
 def _model_name(name: str, file: GgufFile) -> str:
     """Convert the name of a tensor in a GGUF file to the name in transformers.
 
@@ -217,21 +232,32 @@ def _model_name(name: str, file: GgufFile) -> str:
     """
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
-    has_sandwich_norms = ARCHITECTURES[file.architecture].has_sandwich_norms
-    layer_names = _SANDWICH_LAYER_NAMES if has_sandwich_norms else _LAYER_NAMES
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, part, kind = match.groups()  # such as "3", "attn_q" and "weight"
-        if part in layer_names:
-            return f"model.layers.{layer}.{layer_names[part]}.{kind}"
-        experts = _EXPERTS.fullmatch(part)
-        if experts is not None:
-            projection = experts[1]  # "gate", "up" or "down"
-            return f"model.layers.{layer}.mlp.experts.{_ANY_EXPERT}.{projection}_proj.{kind}"
+        part_name = _layer_part_name(part, file)
+        if part_name is not None:
+            return f"model.layers.{layer}.{part_name}.{kind}"
     raise UnsupportedModelError(
         f"{file.path}: the tensor {name} of the GGUF architecture {file.architecture} is not "
         "supported. Use the model's safetensors files."
     )
+
+
+def _layer_part_name(part: str, file: GgufFile) -> str | None:
+    """Convert the name of a part of a layer to the name in transformers. None if it is unknown.
+
+    Examples: "attn_q" gives "self_attn.q_proj", and "ffn_up_exps" gives "mlp.experts.*.up_proj".
+    """
+    has_sandwich_norms = ARCHITECTURES[file.architecture].has_sandwich_norms
+    names = _SANDWICH_LAYER_NAMES if has_sandwich_norms else _LAYER_NAMES
+    if part in names:
+        return names[part]
+    experts = _EXPERTS.fullmatch(part)
+    if experts is None:
+        return None
+    projection = experts[1]  # "gate", "up" or "down"
+    return f"mlp.experts.{_ANY_EXPERT}.{projection}_proj"
 
 
 def _row_order(num_rows: int, num_heads: int) -> Tensor:

@@ -122,13 +122,14 @@ class RoundedWeight:
         Mutates: `layer`.
         """
         if isinstance(self.weight, quantised_tensors.LazyWeight) and self.weight.is_matrix:
+            # The weight is not quantised, so its rows are in one tensor of a safetensors file.
             stored = self.weight.stored
             _check_shape(stored.shape, layer)
             round_layer(layer, stored.read_rows, self.bits)
-            return
-        weight = self.weight[...]
-        _check_shape(weight.shape, layer)
-        round_layer(layer, lambda start, end: weight[start:end], self.bits)
+        else:
+            weight = self.weight[...]
+            _check_shape(weight.shape, layer)
+            round_layer(layer, lambda start, end: weight[start:end], self.bits)
 
     def __getitem__(self, index: object) -> Tensor:
         """Return the unrounded weight.
@@ -233,18 +234,16 @@ def fill_placeholders(
     placeholders = {
         weight.tensor.data_ptr(): weight for weight in weights if isinstance(weight, Placeholder)
     }
+    # `freed_memory` returns the memory of weights that are no longer needed to the system.
     freed_memory = FreedMemory()
     num_layers_with_panels = 0
     for module in report_items(list(model.modules()), "filling modules", progress):
-        if type(module) is not nn.Linear:
-            continue
-        placeholder = placeholders.pop(module.weight.data_ptr(), None)
-        if placeholder is None:
-            continue
-        has_panels = _fill_layer(module, placeholder.weight)
-        if has_panels:
-            num_layers_with_panels += 1
-        freed_memory.add(placeholder.weight.num_elements)
+        is_linear = type(module) is nn.Linear
+        placeholder = placeholders.pop(module.weight.data_ptr(), None) if is_linear else None
+        if placeholder is not None:
+            has_panels = _fill_layer(module, placeholder.weight)
+            num_layers_with_panels += int(has_panels)
+            freed_memory.add(placeholder.weight.num_elements)
     if placeholders:
         raise ModelError(
             f"{len(placeholders)} quantised weights do not belong to linear layers. Set "
@@ -295,6 +294,7 @@ def _store_integers(layer: nn.Linear, weight: IntegerWeight) -> bool:
         layer.weight = nn.Parameter(numbers, requires_grad=False)
         return False
     grouped = change_class(layer, GroupedLinear)
+    # A panel has integers of 4 or 8 bits.
     panel_bits = 4 if weight.bits <= 4 else 8
     grouped.set_quantised(
         weight.values, weight.scales, weight.zeros, weight.group_size, bits=panel_bits

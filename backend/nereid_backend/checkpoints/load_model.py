@@ -2,7 +2,7 @@
 """Chooses the transformers class of a model, and loads the weights of the model."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,12 @@ def load_with_attention(
 ) -> PreTrainedModel | None:
     """Load a model that uses the attention implementation with the name `attention`.
 
-    Return None if the class of the model always uses its own attention.
+    Return None if the class of the model always uses its own attention. The caller can then load
+    the model without the attention implementation.
 
     Args:
-        load: loads the model. The argument is the name of the attention implementation.
+        load: loads the model. The argument is the name of the attention implementation. The
+            function raises an _OwnAttentionError if the class does not accept this name.
         config: the config of the model.
         attention: a name in transformers' attention interface, which calls a registered function in
             place of the model's own attention.
@@ -88,12 +90,10 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
         UnsupportedModelError: if transformers does not support the model.
     """
     arguments = weight_arguments(folder, config, dtype, is_lazy=rounded_bits is not None)
-    reads_folder = arguments["pretrained_model_name_or_path"] is not None
-    if not reads_folder and model_class(config) is None:
-        raise UnsupportedModelError(
-            f"quantised weights of the model type {config.model_type} are not supported, because "
-            "transformers has no class for this type. Use a checkpoint that is not quantised."
-        )
+    # transformers reads the weights from the folder, or gets them in the dict "state_dict".
+    reads_folder = "state_dict" not in arguments
+    if not reads_folder:
+        _check_class_exists(config)
     weights = arguments.get("state_dict", {})
     if use_panels and weights:
         weights = _keep_integers(weights, arguments["config"], dtype, rounded_bits)
@@ -110,6 +110,19 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
     if not reads_folder:
         restore_generation_config(model, folder)
     return model
+
+
+def _check_class_exists(config: PretrainedConfig) -> None:
+    """Raise an UnsupportedModelError if transformers has no class for a model.
+
+    A checkpoint may define the class of its model in a Python file, but such a class can be used
+    only if transformers itself reads the weights.
+    """
+    if model_class(config) is None:
+        raise UnsupportedModelError(
+            f"quantised weights of the model type {config.model_type} are not supported, because "
+            "transformers has no class for this type. Use a checkpoint that is not quantised."
+        )
 
 
 def _keep_integers(
@@ -138,8 +151,10 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     """Return the model that transformers' `from_pretrained` loads with `arguments`.
 
-    The exceptions of transformers are converted to the errors that `load_model` documents. Error
-    messages contain the path `folder`.
+    Raises:
+        _OwnAttentionError: if the class does not accept the attention implementation.
+        ModelError: if the weights are damaged or incomplete. The message contains `folder`.
+        UnsupportedModelError: if transformers does not support the model.
     """
     try:
         loading_class = model_class(config) or AutoModelForCausalLM
@@ -148,15 +163,16 @@ def _from_pretrained(
         load: Callable[..., Any] = loading_class.from_pretrained
         with _report_reading(progress):
             model, report = load(**arguments, local_files_only=True, output_loading_info=True)
+    except ModelError:
+        raise
     except (ValueError, KeyError, ImportError) as error:
+        # If transformers refuses the attention implementation, the message contains its name. The
+        # class of the model then accepts only its own attention implementations.
         if arguments["attn_implementation"] in str(error):
-            # The class accepts only its own attention implementations.
             raise _OwnAttentionError from error
         raise UnsupportedModelError(
             f"the model type {config.model_type} is not supported: {first_line(error)}"
         ) from error
-    except ModelError:
-        raise
     except Exception as error:
         # A damaged file can cause many kinds of exceptions. Example: a tensor with a wrong shape
         # causes a RuntimeError.
@@ -195,10 +211,8 @@ def model_class(config: PretrainedConfig) -> Any:  # noqa: ANN401 - transformers
         class_for_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         if class_for_images.__name__ == class_name:
             return class_for_images
-    try:
+    with suppress(KeyError):  # The mapping does not contain the class of the config.
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        pass
     named_class: Any = getattr(transformers, class_name, None)
     is_model = isinstance(named_class, type) and issubclass(named_class, PreTrainedModel)
     if is_model and named_class.can_generate() and not config.is_encoder_decoder:
@@ -231,7 +245,11 @@ def _report_reading(progress: Callable[[str], None]) -> Iterator[None]:
     def create_bar(
         factory: object, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Iterator[Any]:
-        """Return an iterator over the items of a bar, in place of a bar of the library tqdm."""
+        """Return an iterator over the items of a bar, in place of a bar of the library tqdm.
+
+        transformers passes the class of the bar (`factory`) and the arguments for this class. The
+        first positional argument contains the items.
+        """
         del factory, options
         items = args[0]
         return report_items(items, "reading weights", progress)

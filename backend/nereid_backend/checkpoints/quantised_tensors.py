@@ -156,6 +156,7 @@ def lazy_weights(
     for name, tensor in stored.items():
         if name in used_names or name.endswith(chosen_format.ignored):
             continue
+        # In a quantised checkpoint, a tensor may belong to a quantised weight that is incomplete.
         if settings is not None and _is_leftover(tensor):
             raise ModelError(
                 f"{tensor.file} contains the tensor {name} of a quantised weight. The other "

@@ -97,13 +97,14 @@ def open_tensors(folder: Path, *, for_reading: bool = True) -> dict[str, StoredT
             missing.
     """
     file_of_tensor = _read_index(folder)
-    files = sorted(set(file_of_tensor.values()))
-    if not files:
-        files = [path.name for path in _files_without_index(folder)]
+    paths = sorted({folder / file for file in file_of_tensor.values()})
+    if not paths:
+        paths = _files_without_index(folder)
+    # The files are counted as used memory only if the library opens them for torch ("pt").
     framework = "pt" if for_reading else "numpy"
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        tensors |= _open_file(folder / file, framework)
+    for path in paths:
+        tensors |= _open_file(path, framework)
     for name, file in file_of_tensor.items():
         if name not in tensors:
             raise ModelError(

@@ -72,6 +72,15 @@ def check_same_tokenizer(old: TokenizerFiles, new: TokenizerFiles) -> None:
                 f"the file {name} of the new checkpoint differs from the file that the server has "
                 f"loaded, but the tokenizer and the chat template cannot be replaced. {_REMEDY}"
             )
+    _check_common_vocabulary(old, new)
+
+
+def _check_common_vocabulary(old: TokenizerFiles, new: TokenizerFiles) -> None:
+    """Raise a ModelError if the new checkpoint has only vocabularies that the old one lacks.
+
+    Such tokenizers cannot be compared. Example: the old checkpoint has tokenizer.json, and the new
+    checkpoint has vocab.txt.
+    """
     new_vocabularies = [name for name in _VOCABULARIES if name in new]
     has_common_vocabulary = any(name in old for name in new_vocabularies)
     if new_vocabularies and not has_common_vocabulary:

@@ -6,6 +6,7 @@ dict is read and dequantised when transformers needs it.
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,7 @@ def weight_arguments(
     """
     gguf_link = folder / GGUF_LINK
     if gguf_link.is_file():
-        return {
-            "pretrained_model_name_or_path": None,
-            "config": config,
-            "state_dict": _gguf_weights(gguf_link, config, dtype),
-        }
+        return _arguments_with_weights(config, _gguf_weights(gguf_link, config, dtype))
     settings = quantisation_settings(config)
     if settings is None and not is_lazy:
         return {
@@ -52,11 +49,15 @@ def weight_arguments(
             "config": config,
             "use_safetensors": True,
         }
-    return {
-        "pretrained_model_name_or_path": None,
-        "config": _without_quantisation(config),
-        "state_dict": lazy_weights(open_tensors(folder), settings, dtype),
-    }
+    weights = lazy_weights(open_tensors(folder), settings, dtype)
+    return _arguments_with_weights(_without_quantisation(config), weights)
+
+
+def _arguments_with_weights(
+    config: PretrainedConfig, weights: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the arguments of from_pretrained for weights in a dict, without a folder."""
+    return {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
 
 
 def _gguf_weights(path: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from nereid_backend.checkpoints.quantised_tensors import lazy_weights
 from nereid_backend.checkpoints.safetensors_files import open_tensors
 from nereid_backend.errors import ModelError
 
+# The weights are not read, so the data type to which they would be converted has no effect.
+_ANY_DTYPE = torch.float32
+
 
 @dataclass(frozen=True, slots=True)
 class WeightCounts:
@@ -42,12 +45,15 @@ def count_weights(folder: Path) -> WeightCounts:
         UnsupportedModelError: if the quantisation method is not supported.
     """
     weights = _weights(folder)
-    integers = []  # the weights that the CPU kernels use as integers with scales
+    # The CPU kernels use quantised weights of linear layers as integers with scales.
+    integers = []
     unquantised_linear = []
     for name, weight in weights.items():
-        if weight.has_integers and _can_be_linear(name):
+        if not _can_be_linear(name):
+            continue
+        if weight.has_integers:
             integers.append(weight)
-        elif not weight.has_integers and _is_linear(name, weight):
+        elif _is_unquantised_matrix(weight):
             unquantised_linear.append(weight)
     return WeightCounts(
         num_weights=sum(weight.num_elements for weight in weights.values()),
@@ -57,10 +63,9 @@ def count_weights(folder: Path) -> WeightCounts:
     )
 
 
-def _is_linear(name: str, weight: LazyWeight) -> bool:
-    """Return whether a weight in a safetensors file probably belongs to a linear layer."""
-    is_matrix = isinstance(weight, SafetensorsWeight) and weight.is_matrix
-    return is_matrix and _can_be_linear(name)
+def _is_unquantised_matrix(weight: LazyWeight) -> bool:
+    """Return whether a weight is an unquantised matrix in a safetensors file."""
+    return isinstance(weight, SafetensorsWeight) and weight.is_matrix
 
 
 def _can_be_linear(name: str) -> bool:
@@ -73,24 +78,28 @@ def _can_be_linear(name: str) -> bool:
 
 
 def _weights(folder: Path) -> dict[str, LazyWeight]:
-    """Return the weights of a checkpoint by name. The elements of the weights are not read.
-
-    Only the names and sizes of the weights are used. The number of heads and the data type in this
-    function therefore have no effect.
-    """
+    """Return the weights of a checkpoint by name. The elements of the weights are not read."""
     gguf_link = folder / GGUF_LINK
     if gguf_link.is_file():
-        # Only GGUF files need the gguf library.
-        from nereid_backend.checkpoints.gguf.gguf_file import read_gguf
-        from nereid_backend.checkpoints.gguf.gguf_weights import gguf_weights
-
-        file = read_gguf(gguf_link.resolve())
-        return dict(gguf_weights(file, num_heads=1, num_kv_heads=1, dtype=torch.float32))
+        return _gguf_weights(gguf_link.resolve())
     config = _read_config(folder)
     # In a multimodal model, the config of the text model may contain the field.
     text_config = config.get("text_config") or {}
     settings = config.get("quantization_config") or text_config.get("quantization_config")
-    return dict(lazy_weights(open_tensors(folder, for_reading=False), settings, torch.float32))
+    stored = open_tensors(folder, for_reading=False)
+    return dict(lazy_weights(stored, settings, _ANY_DTYPE))
+
+
+def _gguf_weights(path: Path) -> dict[str, LazyWeight]:
+    """Return the weights of a GGUF file by name.
+
+    Only the names and sizes of the weights are used, so the numbers of heads have no effect.
+    """
+    # Only GGUF files need the gguf library.
+    from nereid_backend.checkpoints.gguf.gguf_file import read_gguf
+    from nereid_backend.checkpoints.gguf.gguf_weights import gguf_weights
+
+    return dict(gguf_weights(read_gguf(path), num_heads=1, num_kv_heads=1, dtype=_ANY_DTYPE))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -114,12 +114,14 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
     random = np.random.default_rng(0)
     normal = random.normal(size=(_NUM_CHECKED_ROWS, _CHECKED_VOCAB_SIZE)).astype(np.float32)
     logits = torch.from_numpy(normal * 3)
-    # The rows 0, 4, 8 and 12 keep the random logits. The other rows get three other types of
-    # logits.
-    logits[1::4] = (logits[1::4] * 2).round()  # many equal logits
-    logits[2::4, 1000:] = float("-inf")
-    logits[3::4] /= 10  # nearly flat
-    # There are four sets of sampling parameters. Each set applies to four consecutive rows.
+    # Every fourth row has the same type of logits. The rows 0, 4, 8 and 12 keep the random logits.
+    rows_with_equal_logits = slice(1, None, 4)
+    rows_with_forbidden_tokens = slice(2, None, 4)
+    rows_with_similar_logits = slice(3, None, 4)
+    logits[rows_with_equal_logits] = (logits[rows_with_equal_logits] * 2).round()
+    logits[rows_with_forbidden_tokens, 1000:] = float("-inf")
+    logits[rows_with_similar_logits] /= 10
+    # Four consecutive rows have the same set of sampling parameters: [0, 0, 0, 0, 1, 1, ...].
     set_of_row = np.arange(_NUM_CHECKED_ROWS) // 4
     batch = SamplingBatch(
         temperature=np.array([0.7, 1.0, 0.7, 1.0], dtype=np.float32)[set_of_row],
@@ -133,18 +135,20 @@ def _test_batch() -> tuple[Tensor, SamplingBatch]:
 
 @torch.inference_mode()
 def num_differing(device: torch.device) -> int:
-    """Return the number of rows of a test batch in which the kernel's result is wrong.
+    """Run the kernel on a test batch, and return the number of rows with a wrong result.
 
-    A row is correct if the kernel and the reference implementation sample the same token, the
-    log-probability of the token is accurate, and the kernel reports that a token is allowed.
+    The reference implementation `sample_rows` samples the same batch on the CPU. A row is correct
+    if both implementations sample the same token, the log-probability of the token is accurate,
+    and the kernel reports that a token is allowed.
     """
     logits, batch = _test_batch()
+    # The order of the rows is part of the interface of `sample`.
     settings = np.stack([batch.temperature, batch.top_p, batch.top_k, batch.min_p, batch.uniform])
     device_logits = logits.to(device)
     results = sample(device_logits, device_logits, settings)
     token_ids, logprobs, has_allowed = (result.cpu() for result in results)
-    expected_logprobs = logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     has_expected_token = token_ids == sample_rows(logits, batch)
+    expected_logprobs = logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     # A comparison with NaN is False, so a log-probability that is NaN is not accurate.
     is_accurate = (logprobs - expected_logprobs).abs() <= _MAX_LOGPROB_ERROR
     is_correct = has_expected_token & is_accurate & has_allowed

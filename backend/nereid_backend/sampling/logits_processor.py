@@ -14,7 +14,7 @@ parameters, its row is not changed.
 from collections import abc
 from dataclasses import dataclass
 from itertools import chain
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,13 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
+class BadWord(NamedTuple):
+    """A bad word of several tokens. Example: [5, 7, 9] has the beginning [5, 7]."""
+
+    beginning: list[int]
+    last_token: int
+
+
 @dataclass(frozen=True, slots=True)
 class LogitsParams:
     """The logit-changing sampling parameters of one request, as arrays.
@@ -67,10 +74,8 @@ class LogitsParams:
         allowed: the token mask of allowed_token_ids; None allows every token.
         bad_tokens: the bad words that consist of one token.
         bad_words: the bad words that consist of several tokens. The key is the second-to-last token
-            of the bad words. Each bad word is a pair: the list of all its tokens except the last,
-            and its last token. Example: the bad words [5, 7, 9] and [7, 8] give
-            {7: [([5, 7], 9), ([7], 8)]}. A lookup of the newest output token returns all bad words
-            that the next token could complete.
+            of the bad words, so that a lookup of the newest output token returns all bad words that
+            the next token could complete; see `_longer_bad_words`.
         stops: the stop tokens that min_tokens forbids. Stop tokens outside the vocabulary are
             omitted.
         has_penalties: whether the request has a penalty, so that its tokens must be counted.
@@ -81,7 +86,7 @@ class LogitsParams:
     bias_values: NDArray[np.float32]
     allowed: TokenMask | None
     bad_tokens: Integers
-    bad_words: dict[int, list[tuple[list[int], int]]]
+    bad_words: dict[int, list[BadWord]]
     stops: Integers
     has_penalties: bool
 
@@ -139,13 +144,15 @@ class LogitsParams:
         num_output = position.num_output_tokens
         if num_output == 0:
             return []
-        # `beginning` contains at least one token. Bad words are forbidden only in the output, so a
-        # bad word that would begin in the prompt is ignored.
-        return [
-            last_token
-            for beginning, last_token in self.bad_words.get(position.newest_token, ())
-            if len(beginning) <= num_output and position.last_tokens(len(beginning)) == beginning
-        ]
+        last_tokens = []
+        for bad_word in self.bad_words.get(position.newest_token, ()):
+            length = len(bad_word.beginning)
+            # Bad words are forbidden only in the output. Ignore a bad word that would begin in the
+            # prompt.
+            begins_in_output = length <= num_output
+            if begins_in_output and position.last_tokens(length) == bad_word.beginning:
+                last_tokens.append(bad_word.last_token)
+        return last_tokens
 
 
 class LogitsProcessor:
@@ -171,7 +178,7 @@ class LogitsProcessor:
         Args:
             logits: [n, vocab_size], any float dtype. Not changed.
             positions: the position of each row.
-            changed: the rows whose requests have a parameter that changes logits.
+            changed: the indices of the rows whose requests have a parameter that changes logits.
             masks: maps the index of a row to the token mask of its guide. A guide is the state of a
                 request's grammar. It forbids no token in rows without an entry.
 
@@ -235,16 +242,17 @@ class LogitsProcessor:
         logits.index_copy_(0, logits_rows, penalised_logits)
 
 
-def _longer_bad_words(params: SamplingParams) -> dict[int, list[tuple[list[int], int]]]:
-    """Return the bad words that have more than one token; see `LogitsParams.bad_words`.
+def _longer_bad_words(params: SamplingParams) -> dict[int, list[BadWord]]:
+    """Return the bad words that have more than one token, by their second-to-last token.
 
-    Example: the bad words [5, 7, 9], [7, 8] and [4] give {7: [([5, 7], 9), ([7], 8)]}.
+    Example: the bad words [5, 7, 9], [7, 8] and [4] give
+    {7: [BadWord([5, 7], 9), BadWord([7], 8)]}.
     """
-    words: dict[int, list[tuple[list[int], int]]] = {}
+    words: dict[int, list[BadWord]] = {}
     for *beginning, last_token in params.bad_words_token_ids:
         if beginning:
             second_to_last = beginning[-1]
-            words.setdefault(second_to_last, []).append((beginning, last_token))
+            words.setdefault(second_to_last, []).append(BadWord(beginning, last_token))
     return words
 
 

@@ -50,15 +50,20 @@ def argmax_logsumexp(logits: Tensor) -> ArgmaxLogsumexp:
     Args:
         logits: [n, vocab_size], any float dtype.
     """
-    if not can_read(logits):
-        logits = logits.float()
-        return ArgmaxLogsumexp(argmax(logits), logits.logsumexp(-1))
-    count = len(logits)
-    likeliest_ids = torch.empty(count, dtype=torch.int64)
-    logsumexp = torch.empty(count)
+    if can_read(logits):
+        return _argmax_logsumexp_with_kernel(logits)
+    logits = logits.float()
+    return ArgmaxLogsumexp(argmax(logits), logits.logsumexp(-1))
+
+
+def _argmax_logsumexp_with_kernel(logits: Tensor) -> ArgmaxLogsumexp:
+    """Compute the result of `argmax_logsumexp` with a kernel, which reads each logit once."""
+    likeliest_ids = torch.empty(len(logits), dtype=torch.int64)
+    logsumexp = torch.empty(len(logits))
     logits = _with_contiguous_rows(logits)
+    # The kernel writes the results into the memory of the two tensors.
     kernels().nereid_read_logits(
-        *_rows(logits),
+        *_logits_arguments(logits),
         likeliest_ids.data_ptr(),
         logsumexp.data_ptr(),
         torch.get_num_threads(),
@@ -81,7 +86,9 @@ def argmax(logits: Tensor) -> Tensor:
 def sample(
     logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.float64]
 ) -> Tensor:
-    """Sample one token for each row from the whole vocabulary; see random_sampling.py.
+    """Sample one token for each row from the whole vocabulary, without filters.
+
+    The random number of a row selects the token; see `select_indices` in weighted_selection.py.
 
     Args:
         logits: [n, vocab_size].
@@ -93,10 +100,11 @@ def sample(
     """
     token_ids = torch.empty(len(logits), dtype=torch.int64)
     logits = _with_contiguous_rows(logits)
-    scales = 1 / temperature
+    scales = 1 / temperature  # The kernel multiplies the logits by these numbers.
     uniform = np.ascontiguousarray(uniform)
+    # The kernel writes the result into the memory of `token_ids`.
     kernels().nereid_sample(
-        *_rows(logits),
+        *_logits_arguments(logits),
         scales.ctypes.data,
         uniform.ctypes.data,
         token_ids.data_ptr(),
@@ -123,9 +131,10 @@ def likeliest(
     probs = torch.empty(len(logits), width)
     token_ids = torch.empty(len(logits), width, dtype=torch.int64)
     logits = _with_contiguous_rows(logits)
-    scales = 1 / temperature
+    scales = 1 / temperature  # The kernel multiplies the logits by these numbers.
+    # The kernel writes the results into the memory of the two tensors.
     kernels().nereid_likeliest(
-        *_rows(logits),
+        *_logits_arguments(logits),
         scales.ctypes.data,
         width,
         token_ids.data_ptr(),
@@ -140,11 +149,12 @@ def _with_contiguous_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _rows(logits: Tensor) -> tuple[bool, int, int, int, int]:
-    """Return the arguments that describe the logits in each call of a kernel.
+def _logits_arguments(logits: Tensor) -> tuple[bool, int, int, int, int]:
+    """Return the first arguments of a kernel, which describe the logits.
 
     There are five arguments: a bool that is True for bfloat16, the address, the number of rows, the
-    distance between two rows (in elements), and the size of the vocabulary.
+    distance between two rows (in elements), and the size of the vocabulary. The rows must be
+    contiguous, and the caller must keep `logits` alive during the call.
     """
     is_bfloat16 = logits.dtype == torch.bfloat16
     return is_bfloat16, logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]

@@ -88,10 +88,9 @@ class TokenCounts:
         Returns:
             Token ids [n, width] int64 and counts [n, width] float32. Both are copies.
         """
-        max_distinct = 0
         for row, position in zip(rows, positions, strict=True):
             self._update_row(row, position.sequence)
-            max_distinct = max(max_distinct, self._requests[row].num_distinct)
+        max_distinct = max(self._requests[row].num_distinct for row in rows)
         max_drafts = max(len(position.drafts) for position in positions)
         # If no request has a token yet, the result nevertheless has one column.
         width = max(1, max_distinct + max_drafts)
@@ -192,8 +191,8 @@ def apply_penalties(
         [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
         dtype=np.float32,
     )
-    # One upload is faster than three. `split` returns three columns, [n, 1].
-    repetition, frequency, presence = upload(penalties, device).split(1, dim=1)
+    # One upload is faster than three. Each of the three results is a column, [n, 1].
+    repetition, frequency, presence = upload(penalties, device).unsqueeze(2).unbind(1)
     token_ids = upload(ids, device)
     num_occurrences = upload(counts, device)
     is_in_output = num_occurrences > 0

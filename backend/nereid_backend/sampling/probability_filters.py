@@ -70,14 +70,15 @@ def keep_top_p(probs: Tensor, top_p: Numbers) -> Tensor:
     """
     ascending = _sorted(probs)
     cumulated = ascending.cumsum(-1)
-    # A token belongs to the nucleus if the total probability of all likelier tokens is less than
-    # top_p times the total probability of all tokens. This is the case if the total of the token
-    # and all less likely tokens is more than `rest`.
+    # The least likely tokens whose probabilities sum to at most `max_removed` are removed. The
+    # remaining tokens are the nucleus.
     total = cumulated[:, -1:]
-    rest = (1 - column(top_p, probs)) * total
-    # For each row, the index into `ascending` of the least likely token in the nucleus.
-    first = torch.searchsorted(cumulated, rest, right=True).clamp_(max=probs.shape[1] - 1)
-    smallest_kept = ascending.gather(1, first)
+    max_removed = (1 - column(top_p, probs)) * total
+    num_removed = torch.searchsorted(cumulated, max_removed, right=True)
+    # The least likely token of the nucleus follows the removed tokens. The likeliest token is never
+    # removed.
+    first_kept = num_removed.clamp(max=probs.shape[1] - 1)
+    smallest_kept = ascending.gather(1, first_kept)
     return probs * (probs >= smallest_kept)
 
 

@@ -86,17 +86,20 @@ def rank_tokens(
         num_top: for each row, the number of likeliest tokens to report.
     """
     token_logits = logits.gather(1, token_ids[:, None])
-    is_likelier = logits > token_logits
-    if logits.device.type == "cpu":
-        # `sum` would first convert the whole mask to int64, but `count_nonzero` does not.
-        num_likelier = torch.tensor([int(row.count_nonzero()) for row in is_likelier])
-    else:
-        num_likelier = is_likelier.sum(-1)
-    ranks = 1 + num_likelier
+    ranks = 1 + _num_true(logits > token_logits)
+    # All rows have the width of the row that reports the most tokens.
     width = min(max(num_top), logits.shape[1])
     ids = torch.cat((token_ids[:, None], _likeliest(logits, width)), dim=1)
     values = logits.gather(1, ids) - logsumexp[:, None]
     return RankedRows(ids, values, ranks, num_top)
+
+
+def _num_true(mask: Tensor) -> Tensor:
+    """Return the number of true elements in each row of a boolean tensor, [n] int64."""
+    if mask.device.type != "cpu":
+        return mask.sum(-1)
+    # `sum` would first convert the whole mask to int64, but `count_nonzero` does not.
+    return torch.tensor([int(row.count_nonzero()) for row in mask])
 
 
 def _likeliest(logits: Tensor, width: int) -> Tensor:
@@ -112,7 +115,9 @@ def _likeliest(logits: Tensor, width: int) -> Tensor:
 
 
 def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[RankedRows]:
-    """Return the log-probabilities of prompt tokens, computed slice by slice.
+    """Return the log-probabilities of prompt tokens, one item for each slice of the tokens.
+
+    The tokens are divided into slices to limit the memory; see `slices`.
 
     Args:
         logits: [n, vocab_size], any float dtype. The logits of row i predict token i.
@@ -121,9 +126,9 @@ def rank_prompt(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[
     """
     ranked: list[RankedRows] = []
     targets = upload(np.array(token_ids), logits.device)
-    for piece in slices(len(token_ids), logits.shape[1], logits.device):
-        rows = logits[piece]
+    for part in slices(len(token_ids), logits.shape[1], logits.device):
+        rows = logits[part]
         logsumexp = native_logits.argmax_logsumexp(rows).logsumexp
-        num_tops = [num_top] * len(rows)
-        ranked.append(rank_tokens(rows.float(), logsumexp, targets[piece], num_tops))
+        num_top_of_rows = [num_top] * len(rows)
+        ranked.append(rank_tokens(rows.float(), logsumexp, targets[part], num_top_of_rows))
     return ranked

@@ -39,29 +39,50 @@ def _select_by_blocks(weights: Tensor, uniform: Tensor) -> Tensor:
 
     Shapes: weights [n, width], uniform [n, 1]; returns [n] int64.
     """
-    num_rows, width = weights.shape
-    num_blocks = width // _BLOCK
-    # Sum the weights of each block. The last block also contains the remainder of the row.
-    num_divided = num_blocks * _BLOCK
-    block_sums = weights[:, :num_divided].view(num_rows, num_blocks, _BLOCK).sum(-1)
-    block_sums[:, -1] += weights[:, num_divided:].sum(-1)
     # Find the block that contains the selected index.
-    cumulated = block_sums.cumsum(-1)
+    cumulated = _block_sums(weights).cumsum(-1)
     target = _scaled_to_total(uniform, cumulated)
     block = _search(cumulated, target)[:, None]
+    # Find the selected index within the block.
     previous_block = (block - 1).clamp(min=0)
     sum_before_block = torch.where(block > 0, cumulated.gather(1, previous_block), 0.0)
-    # Read the weights of the selected block. The last block can be longer than the other blocks,
-    # but the same number of weights must be read from each row. Therefore, as many weights are read
-    # as the last block has. If the selected block is shorter, the weights after it are set to 0.
-    last_block_width = width - (num_blocks - 1) * _BLOCK
-    columns = block * _BLOCK + torch.arange(last_block_width, device=weights.device)
-    block_weights = weights.gather(1, columns)
-    is_last_block = block == num_blocks - 1
-    block_weights[:, _BLOCK:] *= is_last_block
-    # Find the selected index within the block.
+    block_weights = _weights_of_block(weights, block)
     index_in_block = _search(block_weights.cumsum(-1), target - sum_before_block)
     return block.squeeze(1) * _BLOCK + index_in_block
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Return the sum of the weights in each block, [n, blocks].
+
+    The last block also contains the remainder of the row. Example: with blocks of 2 weights, the
+    row [1, 2, 3, 4, 5] has the sums [3, 12].
+    """
+    num_rows, width = weights.shape
+    num_blocks = width // _BLOCK
+    num_divided = num_blocks * _BLOCK
+    sums = weights[:, :num_divided].view(num_rows, num_blocks, _BLOCK).sum(-1)
+    sums[:, -1] += weights[:, num_divided:].sum(-1)
+    return sums
+
+
+def _weights_of_block(weights: Tensor, block: Tensor) -> Tensor:
+    """Return the weights of one block in each row. `block` contains the indices of the blocks.
+
+    The last block can be longer than the other blocks, but the same number of weights must be read
+    from each row. The result therefore has the width of the last block. If the block of a row is
+    shorter, the weights after it are set to 0. Example: with blocks of 2 weights, the block 0 of
+    [1, 2, 3, 4, 5] gives [1, 2, 0], and the block 1 gives [3, 4, 5].
+
+    Shapes: weights [n, width], block [n, 1].
+    """
+    width = weights.shape[1]
+    last_block = width // _BLOCK - 1
+    last_block_width = width - last_block * _BLOCK
+    columns = block * _BLOCK + torch.arange(last_block_width, device=weights.device)
+    block_weights = weights.gather(1, columns)
+    is_last_block = block == last_block
+    block_weights[:, _BLOCK:] *= is_last_block
+    return block_weights
 
 
 def _scaled_to_total(uniform: Tensor, cumulated: Tensor) -> Tensor:

@@ -238,8 +238,9 @@ def fill_placeholders(
     freed_memory = FreedMemory()
     num_layers_with_panels = 0
     for module in report_items(list(model.modules()), "filling modules", progress):
-        is_linear = type(module) is nn.Linear
-        placeholder = placeholders.pop(module.weight.data_ptr(), None) if is_linear else None
+        if type(module) is not nn.Linear:
+            continue
+        placeholder = placeholders.pop(module.weight.data_ptr(), None)
         if placeholder is not None:
             has_panels = _fill_layer(module, placeholder.weight)
             num_layers_with_panels += int(has_panels)

@@ -80,9 +80,19 @@ def load_model(  # noqa: PLR0913 - as `load_checkpoint`
 ) -> PreTrainedModel:
     """Create a model with its transformers class, and load the weights.
 
-    If `use_panels` is true, quantised weights remain integers. The CPU kernels read these integers
-    from panels, which are blocks of a weight matrix. `rounded_bits` is the number of bits to which
-    the weights of linear layers are rounded; None if they are not rounded.
+    Args:
+        folder: the folder of the checkpoint.
+        config: the config of the checkpoint.
+        dtype: the data type of the weights that do not remain integers.
+        trust_remote_code: whether transformers may run Python files of the checkpoint.
+        use_panels: whether quantised weights remain integers. The CPU kernels read these integers
+            from panels, which are blocks of a weight matrix.
+        rounded_bits: the number of bits to which the weights of linear layers are rounded; None if
+            they are not rounded.
+        distributed: describes how transformers divides the model among several processes; None if
+            one process loads the whole model.
+        progress: called with one line of text every few seconds.
+        attention: the name of the attention implementation.
 
     Raises:
         _OwnAttentionError: if the class does not accept the attention implementation `attention`.

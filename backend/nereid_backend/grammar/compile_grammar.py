@@ -71,7 +71,7 @@ def compile_grammar(libraries: Libraries, spec: GrammarSpec, limit_s: float) -> 
     if spec.kind == "ebnf" and "::=" in spec.source:
         return _compile_ebnf(libraries, spec.source, limit_s)
     if spec.kind in ("json_schema", "choice"):
-        # This call raises a RequestError if the text is not JSON.
+        # Only the check matters here: `parse_json` raises a RequestError if the text is not JSON.
         parse_json(spec.kind, spec.source)
     return libraries.llguidance.compile(spec.kind, spec.source)
 

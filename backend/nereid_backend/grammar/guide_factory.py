@@ -247,7 +247,7 @@ class Guides:
             self._compiling[key] = compilation
         # `add_done_callback` may call the callback immediately, and the callback needs the lock.
         # The lock is therefore released before this call.
-        compilation.future.add_done_callback(lambda _: self._forget(key, compilation))
+        compilation.future.add_done_callback(lambda _future: self._forget(key, compilation))
         return compilation
 
     def _stop_waiting(
@@ -338,8 +338,12 @@ def _when_done(
 ) -> None:
     """Call `use_result` with the result of `future` as soon as `future` is done.
 
-    The result is needed to create a request's guide. An error of `future` or of `use_result` is
-    therefore stored in `guide_future`, for which the request waits.
+    Args:
+        future: the future of a step that must precede the creation of a request's guide, such as
+            the compilation of the grammar.
+        guide_future: the future for which the request waits. It receives the error if the step or
+            `use_result` fails.
+        use_result: takes the next step.
     """
 
     def on_done(done_future: "Future[S]") -> None:

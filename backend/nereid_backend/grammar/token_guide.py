@@ -194,7 +194,7 @@ class TokenGuide:
         """
         marker = self._rules.marker
         text = self._tail + data
-        _, found_marker, after_marker = text.partition(marker)
+        _before_marker, found_marker, after_marker = text.partition(marker)
         if not found_marker:
             # Keep the last bytes, because they may be the beginning of the marker. The text does
             # not contain the whole marker, so at most len(marker) - 1 bytes are needed.

@@ -110,6 +110,7 @@ class TrialServer:
         ready_connections = self._wait_for_event()
         while self._connection.poll():
             self._handle(self._connection.recv())
+        # A child has sent its result or has ended if its connection is readable.
         finished_jobs = [job for job in self._running if job.connection in ready_connections]
         for job in finished_jobs:
             self._finish(job)

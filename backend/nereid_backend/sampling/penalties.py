@@ -199,6 +199,7 @@ def apply_penalties(
     values = logits.gather(1, token_ids)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * num_occurrences + presence * is_in_output
+    # A row can contain a token several times, but always with the same value; see `TokenCounts`.
     logits.scatter_(1, token_ids, values)
 
 

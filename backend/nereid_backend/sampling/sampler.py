@@ -112,9 +112,9 @@ class PendingTokens:
         """Wait for the copy and return the sampled tokens.
 
         Returns:
-            A pair. The first item contains the sampled tokens. The second item contains the values
-            of `token_ids` on the device, from which the next step may already have read its input.
-            The token ids in the two items differ only in rows that were sampled again.
+            The sampled tokens, and the values of `token_ids` on the device. The next step may
+            already have read its input from `token_ids`. If an uncertain row was sampled again, its
+            tokens in the two items may differ, so that the next step must be discarded.
         """
         sampled = SampledRows(*self._sampled_copy.wait())
         device_token_ids = sampled.token_ids.tolist()

@@ -142,6 +142,7 @@ def gguf_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[st
     config.setdefault("num_key_value_heads", num_heads)
     config.setdefault("head_dim", config["hidden_size"] // num_heads)
     _check_head_size(file, values, config["head_dim"])
+    # The fields that do not come from the metadata of the architecture alone.
     config |= {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],

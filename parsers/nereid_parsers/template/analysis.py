@@ -64,7 +64,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.errors import FormatError
 from nereid_parsers.format import Format, Messages, Reasoning, Sections, Source, Wrapper
@@ -139,16 +139,15 @@ def analyze_checkpoint_template(
         added_tokens: The tokens that were added to the tokenizer's vocabulary, such as
             "<tool_call>".
     """
-    template = CompiledTemplate(jinja_source, Budget())
     # The prober renders test conversations with the template, and stores findings for the report.
     prober = Prober(
-        template,
+        CompiledTemplate(jinja_source, Budget()),
         bos=bos_token or BOS_TOKEN,
         eos=eos_token or EOS_TOKEN,
         kwargs=template_kwargs or {},
         added_tokens=frozenset(added_tokens),
     )
-    if template.changes_lists:
+    if prober.template.changes_lists:
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
@@ -174,17 +173,37 @@ def _choose_message_form(prober: Prober) -> bool:
         Whether the template renders tool calls.
     """
     content_form = prober.find_content_form()
-    if content_form is None:
+    if content_form is not None:
+        prober.form = content_form
+    else:
         error_messages = list(prober.refusals.values())
         why = error_messages[0] if error_messages else "the rendering does not contain the content"
         prober.undecided.append(f"The template does not render plain content: {why}")
-    else:
-        prober.form = content_form
     call_form = prober.find_call_form()  # This form is a variant of `prober.form`.
-    if call_form is None:
-        return False
-    prober.form = call_form
-    return True
+    if call_form is not None:
+        prober.form = call_form
+    return call_form is not None
+
+
+class _Findings(NamedTuple):
+    """What the comparisons of renderings show about each part of a model's output.
+
+    Attributes:
+        reasoning: The findings about reasoning.
+        wrapper: The markers around the content, or None.
+        tools: The findings about tool calls.
+    """
+
+    reasoning: ReasoningFindings
+    wrapper: Wrapper | None
+    tools: ToolFindings
+
+
+class _CheckedFormat(NamedTuple):
+    """A format, and the rendered messages that were parsed with the format to check it."""
+
+    format: Format
+    proofs: list[Proof]
 
 
 def _use_known_format(
@@ -192,7 +211,7 @@ def _use_known_format(
 ) -> TemplateAnalysis:
     """Return the analysis of a template whose format is declared in known_formats.py.
 
-    The report shows comparisons of rendered conversations, although the format is not inferred from
+    The comparisons of renderings are made for the report, although the format is not inferred from
     these comparisons. As for an inferred format, rendered messages are parsed with the format to
     check it.
 
@@ -207,16 +226,30 @@ def _use_known_format(
         f"The format was recognised, not inferred ({known_format.model}). {known_format.reason}"
     )
     reasoning = find_rendered_reasoning(turn)
+    tools = _compare_known_calls(turn, has_calls=has_calls)
+    # The declared format already contains the markers around the content.
+    content = compare_content(turn, ReasoningFindings())
+    turn = replace(turn, end_markers=content.end_markers)
+    findings = _Findings(reasoning, wrapper=None, tools=tools)
+    fmt = _with_turn_ends(known_format.make_format(), content.end_markers)
+    proofs = parse_renderings(fmt, turn, reasoning, tools)
+    return _result(turn, findings, _CheckedFormat(fmt, proofs))
+
+
+def _compare_known_calls(turn: ModelTurn, *, has_calls: bool) -> ToolFindings:
+    """Make the comparisons T1 and T2 of tool calls whose format is known, and return the findings.
+
+    Mutates: `turn.prober`, which records the comparisons for the report.
+
+    Args:
+        turn: The model's turn in the renderings.
+        has_calls: Whether the template renders tool calls.
+    """
     renderer = CallRenderer(turn)
     compare_call_presence(renderer)  # Only the report needs this comparison (T1).
     two_calls = compare_two_calls(renderer)
-    form_of_calls = "recognised" if has_calls else NO_CALLS
-    tools = ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
-    content = compare_content(turn, ReasoningFindings())
-    turn_with_ends = replace(turn, end_markers=content.end_markers)
-    fmt = _with_turn_ends(known_format.make_format(), content.end_markers)
-    proofs = parse_renderings(fmt, turn_with_ends, reasoning, tools)
-    return _result(turn_with_ends, fmt, reasoning, tools, proofs)
+    form_of_calls = "recognised" if has_calls else NO_CALLS  # The report shows this word.
+    return ToolFindings(form=form_of_calls, is_parallel=bool(two_calls))
 
 
 def _with_turn_ends(fmt: Format, end_markers: tuple[str, ...]) -> Format:
@@ -246,23 +279,37 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
     turn = replace(turn, end_markers=content.end_markers)
-    wrapper = content.wrapper  # the markers around the content
-    if wrapper is None:
-        wrapper = compare_content_with_call(turn, reasoning.part)
+    # Some templates write markers around the content only in messages with tool calls.
+    wrapper = content.wrapper or compare_content_with_call(turn, reasoning.part)
     tools = find_tools(turn, reasoning.part, wrapper)
-    fmt = _make_format(turn, reasoning, wrapper, tools)
-    proofs = parse_renderings(fmt, turn, reasoning, tools)
-    wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
-    if wrong_calls:
+    findings = _Findings(reasoning, wrapper, tools)
+    checked = _make_checked_format(turn, findings)
+    wrong_call = _wrong_call(checked.proofs)
+    if wrong_call is not None:
         turn.prober.undecided.append(
             "The format of the calls could not be inferred: the parser did not return the call "
-            f"that the template renders as {wrong_calls[0].text!r}."
+            f"that the template renders as {wrong_call.text!r}."
         )
-        tools = ToolFindings(inner_headers=tools.inner_headers)
-        fmt = _make_format(turn, reasoning, wrapper, tools)
-        proofs = parse_renderings(fmt, turn, reasoning, tools)
-    turn.prober.undecided += [_wrong_parts(proof) for proof in proofs if proof.differs]
-    return _result(turn, fmt, reasoning, tools, proofs)
+        without_calls = ToolFindings(inner_headers=tools.inner_headers)
+        findings = _Findings(reasoning, wrapper, without_calls)
+        checked = _make_checked_format(turn, findings)
+    turn.prober.undecided += [_wrong_parts(proof) for proof in checked.proofs if proof.differs]
+    return _result(turn, findings, checked)
+
+
+def _make_checked_format(turn: ModelTurn, findings: _Findings) -> _CheckedFormat:
+    """Combine the findings into a format, and parse rendered messages with this format.
+
+    Mutates: `turn.prober.undecided`, see `_make_format`.
+    """
+    fmt = _make_format(turn, findings)
+    return _CheckedFormat(fmt, parse_renderings(fmt, turn, findings.reasoning, findings.tools))
+
+
+def _wrong_call(proofs: list[Proof]) -> Proof | None:
+    """Return the message with one tool call if this message was parsed wrongly, or else None."""
+    wrong_calls = [proof for proof in proofs if proof.name == ONE_CALL_PROOF and proof.differs]
+    return wrong_calls[0] if wrong_calls else None
 
 
 def _wrong_parts(proof: Proof) -> str:
@@ -273,29 +320,25 @@ def _wrong_parts(proof: Proof) -> str:
     )
 
 
-def _make_format(
-    turn: ModelTurn, reasoning: ReasoningFindings, wrapper: Wrapper | None, tools: ToolFindings
-) -> Format:
-    """Combine the inferred parts into a `Format`, with which the parser reads a model's output.
+def _make_format(turn: ModelTurn, findings: _Findings) -> Format:
+    """Combine the findings into a `Format`, with which the parser reads a model's output.
 
-    If the parts contradict each other, return the format for plain content.
+    If the findings contradict each other, return the format for plain content.
 
     Mutates: `turn.prober.undecided`. A contradiction is appended as a sentence for the report.
 
     Args:
-        turn: The text around the model's answers in rendered conversations. `turn.prober` stores
-            sentences for the report.
-        reasoning: The findings about reasoning. `reasoning.part` declares its markers.
-        wrapper: The markers around the content, or None.
-        tools: The findings about tool calls. `tools.part` declares how tool calls are written.
+        turn: The text around the model's answers in rendered conversations.
+        findings: The findings. The attributes `part` declare the markers of reasoning and the form
+            of tool calls.
     """
-    ends = _ends_of_format(turn, reasoning, tools)
-    start_markers = turn_markers(turn, _visible_markers(reasoning.part))
+    reasoning = findings.reasoning.part
+    ends = _ends_of_format(turn, findings)
+    turn_starts = turn_markers(turn, _visible_markers(reasoning))
     sources = (Source("inferred from the chat template"),)
     try:
-        layout = Sections(reasoning=reasoning.part, content=wrapper, tools=tools.part)
-        # The argument `turn` contains the texts that can precede the model's answer in a prompt.
-        return Format("inferred", layout, ends=ends, turn=start_markers, sources=sources)
+        layout = Sections(reasoning=reasoning, content=findings.wrapper, tools=findings.tools.part)
+        return Format("inferred", layout, ends=ends, turn=turn_starts, sources=sources)
     except FormatError as error:
         turn.prober.undecided.append(f"The inferred parts contradict each other: {error}")
         return Format("plain", Sections(), ends=ends, sources=sources)
@@ -308,34 +351,28 @@ def _visible_markers(part: Reasoning | None) -> list[str]:
     return [marker.strip() for marker in (*part.opens, *part.closes)]
 
 
-def _ends_of_format(
-    turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
-) -> tuple[str, ...]:
+def _ends_of_format(turn: ModelTurn, findings: _Findings) -> tuple[str, ...]:
     """Return the texts that the parser removes from the output because they end a turn.
 
-    A header is the text that opens a turn, such as `<|assistant|>`. Some models write a header
-    themselves inside their output. The result also contains these headers, because the parser must
-    also remove them. Example: ("<|end|>", "<|assistant|>").
+    Some models write the header of a turn, such as `<|assistant|>`, inside their output. The parser
+    must remove these headers too. Example: ("<|end|>", "<|assistant|>").
 
     Args:
         turn: The text around the model's answers. It contains the markers that end a turn.
-        reasoning: The findings about reasoning. They contain the headers after the reasoning.
-        tools: The findings about tool calls. They contain the headers before a tool call, and the
-            markers after the tool calls that end the turn.
+        findings: The findings about tool calls contain further markers that end a turn. The
+            findings about tool calls and about reasoning contain the headers inside the output.
     """
-    inner_headers = tools.inner_headers if tools.inner_headers else reasoning.inner_headers
-    headers = (*inner_headers, header_after_result(turn))  # A missing header is "".
-    texts = [text for text in (*turn.end_markers, *tools.end_markers, *headers) if text]
-    return tuple(dict.fromkeys(texts))  # without duplicates
+    ends = [
+        *turn.end_markers,
+        *findings.tools.end_markers,
+        *findings.tools.inner_headers,
+        *findings.reasoning.inner_headers,
+        header_after_result(turn),  # "" if the model writes no header after a tool's result
+    ]
+    return tuple(dict.fromkeys(end for end in ends if end))  # without duplicates
 
 
-def _result(
-    turn: ModelTurn,
-    fmt: Format,
-    reasoning: ReasoningFindings,
-    tools: ToolFindings,
-    proofs: list[Proof],
-) -> TemplateAnalysis:
+def _result(turn: ModelTurn, findings: _Findings, checked: _CheckedFormat) -> TemplateAnalysis:
     """Return the result of the whole analysis, which the report shows to the user.
 
     The result contains the format, and everything that supports it: the comparisons, the parts of a
@@ -343,12 +380,12 @@ def _result(
 
     Args:
         turn: The text around the model's answers. `turn.prober` has recorded the comparisons.
-        fmt: The format of the model's output.
-        reasoning: The findings about reasoning.
-        tools: The findings about tool calls.
-        proofs: The rendered messages that were parsed to check the format.
+        findings: What the comparisons show.
+        checked: The format, and the messages that were parsed to check the format.
     """
     prober = turn.prober
+    reasoning = findings.reasoning
+    tools = findings.tools
     supports = Supports(
         content=True,
         reasoning=reasoning.fields,
@@ -360,9 +397,9 @@ def _result(
         ids=prober.form.ids,
     )
     return TemplateAnalysis(
-        fmt,
+        checked.format,
         comparisons=tuple(prober.comparisons),
         supports=supports,
         undecided=tuple(prober.undecided),
-        proofs=tuple(proofs),
+        proofs=tuple(checked.proofs),
     )

@@ -83,16 +83,35 @@ def calls_with_head(markup: ListMarkup, after_name: str, body: ArgumentsBody) ->
         One declaration for each way in which a model may write the header. Usually there is only
         one way, see `_variants_of_head`.
     """
-    opening, before_name = _split_opening_marker(markup.item_open)
-    if _starts_each_argument(opening.strip(), body):
-        # Each argument starts with the same marker, so this marker does not show the start of a
-        # tool call. It is therefore declared as a part of the header.
-        opening, before_name = "", markup.item_open
-    head = _head_pattern(before_name, after_name)
+    before_name = _split_text_before_name(markup.item_open)
+    if _starts_each_argument(before_name.marker.strip(), body):
+        # A marker that also starts each argument does not show where a tool call starts. So the
+        # tool call has no opening marker, and this marker is a part of the header.
+        before_name = _TextBeforeName(marker="", head_start=markup.item_open)
+    head = _head_pattern(before_name.head_start, after_name)
     return tuple(
-        Call(body, open=opening, head=variant.head, close=markup.item_close, id=variant.call_id)
+        Call(
+            body,
+            open=before_name.marker,
+            head=variant.head,
+            close=markup.item_close,
+            id=variant.call_id,
+        )
         for variant in _variants_of_head(head)
     )
+
+
+class _TextBeforeName(NamedTuple):
+    r"""The text before a function's name, such as "<call>\n<function=".
+
+    Attributes:
+        marker: The opening marker of the tool call, with the white space around it: "<call>\n". ""
+            if there is no marker.
+        head_start: The start of the header: "<function=".
+    """
+
+    marker: str
+    head_start: str
 
 
 def _starts_each_argument(marker: str, body: ArgumentsBody) -> bool:
@@ -129,32 +148,30 @@ def _variants_of_head(head: str) -> list[_HeadVariant]:
     """
     if _NUMBERED_ID not in head:
         return [_HeadVariant(head, "{id}")]
-    without_prefix = head.replace("functions.{name}", "{name}", 1)
-    only_name = head.replace(_NUMBERED_ID, "{name}", 1)
+    before_id, _, after_id = head.partition(_NUMBERED_ID)
     return [
         _HeadVariant(head, _NUMBERED_ID),
-        _HeadVariant(without_prefix, "{name}:{number}"),
-        _HeadVariant(only_name, "{id}"),
+        _HeadVariant(f"{before_id}{{name}}:{{number}}{after_id}", "{name}:{number}"),
+        _HeadVariant(f"{before_id}{{name}}{after_id}", "{id}"),
     ]
 
 
-def _split_opening_marker(text: str) -> tuple[str, str]:
+def _split_text_before_name(text: str) -> _TextBeforeName:
     r"""Split the text before a function's name into the opening marker and the rest.
 
-    The result consists of the marker, which may be missing, and the start of the tool call's
-    header. White space around the marker belongs to the marker.
+    White space around the marker belongs to the marker.
 
-    >>> _split_opening_marker("<call>\n<function=")
-    ('<call>\n', '<function=')
-    >>> _split_opening_marker("\nAction: ")
-    ('\n', 'Action: ')
+    >>> _split_text_before_name("<call>\n<function=")
+    _TextBeforeName(marker='<call>\n', head_start='<function=')
+    >>> _split_text_before_name("\nAction: ")
+    _TextBeforeName(marker='\n', head_start='Action: ')
     """
-    stripped = text.lstrip()
-    if not stripped:
-        return "", ""
-    marker = MARKER.match(stripped)
-    start_of_header = stripped if marker is None else stripped[marker.end() :].lstrip()
-    return text.removesuffix(start_of_header), start_of_header
+    without_space = text.lstrip()
+    if not without_space:
+        return _TextBeforeName("", "")  # White space alone does not open a tool call.
+    match = MARKER.match(without_space)
+    head_start = without_space if match is None else without_space[match.end() :].lstrip()
+    return _TextBeforeName(text.removesuffix(head_start), head_start)
 
 
 def _head_pattern(before_name: str, after_name: str) -> str:
@@ -221,23 +238,34 @@ class TextAfterCalls(NamedTuple):
 def split_text_after_calls(markup: ListMarkup) -> TextAfterCalls:
     """Split the text after the tool calls into the closing text and the markers that end the turn.
 
-    The text after the tool calls is `markup.close`. The closing text has the same number of markers
-    as `markup.open`, the text before the tool calls. If `markup.open` consists only of words, the
-    closing text has one marker.
+    The text after the tool calls is `markup.close`. The number of closing markers depends on
+    `markup.open`, the text before the tool calls (see `_num_closing_markers`). The remaining
+    markers end the turn.
 
     >>> split_text_after_calls(ListMarkup(open="<calls>", close="</calls><|end|>"))
     TextAfterCalls(section_close='</calls>', turn_ends=['<|end|>'])
     """
-    num_opening_markers = len(markers(markup.open))
-    consists_of_words = num_opening_markers == 0 and bool(markup.open.strip())
-    num_closing_markers = 1 if consists_of_words else num_opening_markers
-    matches_after_calls = list(MARKER.finditer(markup.close))
-    turn_ends = matches_after_calls[num_closing_markers:]
+    after_calls = markup.close
+    matches = list(MARKER.finditer(after_calls))
+    turn_ends = matches[_num_closing_markers(markup.open) :]
     if not turn_ends:
-        return TextAfterCalls(markup.close, [])
-    first_turn_end = turn_ends[0].start()
-    section_close = markup.close[:first_turn_end]
+        return TextAfterCalls(after_calls, [])
+    section_close = after_calls[: turn_ends[0].start()]
     return TextAfterCalls(section_close, [match.group() for match in turn_ends])
+
+
+def _num_closing_markers(opening: str) -> int:
+    """Return the number of markers that close a tool section with the given opening text.
+
+    Each opening marker has a closing marker. Words that open the section have one closing marker.
+
+    >>> _num_closing_markers("<calls><list>"), _num_closing_markers("Calls:")
+    (2, 1)
+    """
+    num_opening_markers = len(markers(opening))
+    if num_opening_markers > 0:
+        return num_opening_markers
+    return 1 if opening.strip() else 0
 
 
 # ---- the digits that number the tool calls ------------------------------------------------------
@@ -258,14 +286,37 @@ def mask_call_numbers(texts: CallTexts) -> CallTexts:
     """
     if SECOND_TOOL not in texts.two_calls:
         return texts
-    before_first_name, _, after_first_name = texts.two_calls.partition(FIRST_TOOL)
-    before_second_name, _, after_second_name = texts.two_calls.partition(SECOND_TOOL)
-    # The digit nearest to the name is wanted. `_index_of_number` searches from left to right, so
-    # the texts before the names are reversed.
-    gap_before = _index_of_number(before_first_name[::-1], before_second_name[::-1])
-    gap_after = _index_of_number(after_first_name, after_second_name)
-    masked_texts = [_mask_numbers(text, gap_before, gap_after) for text in texts]
-    return CallTexts(*masked_texts)
+    gaps = _find_number_gaps(texts.two_calls)
+    return CallTexts(*(_mask_numbers(text, gaps) for text in texts))
+
+
+class _NumberGaps(NamedTuple):
+    """The place of the digit that numbers a tool call, relative to the function's name.
+
+    Attributes:
+        before_name: The number of characters between a digit before the name and the name. None if
+            no digit precedes the name.
+        after_name: The number of characters between the name and a digit after the name. None if no
+            digit follows the name.
+    """
+
+    before_name: int | None
+    after_name: int | None
+
+
+def _find_number_gaps(two_calls: str) -> _NumberGaps:
+    """Find the digits that number the tool calls, by comparing two tool calls.
+
+    >>> _find_number_gaps("0 zqFirstTool, 1 zqSecondTool")
+    _NumberGaps(before_name=1, after_name=None)
+    """
+    before_first_name, _, after_first_name = two_calls.partition(FIRST_TOOL)
+    before_second_name, _, after_second_name = two_calls.partition(SECOND_TOOL)
+    return _NumberGaps(
+        # The search must start at the name. So the texts before the names are reversed.
+        before_name=_index_of_number(before_first_name[::-1], before_second_name[::-1]),
+        after_name=_index_of_number(after_first_name, after_second_name),
+    )
 
 
 def _index_of_number(first: str, second: str) -> int | None:
@@ -277,38 +328,33 @@ def _index_of_number(first: str, second: str) -> int | None:
     >>> _index_of_number(" index=0>", " index=1>")
     7
     """
-    for index, (char, other_char) in enumerate(zip(first, second, strict=False)):
-        if char == other_char:
-            continue
-        are_digits = char.isdigit() and other_char.isdigit()
-        is_next_number = are_digits and int(other_char) == int(char) + 1
-        return index if is_next_number else None
-    return None
+    pairs = zip(first, second, strict=False)  # The texts may have different lengths.
+    differing = [index for index, (char, other) in enumerate(pairs) if char != other]
+    if not differing:
+        return None
+    index = differing[0]
+    are_digits = first[index].isdigit() and second[index].isdigit()
+    is_next_number = are_digits and int(second[index]) == int(first[index]) + 1
+    return index if is_next_number else None
 
 
-def _mask_numbers(text: str, gap_before: int | None, gap_after: int | None) -> str:
+def _mask_numbers(text: str, gaps: _NumberGaps) -> str:
     r"""Replace the number of each tool call in `text` with the placeholder COUNTER_MARK.
 
     A number is one digit. The distance between this digit and the function's name is fixed.
 
-    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", gap_before=1, gap_after=None)
+    >>> _mask_numbers("0 zqFirstTool, 1 zqSecondTool", _NumberGaps(before_name=1, after_name=None))
     '\ue010 zqFirstTool, \ue010 zqSecondTool'
-
-    Args:
-        text: A rendering of tool calls.
-        gap_before: The number of characters between the number and the name that follows it. None
-            if no number precedes the name.
-        gap_after: The number of characters between the name and the number that follows it. None if
-            no number follows the name.
     """
     for name in (FIRST_TOOL, SECOND_TOOL):
         name_start = text.find(name)
         if name_start < 0:
             continue
-        if gap_before is not None:
-            text = _mask_digit(text, name_start - gap_before - 1)
-        if gap_after is not None:
-            text = _mask_digit(text, name_start + len(name) + gap_after)
+        name_end = name_start + len(name)
+        if gaps.before_name is not None:
+            text = _mask_digit(text, name_start - gaps.before_name - 1)
+        if gaps.after_name is not None:
+            text = _mask_digit(text, name_end + gaps.after_name)
     return text
 
 

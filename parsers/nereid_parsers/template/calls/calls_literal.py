@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
 from nereid_parsers.format import BareKeyArguments, Call, PythonCalls
 from nereid_parsers.template.calls.call_texts import (
@@ -39,15 +40,14 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message. In this case, the markers are assumed to be around all calls.
     """
-    _, _, after_name = texts.one_call.partition(FIRST_TOOL)
-    suffix, _, arguments = after_name.partition("(")  # The suffix of `f.call(a="x")` is `.call`.
-    has_keyword = arguments.lstrip().startswith(f"{FIRST_KEY}=")
-    if not has_keyword or _METHOD_SUFFIX.fullmatch(suffix) is None:
+    suffix = _suffix_of_name(texts.one_call)
+    if suffix is None:
         return None
     markup = _markup_of_calls(texts, last_character=")")
     if not texts.two_calls:
         markup_of_list = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
         return _read_python_section(markup_of_list, suffix)
+    # `item_open` and `item_close` are the texts before and after each call.
     is_each_marked = bool(markup.item_open.strip() or markup.item_close.strip())
     if not is_each_marked:
         return _read_python_section(markup, suffix)
@@ -56,41 +56,83 @@ def read_python(texts: CallTexts) -> CallFormat | None:
     return CallFormat("Python calls, each marked", (call,), markup)
 
 
+def _suffix_of_name(one_call: str) -> str | None:
+    """Return the text between the function's name and the parenthesis of a call in Python syntax.
+
+    Usually the text is "". Return None if the call is not written in Python syntax.
+
+    >>> _suffix_of_name('zqFirstTool.call(zqKeyOne="zqValueOne")')
+    '.call'
+    """
+    _, _, after_name = one_call.partition(FIRST_TOOL)
+    suffix, _, arguments = after_name.partition("(")
+    has_keyword = arguments.lstrip().startswith(f"{FIRST_KEY}=")
+    is_python = has_keyword and _METHOD_SUFFIX.fullmatch(suffix) is not None
+    return suffix if is_python else None
+
+
+class _SectionMarkers(NamedTuple):
+    """The texts before and after all tool calls of a message, such as `<calls>` and `</calls>`."""
+
+    open: str
+    close: str
+
+
 def _read_python_section(markup: ListMarkup, suffix: str) -> CallFormat:
     """Return the format of Python calls for a template whose markers enclose the list of all calls.
 
-    The markers and the list together are called a section. Example: if `markup.open` is "<calls>["
-    and `markup.close` is "]</calls>", the markers of the section are `<calls>` and `</calls>`, and
-    the section contains a list in brackets.
+    Example: if `markup.open` is "<calls>[" and `markup.close` is "]</calls>", the markers `<calls>`
+    and `</calls>` enclose calls in brackets.
 
     Args:
         markup: The texts before and after all calls, and the separator between two calls.
         suffix: The text between the function's name and its arguments, such as ".call".
     """
-    opening = markup.open + markup.item_open
-    closing = markup.close
-    plain = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
-    bodies = [plain]
-    has_brackets = opening.rstrip().endswith("[") and closing.lstrip().startswith("]")
-    if has_brackets:
-        # The brackets belong to the body. The text before `[` and the text after `]` are the
-        # markers of the section.
-        opening = opening.rstrip().removesuffix("[")
-        closing = closing.lstrip().removeprefix("]")
-        # Inside a section, some models write the calls without the brackets of the list.
-        bodies = [replace(plain, open="[", close="]"), plain]
-    has_closing_marker = bool(closing.strip())
+    around_calls = _SectionMarkers(markup.open + markup.item_open, markup.close)
+    without_brackets = PythonCalls(open="", close="", separator=markup.separator, suffix=suffix)
+    around_brackets = _drop_brackets(around_calls)
+    if around_brackets is None:
+        return _declare_python_calls(around_calls, [without_brackets])
+    in_brackets = replace(without_brackets, open="[", close="]")
+    # Some models omit the brackets that the template writes.
+    return _declare_python_calls(around_brackets, [in_brackets, without_brackets])
+
+
+def _drop_brackets(around: _SectionMarkers) -> _SectionMarkers | None:
+    """Remove the brackets of a Python list from the texts before and after the tool calls.
+
+    Return None if there are no brackets.
+
+    >>> _drop_brackets(_SectionMarkers("<calls>[", "]</calls>"))
+    _SectionMarkers(open='<calls>', close='</calls>')
+    """
+    opening = around.open.rstrip()
+    closing = around.close.lstrip()
+    has_brackets = opening.endswith("[") and closing.startswith("]")
+    if not has_brackets:
+        return None
+    return _SectionMarkers(opening.removesuffix("["), closing.removeprefix("]"))
+
+
+def _declare_python_calls(around: _SectionMarkers, bodies: list[PythonCalls]) -> CallFormat:
+    """Declare the markers around all tool calls, and the forms in which a model writes the calls.
+
+    Args:
+        around: The markers. The closing marker may be missing.
+        bodies: The forms of the calls. The form that the template writes is first.
+    """
+    has_closing_marker = bool(around.close.strip())
     if has_closing_marker:
         calls = tuple(Call(body) for body in bodies)
-        return CallFormat("Python calls", calls, ListMarkup(open=opening, close=closing))
-    # A section needs a closing marker, but no marker follows the calls. So `opening` is declared as
-    # the marker of a tool call.
-    call = Call(bodies[0], open=opening)
-    return CallFormat("Python calls", (call,), ListMarkup(close=closing))
+        return CallFormat("Python calls", calls, ListMarkup(open=around.open, close=around.close))
+    # The opening marker of a section requires a closing marker. Without a closing marker, the
+    # opening marker is declared as the marker of a tool call.
+    call = Call(bodies[0], open=around.open)
+    return CallFormat("Python calls", (call,), ListMarkup(close=around.close))
 
 
 def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls whose arguments have unquoted keys, as in `f{a:1}`.
+    """Infer the format of tool calls whose arguments have unquoted keys, as in `f{a:"x"}`.
 
     Return None if the keys are quoted, or if no quotes enclose the strings. A marker can replace
     the usual quotes. Example: in `<call>f{a:<q>x<q>}</call>`, the marker `<q>` encloses a string.
@@ -101,10 +143,10 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
     # `<call>f{a:<q>x<q>}</call>` is split into `<call>`, `{`, `:<q>` and `<q>}</call>`.
     _, before_key, before_value, after_value = pieces
     colon_and_quote = before_value.strip()
-    is_object = before_key.endswith("{") and colon_and_quote.startswith(":")
+    has_unquoted_key = before_key.endswith("{") and colon_and_quote.startswith(":")
     quote = colon_and_quote.removeprefix(":").strip()
     is_quoted = bool(quote) and after_value.startswith(quote)
-    if not is_object or not is_quoted:
+    if not has_unquoted_key or not is_quoted:
         return None
     markup = _markup_of_calls(texts, last_character="}")
     after_name = before_key.removesuffix("{")
@@ -115,8 +157,6 @@ def read_unquoted_keys(texts: CallTexts) -> CallFormat | None:
 def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
     """Return the markup before, between and after the tool calls of a message.
 
-    A tool call ends at the first `last_character` that follows the value of its argument.
-
     Example: if the last character is ")", the calls `[f(a="x"), g(b="y")]` have `open` "[",
     `separator` ", " and `close` "]".
 
@@ -126,22 +166,29 @@ def _markup_of_calls(texts: CallTexts, last_character: str) -> ListMarkup:
         last_character: The last character of a tool call.
     """
     if not texts.two_calls:
-        before, _, arguments = texts.one_call.partition(FIRST_TOOL)
-        after = _text_after_call(arguments, FIRST_VALUE, last_character)
-        return ListMarkup(item_open=before, item_close=after)
-    before, _, after_first_name = texts.two_calls.partition(FIRST_TOOL)
-    after_first_call = _text_after_call(after_first_name, FIRST_VALUE, last_character)
-    between, _, after_second_name = after_first_call.partition(SECOND_TOOL)
-    after = _text_after_call(after_second_name, SECOND_VALUE, last_character)
-    return list_markup(before, between, after)
+        single = _cut_out_call(texts.one_call, FIRST_TOOL, FIRST_VALUE, last_character)
+        return ListMarkup(item_open=single.before, item_close=single.after)
+    first = _cut_out_call(texts.two_calls, FIRST_TOOL, FIRST_VALUE, last_character)
+    second = _cut_out_call(first.after, SECOND_TOOL, SECOND_VALUE, last_character)
+    return list_markup(first.before, between=second.before, after=second.after)
 
 
-def _text_after_call(text: str, value: str, last_character: str) -> str:
-    """Return the text after a tool call. The first `last_character` after `value` ends the call.
+class _TextAroundCall(NamedTuple):
+    """The text before and after one tool call."""
 
-    >>> _text_after_call('(a="x"), g()]', "x", ")")
-    ', g()]'
+    before: str
+    after: str
+
+
+def _cut_out_call(text: str, name: str, value: str, last_character: str) -> _TextAroundCall:
+    """Return the text before and after a tool call with the given name and value.
+
+    The first `last_character` after the value ends the tool call.
+
+    >>> _cut_out_call('[f(a="x"), g()]', "f", "x", ")")
+    _TextAroundCall(before='[', after=', g()]')
     """
-    value_start = text.find(value)
-    call_end = text.find(last_character, value_start) + 1
-    return text[call_end:]
+    before, _, after_name = text.partition(name)
+    value_start = after_name.find(value)
+    call_end = after_name.find(last_character, value_start) + len(last_character)
+    return _TextAroundCall(before, after_name[call_end:])

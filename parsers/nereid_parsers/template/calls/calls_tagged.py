@@ -1,7 +1,7 @@
-"""Infer the format of tool calls in which tags enclose each argument.
+"""Infer the format of tool calls in which a tag contains the key of each argument.
 
-There are two forms. In `<arg key="a">1</arg>`, the name of the argument is inside the tag. In
-`<a>1</a>`, the name of the argument is the name of the tag.
+Example: `<arg key="a">1</arg>` is the argument `a` with the value 1. The module `calls_nested`
+infers the other form with tags, `<a>1</a>`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from nereid_parsers.format import NestedTags, TaggedArguments
+from nereid_parsers.format import TaggedArguments
 from nereid_parsers.template.calls.call_texts import (
     CallFormat,
     CallTexts,
@@ -34,18 +34,33 @@ from nereid_parsers.template.difference import (
     list_markup,
 )
 
-_WORDS = re.compile(r"[^\W_]+|[\W_]")  # Matches a word or one other character.
+_WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")
 _NUMBER_TEXT = str(NUMBER_VALUE)
 # For both tool calls of the probe conversations: the name, the key and the value, in the order in
 # which templates render them.
 _FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
 _SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
-# Tags that are named after the arguments, as in `<zqKeyOne>zqValueOne</zqKeyOne>`.
-_FIRST_OPEN = f"<{FIRST_KEY}>"
-_FIRST_CLOSE = f"</{FIRST_KEY}>"
-_SECOND_CLOSE = f"</{SECOND_KEY}>"
 
-# ---- tagged arguments ---------------------------------------------------------------------------
+
+class _TaggedCall(NamedTuple):
+    """The texts between the words of a tool call with two tagged arguments.
+
+    The examples are the texts of `<c f><k>a</k>1<k>b</k>2</c>`, a call of `f` with the arguments
+    `a` and `b`.
+
+    Attributes:
+        before_name: The text before the function's name: `<c `.
+        before_first_key: The text between the name and the first key: `><k>`.
+        before_value: The text between a key and its value: `</k>`.
+        between_arguments: The text between the first value and the second key: `<k>`.
+        after: The text after the second value: `</c>`.
+    """
+
+    before_name: str
+    before_first_key: str
+    before_value: str
+    between_arguments: str
+    after: str
 
 
 def read_tagged(texts: CallTexts) -> CallFormat | None:
@@ -58,28 +73,41 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
         texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
             call in a message.
     """
-    pieces = split_at_words(texts.two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE)
-    if pieces is None:
+    call = _cut_at_arguments(texts.two_arguments)
+    if call is None:
         return None
-    # `<c f><k>a</k>1<k>b</k>2</c>` is split into `<c `, `><k>`, `</k>`, `<k>`, `</k>` and `</c>`.
-    before_name, before_key, before_value, between_arguments, _, after = pieces
-    if FIRST_KEY in between_arguments:
-        return None  # The closing tag repeats the key: see `read_nested`.
     if texts.two_calls:
         markup = _markup_of_two_calls(texts.two_calls)
     else:
-        markup = ListMarkup(item_open=before_name, item_close=after)
+        markup = ListMarkup(item_open=call.before_name, item_close=call.after)
     if markup is None:
         return None
-    # The text was split at the last value, so `markup.item_close` also contains the closing tag of
-    # the last argument: `</k></c>`. This tag belongs to the markup of the arguments.
-    markup_of_arguments = list_markup(before_key, between_arguments, markup.item_close)
-    markup_of_calls = replace(markup, item_close=markup_of_arguments.close)
-    unquoted_tags = _infer_value_tags(texts, markup_of_arguments, before_value)
-    all_tags = _add_quoted_variant(texts, unquoted_tags, before_value)
-    # `markup_of_arguments.open` is the text between the name and the arguments, such as `>`.
-    calls = calls_with_head(markup_of_calls, markup_of_arguments.open, all_tags)
+    # `markup.item_close` is the text after the last value: `</arg></call>`. Its start belongs to
+    # the last argument, and only its end (`arguments.close`) belongs to the tool call.
+    arguments = list_markup(call.before_first_key, call.between_arguments, markup.item_close)
+    markup_of_calls = replace(markup, item_close=arguments.close)
+    tags = _infer_value_tags(texts, arguments, call.before_value)
+    quotes = _find_quotes(texts, call.before_value)
+    body = tags if quotes is None else _add_quotes(tags, quotes)
+    # `arguments.open` is the text between the name and the first argument, such as `>`.
+    calls = calls_with_head(markup_of_calls, arguments.open, body)
     return CallFormat("tagged arguments", calls, markup_of_calls)
+
+
+def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
+    """Cut a tool call with two arguments at its name, its keys and its values.
+
+    Return None if the words have another order, or if the closing tag of an argument repeats the
+    key. In the second case, `calls_nested.read_nested` recognises the tool
+    call.
+    """
+    pieces = split_at_words(two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE)
+    if pieces is None:
+        return None
+    before_name, before_first_key, before_value, between_arguments, _, after = pieces
+    if FIRST_KEY in between_arguments:
+        return None
+    return _TaggedCall(before_name, before_first_key, before_value, between_arguments, after)
 
 
 def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
@@ -96,8 +124,20 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
     return list_markup(before_first_name, after_first_value, after_second_value)
 
 
+class _TextAroundArgument(NamedTuple):
+    """The texts around the key and the value of an argument.
+
+    Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
+    and `after_value` `</json></call>`.
+    """
+
+    before_key: str
+    before_value: str
+    after_value: str
+
+
 def _infer_value_tags(
-    texts: CallTexts, arguments: ListMarkup, before_value: str
+    texts: CallTexts, arguments: ListMarkup, before_string: str
 ) -> TaggedArguments:
     """Infer the tags around the value of an argument.
 
@@ -114,70 +154,59 @@ def _infer_value_tags(
     Args:
         texts: The renderings of tool calls.
         arguments: The markup of the list of arguments. `item_open` ends where a key starts.
-        before_value: The text between the key and the value, if the value is a string.
+        before_string: The text between the key and the value, if the value is a string.
     """
+    string = _TextAroundArgument(arguments.item_open, before_string, _text_after_string(texts))
     close = arguments.item_close + arguments.separator
-    string_tags = TaggedArguments(_open_pattern(arguments.item_open, before_value), close)
-    around_number = _cut_at_number(texts, arguments)
-    if around_number is None:  # The template does not render numbers as text.
+    string_tags = TaggedArguments(_open_pattern(string), close)
+    number = _cut_at_number(texts.number, arguments)
+    if number is None:  # The template does not render numbers as text.
         return string_tags
-    number_open = _open_pattern(around_number.before_key, around_number.before_value)
-    number_close = _number_close(around_number.after_value, _text_after_string(texts))
-    number_tags = TaggedArguments(number_open, number_close if number_close else close)
+    # The common suffix is the end of the call. The rest is the closing tag of the number, or "" if
+    # a string has the same closing tag.
+    number_close = drop_common_suffix(number.after_value, string.after_value)
+    number_tags = TaggedArguments(_open_pattern(number), number_close or close)
     if number_tags == string_tags:  # see the first example above
         return string_tags
-    has_same_tag_name = around_number.before_key == arguments.item_open
-    pattern_after_key = _pattern_with_type(before_value, around_number.before_value)
-    if has_same_tag_name and pattern_after_key is not None:  # see the second example above
-        pattern_to_key = _open_pattern(around_number.before_key)
-        return TaggedArguments(pattern_to_key + pattern_after_key, close)
+    open_with_type = _open_pattern_with_type(string, number)
+    if open_with_type is not None:  # see the second example above
+        return TaggedArguments(open_with_type, close)
     return replace(string_tags, also=(number_tags,))  # see the third example above
 
 
-class _TextAroundNumber(NamedTuple):
-    """The texts around the key and around the value of an argument. The value is a number.
+def _cut_at_number(text: str, arguments: ListMarkup) -> _TextAroundArgument | None:
+    """Cut a tool call whose argument is the number 41 at the key and at the number.
 
-    Example: `<json key="a">41</json></call>` has `before_key` `<json key="`, `before_value` `">`
-    and `after_value` `</json></call>`.
-    """
-
-    before_key: str
-    before_value: str
-    after_value: str
-
-
-def _cut_at_number(texts: CallTexts, arguments: ListMarkup) -> _TextAroundNumber | None:
-    """Split `texts.number`, a tool call whose argument is a number, at the key and at the number.
-
-    The result shows the tags of the argument. Example: `<call f><json key="a">41</json></call>`
-    gives `<json key="`, `">` and `</json></call>`.
+    Example: `<call f><json key="a">41</json></call>` gives `<json key="`, `">` and
+    `</json></call>`.
 
     Args:
-        texts: The rendered tool calls.
-        arguments: The markup of the list of arguments. The text before the list, such as the `>`
-            in the example, is not a part of the result.
+        text: The rendered tool call.
+        arguments: The markup of the list of arguments. `arguments.open`, such as the `>` in the
+            example, precedes the list, so it is not a part of the result.
 
     Returns:
         The texts around the key and the number, or None if the template does not render the number
         as text.
     """
-    pieces = split_at_words(texts.number, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
+    pieces = split_at_words(text, FIRST_TOOL, FIRST_KEY, _NUMBER_TEXT)
     if pieces is None:
         return None
     _, after_name, before_value, after_value = pieces
     before_key = after_name.removeprefix(arguments.open)
-    if not before_key:  # The tag of a string then also opens a number.
+    if not before_key:
+        # `arguments.open` already contains the opening tag, which a string and a number share.
         before_key = arguments.item_open
-    return _TextAroundNumber(before_key, before_value, after_value)
+    return _TextAroundArgument(before_key, before_value, after_value)
 
 
-def _open_pattern(before_key: str, before_value: str = "") -> str:
+def _open_pattern(around: _TextAroundArgument) -> str:
     """Return the pattern of an opening tag, such as `<arg key="{key}">`.
 
-    >>> _open_pattern('<arg key="', '">')
+    >>> _open_pattern(_TextAroundArgument('<arg key="', '">', "</arg>"))
     '<arg key="{key}">'
     """
-    return f"{escape_braces(before_key)}{{key}}{escape_braces(before_value)}"
+    return f"{escape_braces(around.before_key)}{{key}}{escape_braces(around.before_value)}"
 
 
 def _text_after_string(texts: CallTexts) -> str:
@@ -190,147 +219,97 @@ def _text_after_string(texts: CallTexts) -> str:
     return after_value
 
 
-def _number_close(after_number: str, after_string: str) -> str:
-    """Return the closing tag of a number. Return "" if a string has the same closing tag.
+def _open_pattern_with_type(string: _TextAroundArgument, number: _TextAroundArgument) -> str | None:
+    """Return the pattern of an opening tag that contains the type of the value.
 
-    >>> _number_close("</json></call>", "</text></call>")
-    '</json>'
+    The type is the only word that differs between the tags of a string and of a number. The field
+    `{type}` replaces the type. Return None if the tags differ in another way.
+
+    >>> string = _TextAroundArgument('<arg key="', '" type="string">', "</arg>")
+    >>> number = _TextAroundArgument('<arg key="', '" type="number">', "</arg>")
+    >>> _open_pattern_with_type(string, number)
+    '<arg key="{key}" type="{type}">'
     """
-    if after_number == after_string:
-        return ""
-    return drop_common_suffix(after_number, after_string)
-
-
-def _pattern_with_type(before_string: str, before_number: str) -> str | None:
-    r"""Replace the type in an opening tag with a field: `type="string"` becomes `type="{type}"`.
-
-    The two arguments are the texts between the key and the value, for a string and for a number.
-    The type is the word that differs between the two texts. In some tags, this word states whether
-    the value is a string: "true" or "false". Return None if the texts differ in more than one word,
-    or if the word is not the name of a type.
-
-    >>> _pattern_with_type('" type="string">', '" type="number">')
-    '" type="{type}">'
-    >>> _pattern_with_type('" string="true">', '" string="false">')
-    '" string="{string}">'
-    """
-    parts = difference(before_string, before_number, split=_WORDS.findall)
-    string_word = parts.left
-    number_word = parts.right
-    is_one_word = string_word.isalnum() and number_word.isalnum()
-    if not is_one_word:
+    if string.before_key != number.before_key:
         return None
+    parts = difference(string.before_value, number.before_value, split=_split_into_words)
+    field = _type_field(string_word=parts.left, number_word=parts.right)
+    if field is None:
+        return None
+    before_type = f"{escape_braces(string.before_key)}{{key}}{escape_braces(parts.prefix)}"
+    return f"{before_type}{field}{escape_braces(parts.suffix)}"
+
+
+def _split_into_words(text: str) -> list[str]:
+    """Split `text` into words and other characters.
+
+    >>> _split_into_words('type="a"')
+    ['type', '=', '"', 'a', '"']
+    """
+    return _WORD_OR_CHARACTER.findall(text)
+
+
+def _type_field(string_word: str, number_word: str) -> str | None:
+    """Return the field for a word that states the type of a value, or None for other words.
+
+    The arguments are the words in the tags of a string and of a number. The words either name the
+    type, or state whether the value is a string.
+
+    >>> _type_field("string", "number"), _type_field("true", "false"), _type_field("a", "b")
+    ('{type}', '{string}', None)
+    """
     if string_word == "true" and number_word == "false":
-        field = "{string}"
-    elif string_word in ("string", "str"):
-        field = "{type}"
-    else:
-        return None
-    return f"{escape_braces(parts.prefix)}{field}{escape_braces(parts.suffix)}"
+        return "{string}"
+    if string_word in ("string", "str") and number_word.isalnum():
+        return "{type}"
+    return None
 
 
-def _add_quoted_variant(
-    texts: CallTexts, values: TaggedArguments, before_value: str
-) -> TaggedArguments:
-    """Return `values`, extended by the tags that the template writes around quoted strings.
+class _Quotes(NamedTuple):
+    """The texts before and after a quoted string, such as `<![CDATA[` and `]]>`."""
 
-    Some templates quote only strings that contain markup. Example: the string "a" is written as
-    `<v>a</v>`, and the string "a<b" is written as `<v><![CDATA[a<b]]></v>`. The result declares the
-    tags `<v><![CDATA[` and `]]></v>`, with the tags `<v>` and `</v>` as an alternative. If the
-    template quotes no strings, the result is `values`.
+    open: str
+    close: str
+
+
+def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
+    """Find the quotes that a template writes only around strings that contain markup.
+
+    Two renderings are compared: one of a plain string, and one of a string with markup. Example:
+    `<v>x</v></call>` and `<v><![CDATA[x<&>y]]></v></call>` show the quotes `<![CDATA[` and `]]>`.
+    Return None if the template writes no quotes.
 
     Args:
         texts: The renderings of tool calls.
-        values: The declared tags of values that are not quoted.
-        before_value: The text between the key and a value that is not quoted.
+        before_value: The text between the key and a plain string, such as `<v>`.
     """
     # SPECIAL_VALUE starts with FIRST_VALUE and ends with SECOND_VALUE.
     pieces = split_at_words(texts.special_value, *_FIRST_CALL, SECOND_VALUE)
     if pieces is None:
-        return values
-    _, _, before_special, _, after_special = pieces  # `"><![CDATA[` and `]]></v></call>`
+        return None
+    _, _, before_special, _, after_special = pieces  # `<v><![CDATA[` and `]]></v></call>`
     after_value = _text_after_string(texts)  # `</v></call>`
     has_same_tags = before_special.startswith(before_value) and after_special.endswith(after_value)
     if not has_same_tags:
-        return values
-    quote_open = before_special.removeprefix(before_value)  # `<![CDATA[`
-    quote_close = after_special.removesuffix(after_value)  # `]]>`
+        return None
+    quote_open = before_special.removeprefix(before_value)
+    quote_close = after_special.removesuffix(after_value)
     is_quoted = bool(quote_open.strip() and quote_close.strip())
-    if not is_quoted:
-        return values
-    unquoted = TaggedArguments(values.open, values.close)
+    return _Quotes(quote_open, quote_close) if is_quoted else None
+
+
+def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
+    """Declare that quotes may enclose a value inside its tags.
+
+    The result declares the quoted value first, and the value without quotes as an alternative.
+
+    >>> quoted = _add_quotes(TaggedArguments("<{key}>", "</v>"), _Quotes("<![CDATA[", "]]>"))
+    >>> quoted.open, quoted.close, quoted.also[0].open
+    ('<{key}><![CDATA[', ']]></v>', '<{key}>')
+    """
+    unquoted = TaggedArguments(tags.open, tags.close)
     return TaggedArguments(
-        values.open + escape_braces(quote_open),
-        quote_close + values.close,
-        also=(unquoted, *values.also),
-    )
-
-
-# ---- elements with the names of the arguments ---------------------------------------------------
-
-
-def read_nested(texts: CallTexts) -> CallFormat | None:
-    """Infer the format of tool calls in which an argument is an element: `<city>Paris</city>`.
-
-    Return None if the arguments have another form. A marker may precede every tag. Example:
-    `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
-
-    Args:
-        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
-            call in a message.
-    """
-    words = (FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE)
-    pieces = split_at_words(texts.two_arguments, *words)
-    if pieces is None:
-        return None
-    # `f ~<a>1~</a>~<b>2~</b>` is split at `f`, `<a>`, `1`, `</a>` and `</b>`. The pieces are "",
-    # " ~", "", "~", "~<b>2~" and "".
-    before_name, before_first_tag, _, after_first_value, _, after = pieces
-    marker = after_first_value.strip()
-    if texts.two_calls:
-        markup = _markup_of_two_nested(texts.two_calls)
-    else:
-        markup = ListMarkup(item_open=before_name, item_close=after)
-    if markup is None:
-        return None
-    markup_of_calls = _move_marker_to_next_tag(markup, marker)
-    after_name = before_first_tag.removesuffix(marker)
-    calls = calls_with_head(markup_of_calls, after_name, NestedTags(marker))
-    return CallFormat("nested elements", calls, markup_of_calls)
-
-
-def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
-    """Return the markup around two tool calls whose arguments are elements (`<a>1</a>`).
-
-    Return None if the elements of the two tool calls are not in the expected order. Example: for
-    `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and
-    `separator` is `;`.
-    """
-    pieces = split_at_words(two_calls, FIRST_TOOL, _FIRST_CLOSE, SECOND_TOOL, _SECOND_CLOSE)
-    if pieces is None:
-        return None
-    before_first_call, _, between_calls, _, after_second_call = pieces
-    return list_markup(before_first_call, between_calls, after_second_call)
-
-
-def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
-    """In the markup `calls`, move `marker` from the end of each text to the start of the next text.
-
-    Example: in the calls `~<f>..~</f>~<g>..~</g>~`, the marker `~` precedes each tag. But
-    `list_markup` treats the `~` before `<g>` as the end of the first call, `~</f>~`:
-
-    >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~")
-    >>> _move_marker_to_next_tag(markup, "~")
-    ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')
-
-    If `item_close` does not end with the marker, the markup is already correct.
-    """
-    if not marker or not calls.item_close.endswith(marker):
-        return calls
-    return replace(
-        calls,
-        open=calls.open.removesuffix(marker),
-        item_open=marker + calls.item_open,
-        item_close=calls.item_close.removesuffix(marker),
-        close=marker + calls.close,
+        tags.open + escape_braces(quotes.open),
+        quotes.close + tags.close,
+        also=(unquoted, *tags.also),
     )

@@ -1,0 +1,128 @@
+"""Infer the format of tool calls in which each argument is an element: `<city>Paris</city>`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from nereid_parsers.format import NestedTags
+from nereid_parsers.template.calls.call_texts import (
+    CallFormat,
+    CallTexts,
+    calls_with_head,
+    split_at_words,
+)
+from nereid_parsers.template.conversation import (
+    FIRST_KEY,
+    FIRST_TOOL,
+    FIRST_VALUE,
+    SECOND_KEY,
+    SECOND_TOOL,
+)
+from nereid_parsers.template.difference import ListMarkup, list_markup
+
+# Tags that are named after the arguments, as in `<zqKeyOne>zqValueOne</zqKeyOne>`.
+_FIRST_OPEN = f"<{FIRST_KEY}>"
+_FIRST_CLOSE = f"</{FIRST_KEY}>"
+_SECOND_CLOSE = f"</{SECOND_KEY}>"
+
+
+class _NestedCall(NamedTuple):
+    """The texts around the arguments of a tool call, in which each argument is an element.
+
+    The examples are the texts of `<c>f ~<a>1~</a>~<b>2~</b></c>`, in which the marker `~` precedes
+    every tag.
+
+    Attributes:
+        before_name: The text before the function's name: `<c>`.
+        after_name: The text between the name and the first tag, without the marker: " ".
+        tag_marker: The marker before every tag: `~`. "" if there is no such marker.
+        after: The text after the last argument: `</c>`.
+    """
+
+    before_name: str
+    after_name: str
+    tag_marker: str
+    after: str
+
+
+def read_nested(texts: CallTexts) -> CallFormat | None:
+    """Infer the format of tool calls in which an argument is an element: `<city>Paris</city>`.
+
+    Return None if the arguments have another form. A marker may precede every tag. Example:
+    `f ~<a>1~</a>~<b>2~</b>` are elements with the marker `~`.
+
+    Args:
+        texts: The rendered tool calls. `texts.two_calls` is "" if the template allows only one tool
+            call in a message.
+    """
+    call = _cut_at_elements(texts.two_arguments)
+    if call is None:
+        return None
+    if texts.two_calls:
+        markup = _markup_of_two_nested(texts.two_calls)
+    else:
+        markup = ListMarkup(item_open=call.before_name, item_close=call.after)
+    if markup is None:
+        return None
+    markup_of_calls = _move_marker_to_next_tag(markup, call.tag_marker)
+    calls = calls_with_head(markup_of_calls, call.after_name, NestedTags(call.tag_marker))
+    return CallFormat("nested elements", calls, markup_of_calls)
+
+
+def _cut_at_elements(two_arguments: str) -> _NestedCall | None:
+    """Cut a tool call with two arguments at its name and at the elements of its arguments.
+
+    Return None if the arguments are not elements.
+    """
+    words = (FIRST_TOOL, _FIRST_OPEN, FIRST_VALUE, _FIRST_CLOSE, _SECOND_CLOSE)
+    pieces = split_at_words(two_arguments, *words)
+    if pieces is None:
+        return None
+    # `<c>f ~<a>1~</a>~<b>2~</b></c>` is cut into `<c>`, ` ~`, ``, `~`, `~<b>2~` and `</c>`.
+    before_name, before_first_tag, _, after_first_value, _, after = pieces
+    tag_marker = after_first_value.strip()
+    return _NestedCall(
+        before_name,
+        after_name=before_first_tag.removesuffix(tag_marker),
+        tag_marker=tag_marker,
+        after=after,
+    )
+
+
+def _markup_of_two_nested(two_calls: str) -> ListMarkup | None:
+    """Return the markup around two tool calls whose arguments are elements (`<a>1</a>`).
+
+    Return None if the elements of the two tool calls are not in the expected order. Example: for
+    `<c>f<a>1</a></c>;<c>g<b>2</b></c>`, `item_open` is `<c>`, `item_close` is `</c>` and
+    `separator` is `;`.
+    """
+    pieces = split_at_words(two_calls, FIRST_TOOL, _FIRST_CLOSE, SECOND_TOOL, _SECOND_CLOSE)
+    if pieces is None:
+        return None
+    before_first_call, _, between_calls, _, after_second_call = pieces
+    return list_markup(before_first_call, between_calls, after_second_call)
+
+
+def _move_marker_to_next_tag(calls: ListMarkup, marker: str) -> ListMarkup:
+    """In the markup `calls`, move `marker` from the end of each text to the start of the next text.
+
+    Example: in the calls `~<f>..~</f>~<g>..~</g>~`, the marker `~` precedes each tag. But
+    `list_markup` treats the `~` before `<g>` as the end of the first call, `~</f>~`. The result
+    treats this `~` as the start of the second call, `~<g>`:
+
+    >>> markup = ListMarkup(open="~", item_open="<f>", item_close="~</f>~")
+    >>> _move_marker_to_next_tag(markup, "~")
+    ListMarkup(open='', item_open='~<f>', item_close='~</f>', separator='', close='~')
+
+    If `item_close` does not end with the marker, the markup is already correct.
+    """
+    if not marker or not calls.item_close.endswith(marker):
+        return calls
+    return replace(
+        calls,
+        open=calls.open.removesuffix(marker),
+        item_open=marker + calls.item_open,
+        item_close=calls.item_close.removesuffix(marker),
+        close=marker + calls.close,
+    )

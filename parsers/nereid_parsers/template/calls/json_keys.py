@@ -1,0 +1,138 @@
+"""Find the keys of the name, the arguments and the id in the JSON object of a tool call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nereid_parsers.format import Keys, NameIsKey
+from nereid_parsers.template.conversation import FIRST_KEY, FIRST_TOOL
+from nereid_parsers.template.probe import ID_MARK
+
+
+class _MemberPaths(NamedTuple):
+    """The keys that lead to the members of a tool call in its JSON object.
+
+    Example: in `{"id": 1, "function": {"name": "f", "arguments": {}}}`, the path `name` is
+    ("function", "name"), and the path `id` is ("id",).
+
+    Attributes:
+        name: The path of the function's name.
+        arguments: The path of the arguments.
+        id: The path of the id, or None if the object has no id.
+    """
+
+    name: tuple[str, ...]
+    arguments: tuple[str, ...]
+    id: tuple[str, ...] | None
+
+
+def infer_keys(call: dict[str, Any]) -> Keys | NameIsKey:
+    """Find the keys of the name, the arguments and the id in the JSON object of a tool call.
+
+    The object is a rendered tool call with a known name and argument. Example:
+    `{"function": "zqFirstTool", "args": {"zqKeyOne": ..}}` gives
+    `Keys(name="function", arguments="args")`, and `{"zqFirstTool": {..}}` gives `NameIsKey()`.
+    """
+    name_path = find_path(call, lambda value: value == FIRST_TOOL)
+    if name_path is None:
+        return NameIsKey()
+    paths = _MemberPaths(
+        name=name_path,
+        arguments=find_path(call, _has_first_argument) or ("arguments",),
+        id=_find_id_path(call, name_path),
+    )
+    return Keys(
+        name=".".join(paths.name),
+        arguments=".".join(paths.arguments),
+        id=None if paths.id is None else ".".join(paths.id),
+        extra=_other_keys(call, paths),
+        order=_order_of_members(call, paths),
+    )
+
+
+def _other_keys(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
+    """Return the keys of a tool call's JSON object that the parser ignores.
+
+    >>> _other_keys({"index": 0, "name": "f", "args": {}}, _MemberPaths(("name",), ("args",), None))
+    ('index', 'type')
+    """
+    outer_keys = [path[0] for path in paths if path is not None]
+    other_keys = [key for key in call if key not in outer_keys]
+    # Models may add the key "type" even if the template does not write this key.
+    return tuple(dict.fromkeys((*other_keys, "type")))
+
+
+def _order_of_members(call: dict[str, Any], paths: _MemberPaths) -> tuple[str, ...]:
+    """Return the order of the name, the arguments and the id in the JSON object of a tool call.
+
+    Constrained output uses this order. If the id is the last member, the id is omitted, because a
+    constraint cannot choose an id after the arguments.
+
+    >>> paths = _MemberPaths(name=("function",), arguments=("args",), id=("call_id",))
+    >>> _order_of_members({"call_id": "1", "function": "f", "args": {}}, paths)
+    ('id', 'name', 'arguments')
+    >>> _order_of_members({"function": "f", "args": {}, "call_id": "1"}, paths)
+    ('name', 'arguments')
+    """
+    name_key = paths.name[0]
+    arguments_key = paths.arguments[0]
+    if name_key == arguments_key:  # One inner object contains the name and the arguments.
+        return ("name", "arguments")
+    member_by_key = {name_key: "name", arguments_key: "arguments"}
+    if paths.id is not None:
+        # If an inner object contains the id and another member, the other member is listed.
+        member_by_key.setdefault(paths.id[0], "id")
+    order = [member_by_key[key] for key in call if key in member_by_key]
+    if order and order[-1] == "id":
+        order.pop()
+    return tuple(order)
+
+
+def _find_id_path(call: dict[str, Any], name_path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Return the keys that lead to the tool call's id, or None if the object has no id.
+
+    `call` is the JSON object of a rendered tool call. In a rendering, the character ID_MARK
+    replaces the id. A value is an id if it contains this character, or if its key has a name such
+    as `call_id`. The key of the function's name, `name_path`, is not the key of an id.
+
+    >>> _find_id_path({"name": "f", "call_id": 1}, ("name",))
+    ('call_id',)
+    """
+    path = find_path(call, lambda value: isinstance(value, str) and ID_MARK in value)
+    if path is not None:
+        return path
+    keys_named_id = [key for key in call if _is_named_id(key) and (key,) != name_path]
+    return (keys_named_id[0],) if keys_named_id else None
+
+
+def _is_named_id(key: str) -> bool:
+    """Return whether one of the words of a key is "id".
+
+    >>> _is_named_id("call_id"), _is_named_id("idea")
+    (True, False)
+    """
+    return "id" in key.lower().split("_")
+
+
+def _has_first_argument(value: object) -> bool:
+    """Return whether the key `FIRST_KEY` occurs in `value`, which may be an object or JSON text."""
+    return isinstance(value, str | dict) and FIRST_KEY in value
+
+
+def find_path(value: dict[str, Any], is_wanted: Callable[[object], bool]) -> tuple[str, ...] | None:
+    """Return the keys that lead to the first value for which `is_wanted` returns True.
+
+    The function also searches the inner objects of the JSON object `value`. It returns None if it
+    finds no value.
+
+    >>> find_path({"id": 1, "function": {"name": "f"}}, lambda value: value == "f")
+    ('function', 'name')
+    """
+    for key, member in value.items():
+        if is_wanted(member):
+            return (key,)
+        path_in_member = find_path(member, is_wanted) if isinstance(member, dict) else None
+        if path_in_member is not None:
+            return (key, *path_in_member)
+    return None

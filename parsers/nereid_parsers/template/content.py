@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nereid_parsers.format import Reasoning, Wrapper
@@ -74,8 +75,10 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
     wrapper = _wrapper_around(markup_before, after, turn)
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
-    end_markers = _end_markers(after_wrapper, turn)
-    findings = ContentFindings(wrapper or reasoning.wrapper, tuple(end_markers))
+    findings = ContentFindings(
+        wrapper=wrapper or reasoning.wrapper,
+        end_markers=tuple(_end_markers(after_wrapper, turn)),
+    )
     turn.prober.record(
         "C1 content",
         "The assistant answers.",
@@ -120,27 +123,46 @@ def compare_content_with_call(turn: ModelTurn, reasoning: Reasoning | None) -> W
     """
     call_only = conversation_with_calls(*ONE_CALL)
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
-    text_with_content = _text_without_reasoning(turn, with_content, reasoning)
     text_without_content = _text_without_reasoning(turn, call_only, reasoning)
-    before, _, after = text_with_content.partition(CONTENT_TEXT)
-    opening = before.strip()  # such as `<say>`
-    closing = leading_marker(after)  # such as `</say>`
-    has_one_opening_marker = MARKER.fullmatch(opening) is not None
-    if not has_one_opening_marker or not closing:
+    text_with_content = _text_without_reasoning(turn, with_content, reasoning)
+    wrapper = _markers_around_content(text_with_content)
+    if wrapper is None or not _starts_with_empty_content(text_without_content, wrapper):
         return None
-    empty_content = rf"\s*{re.escape(opening)}\s*{re.escape(closing)}"
-    starts_with_empty_content = re.match(empty_content, text_without_content) is not None
-    if not starts_with_empty_content:
-        return None
-    finding = f"In messages with calls, content is written between {opening!r} and {closing!r}."
     turn.prober.record(
         "C2 content with a call",
         "The message has content.",
         left=call_only,
         right=with_content,
-        finding=finding,
+        finding="In messages with calls, content is written between "
+        f"{wrapper.open!r} and {wrapper.close!r}.",
     )
-    return Wrapper(opening, closing)
+    return wrapper
+
+
+def _markers_around_content(text: str) -> Wrapper | None:
+    """Return the markers around the content in a rendered answer.
+
+    Return None if other text than one marker precedes the content, or if no marker follows the
+    content.
+
+    >>> _markers_around_content(f"<say>{CONTENT_TEXT}</say><call>")
+    Wrapper(open='<say>', close='</say>')
+    """
+    before, _, after = text.partition(CONTENT_TEXT)
+    opening = before.strip()
+    closing = leading_marker(after)
+    is_one_marker = MARKER.fullmatch(opening) is not None
+    return Wrapper(opening, closing) if is_one_marker and closing else None
+
+
+def _starts_with_empty_content(text: str, wrapper: Wrapper) -> bool:
+    """Return whether `text` starts with the markers of content, and with nothing between them.
+
+    >>> _starts_with_empty_content("<say> </say><call>", Wrapper("<say>", "</say>"))
+    True
+    """
+    empty_content = rf"\s*{re.escape(wrapper.open)}\s*{re.escape(wrapper.close)}"
+    return re.match(empty_content, text) is not None
 
 
 def _text_without_reasoning(
@@ -165,15 +187,29 @@ def strip_reasoning_markers(text: str, reasoning: Reasoning | None) -> str:
     """
     if reasoning is None:
         return text
-    all_markers = (*reasoning.opens, *reasoning.closes)
-    reasoning_markers = [marker.strip() for marker in all_markers]
+    reasoning_markers = [marker.strip() for marker in (*reasoning.opens, *reasoning.closes)]
     space_after_close = reasoning.close.removeprefix(reasoning.close.rstrip())  # such as "\n\n"
-    while True:  # Each pass removes one marker.
-        stripped = text.lstrip()
-        found_markers = [marker for marker in reasoning_markers if stripped.startswith(marker)]
-        if not found_markers:
-            return text
-        text = stripped.removeprefix(found_markers[0]).removeprefix(space_after_close)
+    rest = text
+    after_marker = _text_after_marker(rest, reasoning_markers)
+    while after_marker is not None:
+        rest = after_marker.removeprefix(space_after_close)
+        after_marker = _text_after_marker(rest, reasoning_markers)
+    return rest
+
+
+def _text_after_marker(text: str, possible_markers: Sequence[str]) -> str | None:
+    """Return the text after one of the markers at the start of `text`. Ignore leading white space.
+
+    Return None if `text` does not start with one of the markers.
+
+    >>> _text_after_marker(" <think>Hello", ["<think>", "</think>"])
+    'Hello'
+    """
+    stripped = text.lstrip()
+    for marker in possible_markers:
+        if stripped.startswith(marker):
+            return stripped.removeprefix(marker)
+    return None
 
 
 def _end_markers(after: str, turn: ModelTurn) -> list[str]:
@@ -182,10 +218,10 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     There are three cases. For each case, the columns show the text after the content, the text
     after a user's message, and the result:
 
-        `<|im_end|>`              `<|im_end|>`              one marker: ["<|im_end|>"]
         `<|eom|><|eot|>`          `<|eot|>`                 two markers: ["<|eom|>", "<|eot|>"]
         `<|out|>turn<|of|>`       `<|out|>turn<|of|>`       markers with a word between them:
                                                             ["<|out|>turn<|of|>"]
+        `<|im_end|>`              any text                  one marker: ["<|im_end|>"]
 
     The result is [] if no marker follows the content.
     """
@@ -194,24 +230,27 @@ def _end_markers(after: str, turn: ModelTurn) -> list[str]:
     first, second = first_two(leading_markers(after_content))  # A missing marker is "".
     if first in ("", EOS_TOKEN):  # EOS_TOKEN is a placeholder for an unknown token.
         return []
-    # The second marker (`<|eot|>`) ends the turn if a user's message ends with the same marker.
-    # Otherwise, the second marker may open the next turn.
-    is_another_marker = second not in ("", first)
-    ends_user_message = second == leading_marker(after_user_message)
-    opens_next_turn = second in turn.header
-    if is_another_marker and ends_user_message and not opens_next_turn:
+    if second != first and _ends_turn(second, after_user_message, turn.header):
         return [first, second]
     with_words = _end_markers_with_words(after_content, after_user_message, turn.header)
     return with_words if with_words else [first]
 
 
+def _ends_turn(marker: str, after_user_message: str, header: str) -> bool:
+    """Return whether a marker ends a turn, because a user's message ends with the same marker.
+
+    A marker of the header opens the next turn, so it does not end a turn.
+
+    >>> _ends_turn("<|eot|>", after_user_message="<|eot|>", header="<|start|>")
+    True
+    """
+    return bool(marker) and marker == leading_marker(after_user_message) and marker not in header
+
+
 def _end_markers_with_words(after_content: str, after_user_message: str, header: str) -> list[str]:
     """Find the text that ends a turn, if the text contains words, as in `<|out|>turn<|of|>`.
 
-    The first item of the result is the text at the start of `after_content` that consists of
-    markers and words. The result is [] if a user's message does not end with the same text, or if
-    the text contains the header of the model's next turn. If one more marker follows the text in
-    both messages, this marker is the second item.
+    One more marker may follow the text. The result is [] if no such text ends a turn.
 
     >>> _end_markers_with_words("<|out|>turn<|of|><|over|>", "<|out|>turn<|of|><|over|>", "<|in|>")
     ['<|out|>turn<|of|>', '<|over|>']
@@ -221,21 +260,48 @@ def _end_markers_with_words(after_content: str, after_user_message: str, header:
         after_user_message: The text after a user's message.
         header: The text that opens the model's turn.
     """
+    turn_end = _turn_end_with_words(after_content, after_user_message, header)
+    if not turn_end:
+        return []
+    rest_of_answer = after_content.removeprefix(turn_end)
+    rest_of_user_message = after_user_message.removeprefix(turn_end)
+    next_marker = _shared_first_marker(rest_of_answer, rest_of_user_message)
+    # EOS_TOKEN is a placeholder. A marker of the header opens the next turn.
+    is_end_marker = next_marker not in ("", EOS_TOKEN, *markers(header))
+    return [turn_end, next_marker] if is_end_marker else [turn_end]
+
+
+def _turn_end_with_words(after_content: str, after_user_message: str, header: str) -> str:
+    """Return the markers and words with which both texts start, or "" if there are none.
+
+    The result is also "" if the markers and words contain the header of the model's next turn.
+
+    >>> _turn_end_with_words("<|out|>turn<|of|> Hi", "<|out|>turn<|of|>", "<|in|>")
+    '<|out|>turn<|of|>'
+
+    Args:
+        after_content: The text after the content of an answer.
+        after_user_message: The text after a user's message.
+        header: The text that opens the model's turn.
+    """
     match = _MARKERS_AND_WORDS.match(after_content)
     if match is None or not after_user_message.startswith(match.group()):
-        return []
-    turn_end = match.group()  # `<|out|>turn<|of|>`
+        return ""
+    turn_end = match.group()
     after_first_marker = turn_end.removeprefix(leading_marker(turn_end))  # `turn<|of|>`
     contains_next_header = bool(header.strip()) and header.strip() in after_first_marker
-    if contains_next_header:
-        return []
-    next_match = MARKER.match(after_content, match.end())
-    next_marker = next_match.group() if next_match is not None else ""  # `<|over|>`
-    ends_user_message = after_user_message.startswith(turn_end + next_marker)
-    # Three texts do not end a turn: the empty text, the placeholder EOS_TOKEN, and a marker of the
-    # header, which opens the next turn.
-    can_end_turn = next_marker not in ("", EOS_TOKEN, *markers(header))
-    return [turn_end, next_marker] if ends_user_message and can_end_turn else [turn_end]
+    return "" if contains_next_header else turn_end
+
+
+def _shared_first_marker(text: str, other: str) -> str:
+    """Return the marker with which both texts start, or "" if there is no such marker.
+
+    >>> _shared_first_marker("<|over|>Hello", "<|over|>")
+    '<|over|>'
+    """
+    match = MARKER.match(text)
+    marker = match.group() if match is not None else ""
+    return marker if other.startswith(marker) else ""
 
 
 def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
@@ -260,14 +326,23 @@ def _wrapper_close(after: str, opening: str, turn: ModelTurn) -> str:
     if several_markers:
         return several_markers
     marker = leading_marker(after)
-    if not marker:
-        return ""
-    # If a marker also follows the user's message, the marker usually ends a turn. Exception: a
-    # marker such as `</answer>`, which has the same name as the opening marker `<answer>`, closes
-    # the content.
-    follows_user_message = marker == EOS_TOKEN or marker in turn.trailing_text
-    has_name_of_opening = marker in closing_spellings(opening)
-    if follows_user_message and not has_name_of_opening:
+    if not marker or _ends_whole_turn(marker, opening, turn.trailing_text):
         return ""
     before_marker, _, _ = after.partition(marker)
     return before_marker + marker
+
+
+def _ends_whole_turn(marker: str, opening: str, after_user_message: str) -> bool:
+    """Return whether a marker after the content ends the turn, and not only the content.
+
+    A marker that also follows a user's message usually ends a turn. Exception: a marker such as
+    `</answer>`, which has the same name as the opening marker `<answer>`, closes the content.
+
+    >>> _ends_whole_turn("<|im_end|>", "<answer>", after_user_message="<|im_end|>")
+    True
+    >>> _ends_whole_turn("</answer>", "<answer>", after_user_message="</answer>")
+    False
+    """
+    follows_user_message = marker == EOS_TOKEN or marker in after_user_message
+    has_name_of_opening = marker in closing_spellings(opening)
+    return follows_user_message and not has_name_of_opening

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from nereid_parsers.template.conversation import (
     CONTENT_TEXT,
@@ -62,10 +63,10 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
         The header, the generation prompts, and the text after the user's message.
     """
     rendered_prompts = _rendered_prompts(prober)
-    header = _find_header(prober, [text for _, text in rendered_prompts])
+    header = _find_header(prober, [prompt.text for prompt in rendered_prompts])
     prompts = tuple(
-        GenerationPrompt(switches, text, prompt_after_header(text, header))
-        for switches, text in rendered_prompts
+        GenerationPrompt(prompt.switches, prompt.text, prompt_after_header(prompt.text, header))
+        for prompt in rendered_prompts
     )
     prober.record(
         "G generation prompt",
@@ -90,21 +91,30 @@ def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
     return finding
 
 
-def _rendered_prompts(prober: Prober) -> list[tuple[Switches, str]]:
+class _RenderedPrompt(NamedTuple):
+    """A question with the generation prompt.
+
+    Attributes:
+        switches: The combination of thinking switches with which the question was rendered.
+        text: The whole rendered text.
+    """
+
+    switches: Switches
+    text: str
+
+
+def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
     """Render a question with the generation prompt, once for each combination of thinking switches.
 
     A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
-    text at the end of a prompt that opens the model's answer.
-
-    Returns:
-        Pairs of a combination and the whole rendered text. A combination with which the template
-        raises an error is omitted.
+    text at the end of a prompt that opens the model's answer. A combination with which the template
+    raises an error is omitted.
     """
     prompts = []
     for switches in prober.thinking_switches():
         text = prober.render(Conversation(generation_prompt=True, switches=switches))
         if text is not None:
-            prompts.append((switches, text))
+            prompts.append(_RenderedPrompt(switches, text))
     return prompts
 
 
@@ -124,20 +134,33 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
         prober: Renders the conversations.
         prompts: The prompt for each setting of the switches.
     """
-    without_prompt = prober.render(_QUESTION) or ""
-    with_prompt = prober.render(_PROMPT) or without_prompt
+    question = prober.render(_QUESTION) or ""
+    question_and_prompt = prober.render(_PROMPT) or question
     answers = _rendered_answers(prober)
-    added = _text_added_by_prompt(without_prompt, with_prompt)
+    added = _text_added_by_prompt(question, question_and_prompt)
     if added.strip():
         prompt_ends = [text_after_last(prompt, USER_TEXT) for prompt in prompts]
         shared = _part_in_renderings(added, [*answers, *prompt_ends])
     else:
         # The template ignores add_generation_prompt, so only the answers contain a header.
-        shared = _prefix_of_all(text_after_last(with_prompt, USER_TEXT), answers)
-    # `shared` may contain more than the header: an empty block, a marker, or text after the role.
+        shared = _prefix_of_all(text_after_last(question_and_prompt, USER_TEXT), answers)
+    return _drop_text_after_header(shared, answers, _user_header(question))
+
+
+def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
+    """Remove what follows the header in `shared`: a block, a marker, or text after the role.
+
+    >>> _drop_text_after_header("<|assistant|><think></think>", [], user_header="<|user|>")
+    '<|assistant|>'
+
+    Args:
+        shared: The text with which all answers and prompts start. It starts with the header.
+        answers: The rendered answers, each with the header.
+        user_header: The text that opens a user's message, or "".
+    """
     without_block = _drop_empty_block(shared)
     without_marker = _drop_opening_marker(without_block, answers)
-    return _drop_text_after_role(without_marker, _user_header(without_prompt))
+    return _drop_text_after_role(without_marker, user_header)
 
 
 def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
@@ -225,16 +248,14 @@ def _drop_empty_block(header: str) -> str:
     '<|assistant|>'
     """
     header_markers = list(MARKER.finditer(header))
-    if len(header_markers) < 2:
+    if len(header_markers) < 2:  # A block consists of two markers.
         return header
-    *_, opening, closing = header_markers  # the last two markers
+    opening, closing = header_markers[-2:]
     is_pair = closing.group() in closing_spellings(opening.group())
     text_inside = header[opening.end() : closing.start()]
     text_after = header[closing.end() :]
-    is_other_text_blank = not text_inside.strip() and not text_after.strip()
-    if not is_pair or not is_other_text_blank:
-        return header
-    return header[: opening.start()]
+    is_other_text_blank = not (text_inside + text_after).strip()
+    return header[: opening.start()] if is_pair and is_other_text_blank else header
 
 
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
@@ -266,7 +287,7 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     return header
 
 
-def _user_header(without_prompt: str) -> str:
+def _user_header(question: str) -> str:
     r"""Return the text that opens the user's message, or "" if this text is not found.
 
     The result is the text from the last marker before the role "user" to the user's question.
@@ -275,22 +296,18 @@ def _user_header(without_prompt: str) -> str:
     '<|start|>user\n'
 
     Args:
-        without_prompt: The user's question, rendered without the generation prompt.
+        question: The user's question, rendered without the generation prompt.
     """
-    all_before_question, _, _ = without_prompt.rpartition(USER_TEXT)
+    before_question, _, _ = question.rpartition(USER_TEXT)
     # A long text before the question may start with a system message, so only its end is searched.
-    before_question = all_before_question[-_MAX_USER_HEADER:]
-    roles = list(_USER_WORD.finditer(before_question))
-    if not roles:
+    end_of_text = before_question[-_MAX_USER_HEADER:]
+    role_starts = [role.start() for role in _USER_WORD.finditer(end_of_text)]
+    if not role_starts:
         return ""
-    role_start = roles[-1].start()
-    marker_starts = [marker.start() for marker in MARKER.finditer(before_question)]
     # A marker may also contain the role, as in `<|user|>`. This marker starts before the role.
-    starts_before_role = [start for start in marker_starts if start <= role_start]
-    if not starts_before_role:
-        return ""
-    header_start = starts_before_role[-1]
-    return before_question[header_start:]
+    marker_starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
+    starts_before_role = [start for start in marker_starts if start <= role_starts[-1]]
+    return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:

@@ -102,10 +102,7 @@ class ModelTurn:
         rendering = self.prober.render(conversation, form)
         if rendering is None:
             return None
-        # The answer follows the tool's result. Without a result, the answer follows the question.
-        follows_tool_result = conversation.after_tool_result and RESULT_TEXT in rendering
-        last_input = RESULT_TEXT if follows_tool_result else USER_TEXT
-        after_input = text_after_last(rendering, last_input)
+        after_input = _text_after_input(rendering, conversation)
         header = _header_in(after_input, self.header)
         if header:
             _, _, after_header = after_input.partition(header)
@@ -142,6 +139,16 @@ def prompt_after_header(prompt: str, header: str) -> str:
     after_question = text_after_last(prompt, USER_TEXT)
     header_in_prompt = _header_in(after_question, header)
     return text_after_last(after_question, header_in_prompt) if header_in_prompt else ""
+
+
+def _text_after_input(rendering: str, conversation: Conversation) -> str:
+    """Return the rendered text after the last input that the model answers.
+
+    The input is the tool's result, or else the user's question. Example: the rendering
+    "<user>QUESTION</user><assistant>Hello" gives "</user><assistant>Hello".
+    """
+    follows_tool_result = conversation.after_tool_result and RESULT_TEXT in rendering
+    return text_after_last(rendering, RESULT_TEXT if follows_tool_result else USER_TEXT)
 
 
 def _header_in(text: str, header: str) -> str:
@@ -207,12 +214,11 @@ def header_after_result(turn: ModelTurn) -> str:
         The header, or "" if the model does not write the header.
     """
     header = turn.header.strip()
-    prompt_end = _prompt_end_after_result(turn.prober)
-    if not markers(header) or prompt_end is None:
+    if not markers(header):
         return ""  # A header without a marker cannot be distinguished from other text.
-    is_in_prompt = header in prompt_end
-    if is_in_prompt:
-        return ""
+    prompt_end = _prompt_end_after_result(turn.prober)
+    if prompt_end is None or header in prompt_end:
+        return ""  # The template renders no result, or the header is a part of the prompt.
     return header if _has_header_after_result(turn.prober, header) else ""
 
 
@@ -226,15 +232,19 @@ def _has_header_after_result(prober: Prober, header: str) -> bool:
 
 
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
-    r"""Return the texts that can open the model's turn at the end of a prompt.
+    """Return the texts that can open the model's turn at the end of a prompt.
 
-    The parser searches a prompt for these texts, to find the start of the model's turn. The first
-    text is the header, which opens the turn after a question. Some templates write another marker
-    instead of the header after a tool's result. That marker is the second text.
+    The parser searches a prompt for these texts, to find the start of the model's turn. After a
+    question, the header opens the turn, such as `<|assistant|>`. After a tool's result, a prompt
+    ends in one of three ways:
 
-    Example: after a question, a prompt ends with "<|im_start|>assistant\n". After a tool's result,
-    a prompt ends with "</result><|answer|>". The texts are "<|im_start|>assistant" and
-    "<|answer|>".
+        End of the prompt            Result
+        `</result><|assistant|>`     the header: ("<|assistant|>",)
+        `</result><|answer|>`        the header and this marker: ("<|assistant|>", "<|answer|>")
+        `</result>`                  (), because no text opens the turn
+
+    In the third case, the parser would find the header of an earlier turn if the result contained
+    the header.
 
     Args:
         turn: The header and the end markers of the model's turn, and the prober that renders the
@@ -243,14 +253,13 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
             the answer.
 
     Returns:
-        The texts. The tuple is empty if the header has no marker, or if no text opens the turn
-        after a tool's result. In the second case, the parser would otherwise find the header of an
-        earlier turn.
+        The texts. The tuple is also empty if the header contains no marker.
     """
     header = _strip_prefixes(turn.header.strip(), turn.end_markers)
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
+    # If the template renders no results, the header opens every turn.
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)

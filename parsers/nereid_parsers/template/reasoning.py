@@ -10,7 +10,7 @@ R4  the string constants of the template    markers whose names refer to thinkin
 R5  a call without and with reasoning       the marker of a call that also ends reasoning
 
 R1 to R4 are tried in this order until one of them finds markers. Then R5 adds the marker of a call,
-if this marker also ends reasoning.
+if this marker also ends reasoning. The module `reasoning_in_prompts` contains R2 and R3.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from nereid_parsers.template.conversation import (
     Conversation,
 )
 from nereid_parsers.template.difference import (
-    closing_spellings,
-    difference,
-    first_two,
     markers,
     opening_spellings,
     text_between,
 )
-from nereid_parsers.template.model_turn import GenerationPrompt, ModelTurn
-from nereid_parsers.template.probe import UNCHANGED
+from nereid_parsers.template.model_turn import ModelTurn
+from nereid_parsers.template.reasoning_in_prompts import (
+    compare_instructions,
+    compare_thinking_switch,
+    first_occurring,
+)
 from nereid_parsers.template.reasoning_markers import (
     MarkerPair,
     ReasoningMarkup,
@@ -45,7 +46,6 @@ from nereid_parsers.template.reasoning_markers import (
     declare_reasoning,
     empty_pairs,
     first_opening,
-    is_thinking_marker,
     last_opening,
     markup_of_pairs,
     named_pair,
@@ -63,15 +63,14 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
     """
     findings = find_rendered_reasoning(turn)  # These findings contain no markers yet.
-    conversation = findings.conversation
-    markup = _first_markup(turn, conversation)
+    markup = _first_markup(turn, findings.conversation)
     if markup is None:
         return findings
-    interrupted_by: tuple[str, ...] = ()
-    if conversation is not None:
-        interrupted_by = compare_reasoning_before_call(turn, markup.part, conversation)
-    opener = _infer_opener(turn, markup.part)
-    part = replace(markup.part, opener=opener, interrupted_by=interrupted_by)
+    part = replace(markup.part, opener=_infer_opener(turn, markup.part))
+    if findings.conversation is not None:
+        # A tool call may end the reasoning without a closing marker.
+        interrupted_by = compare_reasoning_before_call(turn, part, findings.conversation)
+        part = replace(part, interrupted_by=interrupted_by)
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
@@ -124,12 +123,9 @@ def compare_reasoning_presence(
         The markers, or None if one of the markers is missing.
     """
     answer = conversation.answer or AssistantMessage()
-    has_content = bool(answer.content)
-    # The name of the called function follows the reasoning if the message has no content.
-    next_text = CONTENT_TEXT if has_content else FIRST_TOOL
-    around = _cut_at_reasoning(turn, conversation, next_text)
-    opening, closing = _markers_of_reasoning(turn, around)
-    if not opening or not closing.strip():
+    around = _cut_at_reasoning(turn, conversation, has_content=bool(answer.content))
+    pair = _markers_of_reasoning(turn, around)
+    if not pair.opening or not pair.closing.strip():
         turn.prober.undecided.append(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
             f"between {around.before!r} and {around.between!r}."
@@ -140,39 +136,48 @@ def compare_reasoning_presence(
         "The message has reasoning.",
         left=replace(conversation, answer=replace(answer, reasoning="")),
         right=conversation,
-        finding=f"Reasoning is written between {opening!r} and {closing!r}.",
+        finding=f"Reasoning is written between {pair.opening!r} and {pair.closing!r}.",
     )
-    markup = declare_reasoning(opening, closing, turn.header.strip(), around.between)
-    if not has_content:
-        return markup
-    wrapper = _wrapper_after_reasoning(around, closing, turn.header.strip())
-    return replace(markup, wrapper=wrapper)
+    header = turn.header.strip()
+    markup = declare_reasoning(pair.opening, pair.closing, header, around.between)
+    return replace(markup, wrapper=_wrapper_after_reasoning(around, pair.closing, header))
 
 
 class _TextAroundReasoning(NamedTuple):
     """The text around the reasoning of a rendered message.
 
     Example: the text "<think>REASONING</think><answer>CONTENT</answer>" has `before` "<think>",
-    `between` "</think><answer>" and `after` "</answer>".
+    `between` "</think><answer>" and `after_content` "</answer>".
+
+    Attributes:
+        before: The text before the reasoning.
+        between: The text between the reasoning and the next part of the message, which is the
+            content or the name of the called function.
+        after_content: The text after the content, or None if the message has no content.
     """
 
     before: str
     between: str
-    after: str
+    after_content: str | None
 
 
 def _cut_at_reasoning(
-    turn: ModelTurn, conversation: Conversation, next_text: str
+    turn: ModelTurn, conversation: Conversation, *, has_content: bool
 ) -> _TextAroundReasoning:
-    """Render a message. Return the text around the reasoning and around `next_text`.
+    """Render a message, and return the text around the reasoning and around the content.
 
-    Example: if `next_text` is CONTENT, "<think>REASONING</think><answer>CONTENT</answer>" gives
-    "<think>", "</think><answer>" and "</answer>".
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the message.
+        conversation: The conversation. Its answer is the message.
+        has_content: Whether the message has content. Otherwise the message has a tool call.
     """
     text = turn.text_after_header(conversation) or ""
     before, _, after_reasoning = text.partition(REASONING_TEXT)
-    between, _, after = after_reasoning.partition(next_text)
-    return _TextAroundReasoning(before, between, after)
+    if has_content:
+        between, _, after_content = after_reasoning.partition(CONTENT_TEXT)
+        return _TextAroundReasoning(before, between, after_content)
+    between, _, _ = after_reasoning.partition(FIRST_TOOL)
+    return _TextAroundReasoning(before, between, after_content=None)
 
 
 def _wrapper_after_reasoning(
@@ -188,10 +193,12 @@ def _wrapper_after_reasoning(
         closing: The closing marker of reasoning.
         header: The header of the model's turn. Some templates repeat the header before the content.
     """
+    if around.after_content is None:
+        return None
     before_content = around.between.removeprefix(closing)
-    if header:
+    if header:  # The header is not a part of the wrapper.
         before_content = before_content.replace(header, "")
-    return content_wrapper(before_content, around.after)
+    return content_wrapper(before_content, around.after_content)
 
 
 def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
@@ -200,7 +207,7 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
     closing = closing_marker(around.between, opening)
     if not opening:
         # The opening marker may be derived from the closing marker: `<think>` from `</think>`.
-        opening = _first_occurring(turn, opening_spellings(closing.strip()))
+        opening = first_occurring(turn, opening_spellings(closing.strip()))
     return MarkerPair(opening, closing)
 
 
@@ -217,104 +224,6 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
         if opening:
             return opening
     return ""
-
-
-# ---- R2, R3: the thinking switches --------------------------------------------------------------
-
-
-def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
-    r"""Find the markers of reasoning in the generation prompts.
-
-    A generation prompt opens the model's answer. `turn` contains one prompt for each setting of the
-    template's thinking switches, for example `enable_thinking=False`. Example: if a prompt ends
-    with "<think>\n\n</think>\n\n", the markers are `<think>\n` and `\n</think>\n\n`.
-
-    The report compares this prompt with the default prompt, with the label R2.
-
-    Returns:
-        The markers of the first prompt that contains markers of reasoning, or None.
-    """
-    for prompt in turn.prompts:
-        closing = _closing_in_prompt(turn, prompt)
-        if not closing:
-            continue
-        opening = first_opening(prompt.after_header)
-        turn.prober.record(
-            "R2 thinking switch",
-            prompt.switches.describe() or UNCHANGED,
-            left=turn.prompts[0].conversation,
-            right=prompt.conversation,
-            finding=f"The prompt opens reasoning with {opening!r}. "
-            f"The marker {closing!r} closes reasoning.",
-        )
-        # If a line break follows the opening marker, the closing marker is probably also on a line
-        # of its own.
-        is_on_own_line = opening.endswith("\n")
-        close = f"\n{closing}\n\n" if is_on_own_line else closing
-        return ReasoningMarkup(Reasoning(opening, close))
-    return None
-
-
-def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the closing marker of reasoning if `prompt` contains the opening marker, or else "".
-
-    There are three cases. Each example is the end of a prompt:
-
-        `<think></think>`   The prompt itself contains the closing marker.
-        `<think>`           The name of the marker refers to thinking. The closing marker is derived
-                            from the opening marker. A spelling that the template contains is
-                            preferred.
-        `<notes>`           The name does not refer to thinking. The marker opens reasoning if a
-                            thinking switch adds the marker, and the template has a closing marker.
-
-    Args:
-        turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
-        prompt: A prompt with a setting of the thinking switches, such as enable_thinking=True.
-    """
-    opening, second = first_two(markers(prompt.after_header))  # A missing marker is "".
-    possible_closings = closing_spellings(opening)
-    has_thinking_name = is_thinking_marker(opening)
-    is_closed_in_prompt = bool(second) and (has_thinking_name or second in possible_closings)
-    if is_closed_in_prompt:
-        return second
-    closing_in_template = _first_occurring(turn, possible_closings)
-    if has_thinking_name:
-        derived_closing = possible_closings[0] if possible_closings else ""
-        return closing_in_template or derived_closing
-    is_added_by_switch = prompt.after_header != turn.prompts[0].after_header
-    return closing_in_template if is_added_by_switch else ""
-
-
-def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
-    """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
-
-    A thinking switch is a template variable such as `enable_thinking`. Example: the instruction
-    "Write <think></think> and <answer></answer>" shows the markers of reasoning and the markers
-    around the content. Return None if no switch adds such instructions.
-
-    The report compares the prompt with the default prompt, with the label R3.
-    """
-    if not turn.prompts:
-        return None
-    default, *others = turn.prompts
-    for prompt in others:
-        if prompt.switches.system:
-            continue  # The added text is the system message of the probe, not an instruction.
-        added_text = difference(default.text, prompt.text).right
-        pairs = empty_pairs(added_text)  # such as `<think></think>` and `<answer></answer>`
-        mentions_reasoning = bool(pairs) and is_thinking_marker(pairs[0].opening)
-        if not mentions_reasoning:
-            continue
-        names = ", ".join(pair.opening + pair.closing for pair in pairs)
-        turn.prober.record(
-            "R3 instructions",
-            prompt.switches.describe(),
-            left=default.conversation,
-            right=prompt.conversation,
-            finding=f"The instructions mention the pairs of tags {names}.",
-        )
-        return markup_of_pairs(pairs[0], pairs[1:])
-    return None
 
 
 # ---- R4: the template's source ------------------------------------------------------------------
@@ -369,7 +278,9 @@ def compare_reasoning_before_call(
     with_reasoning = replace(conversation, answer=reasoning_and_call, tools=True)
     text = turn.text_after_header(with_reasoning) or ""
     between = text_between(text, REASONING_TEXT, FIRST_TOOL)
-    if between is None or part.close.strip() in between:
+    if between is None:  # The template does not render the message.
+        return ()
+    if part.close.strip() in between:  # The template writes the closing marker.
         return ()
     markers_between = markers(between)
     if not markers_between:
@@ -387,16 +298,3 @@ def compare_reasoning_before_call(
         finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )
     return (interruption,)
-
-
-def _first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
-    """Return the first candidate that the template or a generation prompt contains, or "".
-
-    Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
-    "</think>". Then the result is "</think>".
-    """
-    texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
-    for candidate in candidates:
-        if any(candidate in text for text in texts):
-            return candidate
-    return ""

@@ -202,6 +202,15 @@ def escape_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
+def unescape_braces(pattern: str) -> str:
+    """Return the text of a pattern without fields, in which braces are doubled.
+
+    >>> unescape_braces("f{{x}}")
+    'f{x}'
+    """
+    return pattern.replace("{{", "{").replace("}}", "}")
+
+
 def split_at_words(text: str, *words: str) -> list[str] | None:
     """Split `text` at the given words, which must occur in the given order.
 

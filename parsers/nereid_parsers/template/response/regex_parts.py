@@ -12,8 +12,10 @@ expression is split into white space, the literal `<tool_call>`, white space, th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, product
+from typing import Any
 
 from nereid_parsers.errors import FormatError
 
@@ -109,6 +111,47 @@ def literal_text(piece: Piece) -> str:
     return piece if isinstance(piece, str) else ""
 
 
+def marker_spellings(field: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    r"""Return all spellings of one marker. `key` selects the marker, for example "open".
+
+    If `key` is "open", the member `open` of the field contains one or more literals, or the member
+    `open_pattern` contains a regular expression. The result is () if the field has no such member.
+
+    >>> marker_spellings({"open": "<a>"}, "open")
+    ('<a>',)
+    >>> marker_spellings({"open_pattern": r"<a>|<b>\s*"}, "open")
+    ('<a>', '<b>')
+
+    Args:
+        field: The declaration of a field, such as "tool_calls", in a response template.
+        key: The key of the marker: "open", "close" or "start_anchor".
+
+    Raises:
+        FormatError: A regular expression contains a group.
+    """
+    literal = field.get(key)
+    if isinstance(literal, str):
+        return (literal,)
+    if isinstance(literal, list):
+        return tuple(str(spelling) for spelling in literal)
+    regex = field.get(f"{key}_pattern")
+    return () if regex is None else _spellings_of_regex(regex)
+
+
+def _spellings_of_regex(regex: str) -> tuple[str, ...]:
+    r"""Return the texts that a regular expression matches, without white space around the texts.
+
+    >>> _spellings_of_regex(r"<a>|<b>\s*")
+    ('<a>', '<b>')
+
+    Raises:
+        FormatError: The expression contains a group.
+    """
+    texts = [text_of_literals(pieces).strip() for pieces in alternatives(regex)]
+    distinct_texts = dict.fromkeys(texts)
+    return tuple(text for text in distinct_texts if text)
+
+
 class _Reader:
     """A recursive-descent parser of a regular expression.
 
@@ -187,10 +230,13 @@ class _Reader:
     def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
         r"""Read the quantifier after `element`, if any, and return the quantified alternatives.
 
-        The method moves `position` to the end of the quantifier. Examples: `a?` has two
-        alternatives, `a` and the empty text. The quantifiers of `\s*` and `[^>]+` have no effect,
-        because white space and fields already match any length. `a+` and `a*` are rejected, because
-        a format cannot write a marker of unlimited length.
+        The method moves `position` to the end of the quantifier. There are three cases:
+
+            `\s*`, `[^>]+`   The quantifier has no effect, because white space and fields already
+                             match any length.
+            `a?`             The alternatives are `a` and the empty text.
+            `a+`, `a*`       The quantifier is rejected, because a format cannot write a marker of
+                             unlimited length.
 
         >>> _Reader("?").read_quantifier([("a",)]), _Reader("+").read_quantifier([(Field("x"),)])
         ([('a',), ()], [(Field(name='x'),)])
@@ -208,8 +254,7 @@ class _Reader:
         contains_literal = any(isinstance(piece, str) for piece in chain.from_iterable(element))
         if not contains_literal:
             return element
-        is_optional = quantifier.group().startswith("?")
-        if is_optional:
+        if quantifier.group().startswith("?"):
             return [*element, ()]
         raise self.error(f"the quantifier {quantifier.group()} must not repeat a literal")
 
@@ -252,10 +297,12 @@ class _Reader:
         index = self.position
         while index < len(self.regex):
             char = self.regex[index]
-            if char == "[":  # A parenthesis inside a character class is a literal.
-                index = self.end_of_class(index)
-                continue
-            index += 2 if char == "\\" else 1  # A backslash escapes the next character.
+            if char == "[":
+                index = self.end_of_class(index)  # Parentheses in a character class are literals.
+            elif char == "\\":
+                index += 2  # The backslash and the character that it escapes.
+            else:
+                index += 1
             if char == "(":
                 num_open_groups += 1
             elif char == ")":
@@ -283,14 +330,15 @@ class _Reader:
         r"""Read a character class, such as `[^>]`, and return the piece for this class.
 
         The piece is `OptionalWhitespace` if the class contains only white space, otherwise a
-        `Field`.
+        `Field`. The method moves `position` to the end of the class.
 
         >>> _Reader("[ \\n]").read_class(), _Reader("[^>]").read_class()
         (OptionalWhitespace(), Field(name=''))
         """
         end = self.end_of_class(self.position)
-        members = self.regex[self.position + 1 : end - 1]
+        class_text = self.regex[self.position : end]
         self.position = end
+        members = class_text.removeprefix("[").removesuffix("]")
         return OptionalWhitespace() if _WHITE_SPACE_CLASS.fullmatch(members) else Field("")
 
     def read_escape(self) -> Piece:

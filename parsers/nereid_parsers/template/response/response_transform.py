@@ -31,9 +31,9 @@ def keys_of_transform(transform: object) -> Keys:
     ('f', 'args')
 
     Args:
-        transform: The rule by which transformers builds a tool call from the JSON: an object of
-            placeholders such as "{content.tool.name}", or a list of one such object. None if the
-            JSON already has the form of a tool call.
+        transform: The rule by which transformers builds a tool call from the JSON, or a list of one
+            such rule. A rule is one placeholder, such as "{content.tool}", or an object of
+            placeholders. None if the JSON already has the form of a tool call.
 
     Raises:
         FormatError: The transform does not contain the keys.
@@ -42,17 +42,31 @@ def keys_of_transform(transform: object) -> Keys:
     rule: Any = transform[0] if is_list_of_one else transform  # type: ignore[index]
     if rule is None:
         return Keys(name="function.name", arguments="function.arguments", id="id")
-    # The rule has one of three forms: {"function": {..}}, {"name": .., "arguments": ..}, or a
-    # placeholder.
-    function = rule.get("function", rule) if isinstance(rule, Mapping) else rule
+    function = _function_of_rule(rule)
     if isinstance(function, str):
         return _usual_keys(_path(function))
-    if not isinstance(function, Mapping):
+    return _keys_of_rule(rule, function)
+
+
+def _function_of_rule(rule: object) -> str | Mapping[str, Any]:
+    """Return the part of a rule that describes the name and the arguments.
+
+    The part is a placeholder or an object with the members `name` and `arguments`. It is the member
+    `function` of the rule, or the whole rule if there is no such member.
+
+    >>> _function_of_rule({"function": "{content}"}), _function_of_rule("{content}")
+    ('{content}', '{content}')
+
+    Raises:
+        FormatError: The part has another type.
+    """
+    function = rule.get("function", rule) if isinstance(rule, Mapping) else rule
+    if not isinstance(function, str | Mapping):
         raise FormatError(
             f"the transform {rule!r} does not return a tool call, because `function` is not "
             "an object"
         )
-    return _keys_of_rule(rule, function)
+    return function
 
 
 def _keys_of_rule(rule: Mapping[str, Any], function: Mapping[str, Any]) -> Keys:

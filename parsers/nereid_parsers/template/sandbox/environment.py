@@ -83,25 +83,25 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             cache_size=0,
         )
         self.budget = budget
-        self.literal_size = 0
+        self.literal_size = 0  # `CompiledTemplate` sets this attribute after the compilation.
         self._is_immutable = is_immutable
         self._now = now
-        allowed_filters = {
-            name: function
-            for name, function in self.filters.items()
-            if name not in _REMOVED_FILTERS
-        }
-        allowed_filters["tojson"] = tojson
-        self.filters = {
-            name: self._counted_filter(name, function) for name, function in allowed_filters.items()
-        }
-        self.filters.update(self._counting_filters())
-        self.globals.pop("lipsum", None)
+        self.filters = {**self._allowed_filters(), **self._counting_filters()}
+        self.globals.pop("lipsum", None)  # This function returns random text.
         self.globals.update(
             namespace=SafeNamespace,
             raise_exception=raise_exception,
             strftime_now=self._strftime_now,
         )
+
+    def _allowed_filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the filters that a template may use. Each use of a filter is counted."""
+        functions = {**self.filters, "tojson": tojson}
+        return {
+            name: self._counted_filter(name, function)
+            for name, function in functions.items()
+            if name not in _REMOVED_FILTERS
+        }
 
     def _counting_filters(self) -> dict[str, Callable[..., Any]]:
         """Return the filters that count the operations of a template.
@@ -114,6 +114,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             "_count_items": self._count_items,
             "_count_step": self._count_step,
             "_concatenate": self._concatenate,
+            # A new budget may replace `self.budget` later, so the attribute is read at each call.
             "_check_size": lambda value: self.budget.check(value),
         }
 
@@ -154,10 +155,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         # One call of a macro can write any of the template's literal text. A call of another
         # function writes no literal text of the template.
         budget.step(__self.literal_size if is_macro else 0)
-        # jinja2 wraps `str.format` in a function, which has no `__self__`.
-        function = getattr(__obj, "__wrapped__", __obj)
-        # The object whose method is called, such as `text` in `text.replace(..)`, or None.
-        owner = getattr(function, "__self__", None)
+        owner = _owner_of_method(__obj)
         if isinstance(owner, str | bytes | int | float):
             budget.check_method(owner, __obj.__name__, (*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
@@ -177,7 +175,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
                 jinja2 passes its own context or environment as the first argument.
         """
         pass_arg = getattr(inner, "jinja_pass_arg", None)
-        num_jinja_args = 0 if pass_arg is None else 1
+        num_jinja_args = 0 if pass_arg is None else 1  # the arguments that jinja2 itself passes
 
         def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.budget.step()
@@ -238,6 +236,16 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return self.budget.check(value)
 
 
+def _owner_of_method(function: object) -> object:
+    """Return the object whose method is called, such as `text` in `text.replace(..)`.
+
+    Return None if the function is not a method.
+    """
+    # jinja2 wraps the method `str.format` in a function, which has no attribute `__self__`.
+    method = getattr(function, "__wrapped__", function)
+    return getattr(method, "__self__", None)
+
+
 class CompiledTemplate:
     """A compiled template, which is rendered within a budget.
 
@@ -271,16 +279,21 @@ class CompiledTemplate:
             )
         self.changes_lists = ".append(" in source or ".pop(" in source
         self._now = now
-        env = _LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=now)
+        env = self._new_environment(budget)
         counting = AddCounting(budget)
-        self._code = _compile(env, source, counting)  # `counting` records names and texts.
-        self.literals = tuple(counting.literals)
+        self._code = _compile(env, source, counting)
+        # During the compilation, `counting` has recorded the variables and texts of the template.
         self.names = frozenset(counting.names)
+        self.literals = tuple(counting.literals)
         self.compared = {
             name: tuple(dict.fromkeys(constants)) for name, constants in counting.compared.items()
         }
         self._literal_size = counting.literal_size
         self._load(env)
+
+    def _new_environment(self, budget: Budget) -> _LimitedEnvironment:
+        """Return an environment in which this template may run."""
+        return _LimitedEnvironment(budget, is_immutable=not self.changes_lists, now=self._now)
 
     def _load(self, env: _LimitedEnvironment) -> None:
         """Load the compiled code into `env`, and use this environment for all later renderings."""
@@ -294,8 +307,7 @@ class CompiledTemplate:
         The copy has its own budget, but uses the same compiled code.
         """
         other = copy.copy(self)
-        is_immutable = not self.changes_lists
-        other._load(_LimitedEnvironment(Budget(), is_immutable=is_immutable, now=self._now))
+        other._load(self._new_environment(Budget()))
         return other
 
     def render(self, variables: Mapping[str, Any], budget: Budget | None = None) -> str:
@@ -303,8 +315,7 @@ class CompiledTemplate:
 
         Args:
             variables: The variables that the template reads.
-            budget: A budget that replaces the present budget for this and all later renderings.
-                None keeps the present budget.
+            budget: A budget for this and all later renderings. None keeps the present budget.
 
         Raises:
             RenderRefused: The template failed or raised an exception.
@@ -314,6 +325,7 @@ class CompiledTemplate:
         if budget is not None:
             env.budget = budget
         try:
+            # The text outside all loops and macros is written once, so it counts as one step.
             env.budget.step(env.literal_size)
             return "".join(self._template.generate(**variables))
         except LimitError:  # The last handler would catch it as an exception of the template.
@@ -343,15 +355,7 @@ def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> Co
         LimitError: The source is nested too deeply, or takes too long to compile.
     """
     try:
-        tree = env.parse(source)
-        counting.visit(tree)
-        # jinja2 has no public methods for the two steps of its compilation.
-        python_code = env._generate(tree, name=None, filename=None)
-        if len(python_code) > MAX_CODE:
-            raise LimitError(
-                f"the template compiles to {len(python_code)} characters of Python code, but the "
-                f"limit is {MAX_CODE}"
-            )
+        python_code = _generate_python(env, source, counting)
         return env._compile(python_code, "<template>")
     except LimitError:  # The last handler would catch it as a ValueError.
         raise
@@ -363,3 +367,23 @@ def _compile(env: _LimitedEnvironment, source: str, counting: AddCounting) -> Co
         ) from error
     except (SyntaxError, ValueError) as error:
         raise TemplateError(f"the template does not compile: {error}") from error
+
+
+def _generate_python(env: _LimitedEnvironment, source: str, counting: AddCounting) -> str:
+    """Return the source of the Python code that renders a template.
+
+    The arguments are those of `_compile`. jinja2 may also raise its own errors.
+
+    Raises:
+        LimitError: The code is too long, or takes too long to generate.
+    """
+    tree = env.parse(source)
+    counting.visit(tree)
+    # jinja2 has no public methods for the two steps of its compilation.
+    python_code = env._generate(tree, name=None, filename=None)
+    if len(python_code) > MAX_CODE:
+        raise LimitError(
+            f"the template compiles to {len(python_code)} characters of Python code, but the "
+            f"limit is {MAX_CODE}"
+        )
+    return python_code

@@ -69,7 +69,8 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     """Return the limits for rendering one request. The limits grow with the size of the request.
 
     A template needs more steps and makes longer texts if the request is longer. `tojson` lengthens
-    a text more than other operations: one character can become six characters.
+    a text more than other operations: one character can become six characters. The class `Limits`
+    explains each limit.
 
     Args:
         variables: The variables of the template, which contain the messages of the request.
@@ -116,7 +117,8 @@ class Budget:
         The count stops a template that never ends, because no other thread can stop it.
 
         Args:
-            literal_size: The number of characters of literal text that this step may write.
+            literal_size: The number of characters of the template's own text that this step may
+                write. One loop item, for example, can write all text inside the loop.
 
         Raises:
             LimitError: The template runs for too long, or makes too much text.
@@ -175,11 +177,11 @@ class Budget:
         The check precedes the operation, because the operation cannot be interrupted. Examples of
         rejected operations: `'x' * 10**9`, `2 ** 10**9` and `'%099999d' % 1`.
         """
-        if operator == "*":
+        if operator == "*":  # The number may be on either side: `'x' * 3` or `3 * 'x'`.
             self._check_repetition(left, right)
             self._check_repetition(right, left)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            num_bits = left.bit_length() * abs(right)
+            num_bits = left.bit_length() * abs(right)  # an upper bound for the bits of the result
             self.check_size(num_bits * _POWER_WEIGHT)
         elif operator == "%":
             check_format(left)
@@ -225,11 +227,18 @@ class Budget:
             case "format":
                 check_format(value)
             case "tojson":
-                options_size = sum(_text_size(option) for option in options)
-                self.check_size(options_size * _TOJSON_LINES)
+                self._check_tojson(options)
             case "indent" if isinstance(value, str):
                 width = args[0] if args else kwargs.get("width")
                 self._check_indent(value, width or _DEFAULT_INDENT)
+
+    def _check_tojson(self, options: list[Any]) -> None:
+        """Raise LimitError if the filter `tojson` would repeat a very long option.
+
+        Options such as the indentation and the separators are written once for each line.
+        """
+        options_size = sum(_text_size(option) for option in options)
+        self.check_size(options_size * _TOJSON_LINES)
 
     def _check_indent(self, text: str, width: Any) -> None:  # noqa: ANN401
         """Raise LimitError if `text | indent(width)` would be too large.
@@ -290,11 +299,12 @@ def size_of(value: object, max_size: int, depth: int = 0) -> int:
     """
     if isinstance(value, str):
         return len(value) + _ITEM_SIZE
+    members: list[object]
     if isinstance(value, dict):
-        members: list[object] = [*value.keys(), *value.values()]
+        members = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set):
         members = list(value)
-    else:
+    else:  # a number, for example
         return _ITEM_SIZE
     if depth > _MAX_DEPTH:
         raise LimitError(f"the template nests lists more than {_MAX_DEPTH} levels deep")

@@ -85,16 +85,29 @@ def read_checkpoint(path: str | Path) -> CheckpointText:
             "Check the path."
         )
     config = _read_json(path / "tokenizer_config.json")
-    template_file = _read_json(path / "chat_template.json")  # This is {} if no file exists.
-    templates_in_json = template_file.get("chat_template", config.get("chat_template"))
     response_template = config.get("response_template")
     return CheckpointText(
-        template=_select_template(_read_jinja_templates(path) or templates_in_json),
+        template=_select_template(_read_templates(path, config)),
         response_template=response_template if isinstance(response_template, dict) else None,
         bos_token=_token_text(config.get("bos_token")),
         eos_token=_token_text(config.get("eos_token")),
         added_tokens=_added_tokens(config, path),
     )
+
+
+def _read_templates(path: Path, config: dict[str, Any]) -> object:
+    """Return the chat templates of a checkpoint, in the form in which a file contains them.
+
+    See `_select_template` for the possible forms. The result is None if there are no templates.
+
+    Args:
+        path: The folder of the checkpoint. Its .jinja files are preferred, and then its file
+            chat_template.json.
+        config: The content of tokenizer_config.json, which is used if there are no such files.
+    """
+    json_file = _read_json(path / "chat_template.json")  # This is {} if no file exists.
+    templates_in_json = json_file.get("chat_template", config.get("chat_template"))
+    return _read_jinja_templates(path) or templates_in_json
 
 
 def _read_jinja_templates(path: Path) -> dict[str, str]:
@@ -125,12 +138,8 @@ def _select_template(templates: object) -> str | None:
     if isinstance(templates, str):
         return templates  # The checkpoint has only one template.
     source_by_name = _sources_by_name(templates)
-    if not source_by_name:
-        return None
-    first_name = next(iter(source_by_name))
-    preferred_names = ("tool_use", "default", first_name)
-    available_names = [name for name in preferred_names if name in source_by_name]
-    source = source_by_name[available_names[0]]
+    names = [name for name in ("tool_use", "default", *source_by_name) if name in source_by_name]
+    source = source_by_name[names[0]] if names else None
     return source if isinstance(source, str) else None
 
 
@@ -244,24 +253,31 @@ def format_for_checkpoint(
     if name is not None:
         return ChosenFormat(get_format(name), "chosen", f"The user chose the format {name!r}.")
     if reasoning is not None and tools is not None:
-        fmt = get_format(reasoning=reasoning, tools=tools)
-        why = f"The user chose the formats {reasoning!r} for reasoning and {tools!r} for tools."
-        return ChosenFormat(fmt, "chosen", why)
+        return _format_of_both_names(reasoning, tools)
     text = read_checkpoint(path)
     if chat_template is not None:
         text = dataclasses.replace(text, template=chat_template)
     file_format = _format_of_files(text)
-    if reasoning is None and tools is None:
-        return file_format
-    return _combine(file_format, reasoning, tools)
+    has_user_chosen = reasoning is not None or tools is not None
+    return _combine(file_format, reasoning, tools) if has_user_chosen else file_format
+
+
+def _format_of_both_names(reasoning: str, tools: str) -> ChosenFormat:
+    """Return the format that combines the parts of two registered formats.
+
+    Raises:
+        FormatError: A name is unknown.
+    """
+    fmt = get_format(reasoning=reasoning, tools=tools)
+    why = f"The user chose the formats {reasoning!r} for reasoning and {tools!r} for tools."
+    return ChosenFormat(fmt, "chosen", why)
 
 
 def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None) -> ChosenFormat:
     """Replace the reasoning or the tools of `file_format` by the part that the user has chosen.
 
     Example: reasoning="qwen3" replaces only the reasoning and keeps the tool section of
-    `file_format`. Only formats whose layout is `Sections` can be combined. For other formats, the
-    result is the whole chosen format.
+    `file_format`. If the two formats cannot be combined, the result is the whole chosen format.
 
     Args:
         file_format: The format that the files of the checkpoint declare or imply.
@@ -270,23 +286,36 @@ def _combine(file_format: ChosenFormat, reasoning: str | None, tools: str | None
             the two names is given.
     """
     chosen = get_format(reasoning=reasoning, tools=tools)
-    from_files = file_format.format
     why_chosen = f"The user chose the format {reasoning or tools!r}."
-    if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
+    is_reasoning_chosen = reasoning is not None
+    combined = _combine_formats(chosen, file_format.format, is_reasoning_chosen=is_reasoning_chosen)
+    if combined is None:
         why_whole = "It is used completely, because formats of this kind cannot be combined."
         return ChosenFormat(chosen, "chosen", f"{why_chosen} {why_whole}")
+    why = f"{why_chosen} The source of the other parts: {file_format.why}"
+    return ChosenFormat(combined, "chosen", why, file_format.analysis)
+
+
+def _combine_formats(
+    chosen: Format, from_files: Format, *, is_reasoning_chosen: bool
+) -> Format | None:
+    """Combine a chosen format with the format of the files.
+
+    Return None if the layout of one of the formats is not `Sections`, because only sections can be
+    combined. For the arguments, see `_combine_sections`.
+    """
+    if not isinstance(chosen.layout, Sections) or not isinstance(from_files.layout, Sections):
+        return None
     layout = _combine_sections(
-        chosen.layout, from_files.layout, is_reasoning_chosen=reasoning is not None
+        chosen.layout, from_files.layout, is_reasoning_chosen=is_reasoning_chosen
     )
-    combined = Format(
+    return Format(
         f"{chosen.name}+{from_files.name}",
         layout,
         ends=(*chosen.ends, *from_files.ends),
         turn=from_files.turn,
         sources=(*chosen.sources, *from_files.sources),
     )
-    why = f"{why_chosen} The source of the other parts: {file_format.why}"
-    return ChosenFormat(combined, "chosen", why, file_format.analysis)
 
 
 def _combine_sections(
@@ -319,22 +348,31 @@ def _format_of_files(text: CheckpointText) -> ChosenFormat:
     the format is inferred from the chat template. The attribute `why` of the result contains the
     reason for each source that could not be used.
     """
-    problems: list[str] = []  # the reasons why sources cannot be used, as sentences
-    if text.response_template is not None:
-        try:
-            return _declared_format(text.response_template)
-        except FormatError as error:
-            problems.append(_sentence(f"The response_template cannot be used: {error}"))
+    if text.response_template is None:
+        return _format_of_template(text, problems=[])
+    try:
+        return _declared_format(text.response_template)
+    except FormatError as error:
+        problem = _sentence(f"The response_template cannot be used: {error}")
+        return _format_of_template(text, [problem])
+
+
+def _format_of_template(text: CheckpointText, problems: list[str]) -> ChosenFormat:
+    """Return the format that the chat template implies, or else the format for plain content.
+
+    Args:
+        text: The chat template and the tokens of the checkpoint.
+        problems: Sentences that state why other sources of the format cannot be used.
+    """
     if text.template is None:
-        problems.append("The checkpoint has no chat template.")
-        return _plain_format(problems)
+        return _plain_format([*problems, "The checkpoint has no chat template."])
     try:
         analysis = analyze_checkpoint_template(
             text.template, text.bos_token, text.eos_token, added_tokens=text.added_tokens
         )
     except NereidParsersError as error:
-        problems.append(_sentence(f"The chat template cannot be analysed: {error}"))
-        return _plain_format(problems)
+        problem = _sentence(f"The chat template cannot be analysed: {error}")
+        return _plain_format([*problems, problem])
     why = " ".join([*problems, "The format was inferred from the chat template."])
     return ChosenFormat(analysis.format, "template", why, analysis)
 

@@ -248,7 +248,7 @@ class InputForm:
         """
         if answer.reasoning and self.reasoning == BLOCKS:
             return _message_of_blocks(answer)  # The blocks contain the tool calls too.
-        if answer.reasoning and self.reasoning == PARTS:
+        if answer.reasoning and self.reasoning == PARTS:  # The content contains the reasoning.
             message = {"role": "assistant", "content": _content_with_thinking(answer)}
         else:
             message = self._message_without_calls(answer)
@@ -272,11 +272,17 @@ class InputForm:
         else:
             message = {"role": "assistant", **_EMPTY_CONTENT[self.empty_content]}
         if answer.reasoning:
-            is_in_all_fields = self.reasoning == ALL_REASONING_FIELDS
-            field_names = REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
-            for field_name in field_names:
-                message[field_name] = answer.reasoning
+            message.update(dict.fromkeys(self._reasoning_fields(), answer.reasoning))
         return message
+
+    def _reasoning_fields(self) -> tuple[str, ...]:
+        """Return the names of the fields that contain the reasoning.
+
+        >>> InputForm(reasoning="thinking")._reasoning_fields()
+        ('thinking',)
+        """
+        is_in_all_fields = self.reasoning == ALL_REASONING_FIELDS
+        return REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
         """Return a tool call in the form that the template expects.

@@ -166,10 +166,14 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """Yield the variants of a tool call that a model family declares, except the first variant.
 
-    A variant declares another way in which models of the family write a tool call, for example
-    without a marker. The body of a variant declares the text between the markers. If a variant and
-    the first variant have equal bodies, the yielded variant has the body of `inferred_call`,
-    because `inferred_call` shows how this template writes the body.
+    A variant declares another way in which models of the family write a tool call. Most variants
+    differ from the first variant only in the markers, and have the same body, which is the text
+    between the markers. Such a variant is yielded with the body of `inferred_call`, because
+    `inferred_call` shows how this template writes the body. A variant with another body is yielded
+    unchanged.
+
+    Example: the family declares `<call>BODY</call>` and `[call]BODY`, and the template writes
+    `<call>OTHER</call>`. The function yields `[call]OTHER`.
 
     Args:
         family: The tool section of the model family, from the registry of formats.
@@ -177,8 +181,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
-        has_same_body = variant.body == first_of_family.body
-        yield replace(variant, body=inferred_call.body) if has_same_body else variant
+        has_usual_body = variant.body == first_of_family.body
+        yield replace(variant, body=inferred_call.body) if has_usual_body else variant
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -255,18 +259,14 @@ def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     keys = _keys_of(call)
     if keys is None or not isinstance(call.body, JsonObject | JsonArray):
         return call
-    all_keys = [keys]
-    for family in families:
-        family_keys = _keys_of(family.calls[0])
-        if family_keys is not None:
-            all_keys.append(family_keys)
+    keys_of_families = [_keys_of(family.calls[0]) for family in families]
+    all_keys = [keys, *(declared for declared in keys_of_families if declared is not None)]
     accepted_keys = replace(
         keys,
         also=_union(declared.also for declared in all_keys),
         extra=_union(declared.extra for declared in all_keys),
     )
-    body = replace(call.body, keys=accepted_keys)
-    return replace(call, body=body)
+    return replace(call, body=replace(call.body, keys=accepted_keys))
 
 
 def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -113,22 +113,24 @@ class Prober:
         Mutates: `_filled`, the variables that the method has set, and `refusals`, the error
         messages of the template.
         """
-        while True:  # Each pass, except the last pass, defines one more variable.
+        text = None
+        while text is None:  # Each pass, except the last pass, defines one more variable.
             try:
                 text = self.template.render(self._variables(conversation, form))
             except RenderRefused as refusal:
-                reason = str(refusal)
-                if self._fill_undefined_variable(reason):
-                    continue
-                self.refusals[conversation] = reason
-                return None
-            return _mask_call_ids(text, form)
+                error_message = str(refusal)
+                is_now_defined = self._fill_undefined_variable(error_message)
+                if not is_now_defined:
+                    self.refusals[conversation] = error_message
+                    return None
+        return _mask_call_ids(text, form)
 
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
         """Return the variables with which the template renders a conversation.
 
         If a variable is set several times, the last value counts: the value of a thinking switch of
-        the conversation, or else the value in `kwargs`.
+        the conversation, or else the value in `kwargs`, or else the value in `_filled`. `_filled`
+        contains the variables that would otherwise be undefined.
 
         Args:
             conversation: The conversation.
@@ -163,11 +165,10 @@ class Prober:
         if match is None:
             return False
         name = match.group(1)
-        is_read_by_template = name in self.template.names
-        if not is_read_by_template or name in self._filled:
-            return False
-        self._filled[name] = ""
-        return True
+        can_be_set = name in self.template.names and name not in self._filled
+        if can_be_set:
+            self._filled[name] = ""
+        return can_be_set
 
     def record(
         self, name: str, changed: str, left: Conversation, right: Conversation, finding: str
@@ -250,19 +251,30 @@ class Prober:
         in the system message. The first combination sets no switch. Example: if a template reads
         `enable_thinking`, enable_thinking=True and enable_thinking=False are also returned.
         """
-        all_names = sorted(name for name in self.template.names if is_thinking_switch(name))
-        # The variables in `kwargs` have a fixed value.
-        names = [name for name in all_names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
+        names = self._switch_names()
         # Some templates render reasoning only if several switches are on.
-        combined_settings = _all_on_and_all_off(names) if len(names) > 1 else []
-        single_settings = [
+        combined = _all_on_and_all_off(names) if len(names) > 1 else []
+        single = [
             Switches(((name, value),)) for name in names for value in self._switch_values(name)
         ]
-        template_text = "\n".join(self.template.literals)
-        words = [word for word in _SYSTEM_SWITCHES if word in template_text]
-        system_settings = [Switches(system=word) for word in words]
-        settings = [NO_SWITCHES, *combined_settings, *single_settings, *system_settings]
+        settings = [NO_SWITCHES, *combined, *single, *self._system_switches()]
         return settings[:_MAX_SWITCH_SETTINGS]
+
+    def _switch_names(self) -> list[str]:
+        """Return the template variables that are thinking switches and that have no fixed value.
+
+        Example: `enable_thinking` is a thinking switch. `kwargs` contains the fixed values.
+        """
+        names = sorted(name for name in self.template.names if is_thinking_switch(name))
+        return [name for name in names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
+
+    def _system_switches(self) -> list[Switches]:
+        """Return the thinking switches that are words in the system message, such as "/no_think".
+
+        The template must contain the word.
+        """
+        template_text = "\n".join(self.template.literals)
+        return [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
 
     def _switch_values(self, name: str) -> list[Any]:
         """Return the values that the analysis gives to the thinking switch `name`.
@@ -274,9 +286,9 @@ class Prober:
         compared_values = [value for value in constants if isinstance(value, str | int)]
         is_effort = "effort" in name or "mode" in name
         usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
-        # The keys are the `repr` of the values, because True and 1 would be the same key.
-        value_by_repr = {repr(value): value for value in (*compared_values, *usual_values)}
-        return list(value_by_repr.values())[:_MAX_SWITCH_VALUES]
+        # The dict removes duplicates. The keys are texts, because the values True and 1 are equal.
+        value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
+        return list(value_by_text.values())[:_MAX_SWITCH_VALUES]
 
 
 def is_thinking_switch(name: str) -> bool:

@@ -220,16 +220,16 @@ def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) ->
         prompt_end: The end of the prompt, after the same header.
         reasoning: The markers of reasoning, or None if they are not known.
     """
-    rest = text
-    if prompt_end and text.lstrip().startswith(prompt_end):
-        rest = text.lstrip().removeprefix(prompt_end)
+    without_space = text.lstrip()
+    is_repeated = bool(prompt_end) and without_space.startswith(prompt_end)
+    without_prompt_end = without_space.removeprefix(prompt_end) if is_repeated else text
     if reasoning is None:
-        return rest
+        return without_prompt_end
     closing = reasoning.close.strip()
     is_closed_in_prompt = prompt_end.endswith(closing)
     if not is_closed_in_prompt:
-        return rest
-    return rest.lstrip().removeprefix(closing)
+        return without_prompt_end
+    return without_prompt_end.lstrip().removeprefix(closing)
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:

@@ -76,11 +76,13 @@ def last_opening(before: str) -> str:
         return before.lstrip("\n")
     last_marker = matches[-1]
     after_marker = before[last_marker.end() :]
-    are_words_after_space = bool(after_marker.strip()) and after_marker[0].isspace()
-    if are_words_after_space:
+    has_space_and_words = bool(after_marker.strip()) and after_marker[0].isspace()
+    if has_space_and_words:
         return after_marker
-    text_before_opening = before[: _start_of_opening(before, last_marker)]
-    return before.removeprefix(text_before_opening.rstrip())
+    opening_start = _start_of_opening(before, last_marker)
+    # The white space before the opening marker is a part of the result.
+    text_before_opening = before[:opening_start].rstrip()
+    return before.removeprefix(text_before_opening)
 
 
 def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
@@ -98,9 +100,10 @@ def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
         last_marker: The match of the last marker in `before`.
     """
     text_to_marker = before[: last_marker.end()]
-    last_word = text_to_marker.split()[-1]
-    word_start = len(text_to_marker) - len(last_word)
-    return min(last_marker.start(), word_start)
+    text_after_space = text_to_marker.split()[-1]
+    start_after_space = len(text_to_marker) - len(text_after_space)
+    # If the marker contains white space, the start of the marker is the smaller index.
+    return min(start_after_space, last_marker.start())
 
 
 def first_opening(after_header: str) -> str:
@@ -145,9 +148,9 @@ def closing_marker(between: str, opening: str) -> str:
         between: The text between the reasoning and the next part of the message.
         opening: The marker that opens reasoning.
     """
-    several_markers = compound_closing(between, opening.strip())
-    if several_markers:
-        return several_markers
+    markers_and_words = compound_closing(between, opening.strip())
+    if markers_and_words:
+        return markers_and_words
     first_marker = MARKER.search(between)
     return between if first_marker is None else _words_or_marker(between, first_marker)
 
@@ -191,9 +194,10 @@ def declare_reasoning(
             reasoning and the content. The model then writes this second header itself.
         after_reasoning: The text between the reasoning and the next part of the message.
     """
+    also_open = shorter_openings(opening, other_markup=closing + header)
     is_header_repeated = bool(header) and header in after_reasoning
     return ReasoningMarkup(
-        Reasoning(opening, closing, also_open=shorter_openings(opening, closing + header)),
+        Reasoning(opening, closing, also_open=also_open),
         inner_headers=(header,) if is_header_repeated else (),
     )
 
@@ -201,21 +205,27 @@ def declare_reasoning(
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
     """Return the shorter forms of `opening` that a model may write at the start of reasoning.
 
-    If several markers open reasoning, a model may write only the last marker. So the last marker is
-    the only possible result. It is not returned if `other_markup`, the other markup around
-    reasoning, also contains this marker, because the marker then does not show that reasoning
-    starts.
+    If several markers open reasoning, a model may write only the last marker. The result contains
+    this marker, or is empty.
 
     >>> shorter_openings("<|message|><|thinking|>", "<|end|>")
     ('<|thinking|>',)
+
+    The last marker must not occur in the other markup around reasoning, because the marker then
+    does not show that reasoning starts:
+
     >>> shorter_openings("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     ()
+
+    Args:
+        opening: The text that opens reasoning.
+        other_markup: The closing marker of reasoning and the header of the model's turn.
     """
     has_several_markers = len(markers(opening)) > 1
-    last_marker = trailing_marker(opening)
-    if not has_several_markers or not last_marker:
+    last_marker = trailing_marker(opening)  # "" if `opening` ends with words
+    if not has_several_markers or not last_marker or last_marker in other_markup:
         return ()
-    return () if last_marker in other_markup else (last_marker,)
+    return (last_marker,)
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
@@ -274,15 +284,21 @@ def named_pair(literal: str) -> MarkerPair | None:
     all_markers = markers(literal)
     thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
     for marker in thinking_markers:
-        # The list `possible_openings` is empty if `marker` is an opening marker, such as `<think>`.
-        possible_openings = [opening for opening in opening_spellings(marker) if opening != marker]
-        openings_in_literal = [opening for opening in possible_openings if opening in all_markers]
-        if openings_in_literal:
-            return MarkerPair(openings_in_literal[0], closing=marker)
-        is_alone = literal.strip() == marker
-        if is_alone and possible_openings:
-            return MarkerPair(possible_openings[0], closing=marker)
-    return None
+        openings = [opening for opening in _possible_openings(marker) if opening in all_markers]
+        if openings:
+            return MarkerPair(openings[0], closing=marker)
+    is_marker_alone = literal.strip() in thinking_markers
+    openings = _possible_openings(literal.strip()) if is_marker_alone else []
+    return MarkerPair(openings[0], closing=literal.strip()) if openings else None
+
+
+def _possible_openings(marker: str) -> list[str]:
+    """Return the possible opening markers of a closing marker. Return [] for an opening marker.
+
+    >>> _possible_openings("</think>"), _possible_openings("<think>")
+    (['<think>'], [])
+    """
+    return [opening for opening in opening_spellings(marker) if opening != marker]
 
 
 def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
@@ -297,7 +313,8 @@ def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> Rea
     >>> markup.part.open, markup.part.close, markup.wrapper
     ('<think>\n', '\n</think>\n\n', Wrapper(open='<answer>', close='</answer>'))
     """
-    return ReasoningMarkup(
-        Reasoning(f"{reasoning.opening}\n", f"\n{reasoning.closing}\n\n"),
-        wrapper=Wrapper(*other_pairs[0]) if other_pairs else None,
-    )
+    part = Reasoning(open=f"{reasoning.opening}\n", close=f"\n{reasoning.closing}\n\n")
+    if not other_pairs:
+        return ReasoningMarkup(part)
+    content = other_pairs[0]
+    return ReasoningMarkup(part, wrapper=Wrapper(content.opening, content.closing))

@@ -103,9 +103,7 @@ def _find_conversation(turn: ModelTurn) -> _RenderedReasoning | None:
     `enable_thinking`), and in the place of the reasoning in the message, for example in a field or
     in a part of the content. Return None if the template renders no reasoning.
     """
-    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]]
-    if not settings:
-        settings = [NO_SWITCHES]
+    settings = [prompt.switches for prompt in turn.prompts[:_MAX_SWITCHES_TRIED]] or [NO_SWITCHES]
     places = _possible_places(turn)
     for answer, switches, place in product(_ANSWERS, settings, places):
         form = replace(turn.prober.form, reasoning=place)
@@ -144,9 +142,10 @@ def _is_rendered(answer: AssistantMessage, text: str) -> bool:
     _, reasoning, after = text.partition(REASONING_TEXT)
     if not reasoning or _PRINTED_PART.search(text):
         return False
-    lacks_content = bool(answer.content) and CONTENT_TEXT not in after
-    lacks_call = bool(answer.calls) and FIRST_TOOL not in after
-    return not lacks_content and not lacks_call
+    # A part of the message that is empty need not be rendered.
+    is_content_rendered = not answer.content or CONTENT_TEXT in after
+    is_call_rendered = not answer.calls or FIRST_TOOL in after
+    return is_content_rendered and is_call_rendered
 
 
 def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, ...]:
@@ -158,7 +157,8 @@ def _rendered_fields(turn: ModelTurn, conversation: Conversation) -> tuple[str, 
     ("blocks",), the name of the form of this content.
     """
     form = turn.prober.form
-    if form.reasoning != ALL_REASONING_FIELDS:
+    is_in_content = form.reasoning in (PARTS, BLOCKS)
+    if is_in_content:
         return (form.reasoning,)
     rendered_fields = []
     for field_name in REASONING_FIELDS:
@@ -184,8 +184,7 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
         return {}
     default, *others = turn.prompts
     effective = [prompt for prompt in others if prompt.after_header != default.after_header]
-    # The loop compares each prompt with the prompts in `reported`. So prompts with fewer switches
-    # must come first.
+    # Prompts with fewer switches come first, so that the loop compares larger settings with them.
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:

@@ -314,7 +314,8 @@ def _value_text(value: object) -> str:
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if value in ({}, ()):
+    is_empty_collection = isinstance(value, dict | tuple) and not value
+    if is_empty_collection:
         return "none"
     if isinstance(value, dict):
         return "; ".join(f"{key} -> {text!r}" for key, text in value.items())

@@ -12,8 +12,11 @@ from nereid_parsers.template.sandbox.limits import Budget, Limits, limits_for_re
 
 # The names under which clients send the reasoning of a message. The first one is preferred.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# This text is appended to the final message, to find the end of the message in the rendered text.
-_END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
+# The text `_END_OF_MESSAGE` is appended to the final message, to find the end of the message in the
+# rendered text. If a template removes the white space at the end of a message, the rendered text
+# contains only `_END_WORD`.
+_END_WORD = "CONTINUE_FINAL_MESSAGE_TAG"
+_END_OF_MESSAGE = f"{_END_WORD} "
 
 
 class ContinuationRefused(RenderRefused):
@@ -149,15 +152,15 @@ def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
     Some templates read the field `thinking`, and others read `reasoning_content`, so the result
     contains both fields. Example: `{"content": None, "reasoning": "Hm"}` gives
-    `{"reasoning": "Hm", "thinking": "Hm", "reasoning_content": "Hm"}`. If the client sends the
-    field `thinking`, this field is not changed.
+    `{"reasoning": "Hm", "thinking": "Hm", "reasoning_content": "Hm"}`. The fields that the client
+    sends are not changed.
     """
     prepared = {name: value for name, value in message.items() if value is not None}
     sent_fields = [name for name in _REASONING_FIELDS if name in prepared]
     if sent_fields:
         reasoning = prepared[sent_fields[0]]
         prepared.setdefault("thinking", reasoning)
-        prepared["reasoning_content"] = reasoning
+        prepared.setdefault("reasoning_content", reasoning)
     return prepared
 
 
@@ -177,14 +180,10 @@ def _cut_after(final_text: str, text: str) -> str:
     Raises:
         ContinuationRefused: The text does not contain the whole content of the last message.
     """
-    message_end = text.rfind(_END_OF_MESSAGE.rstrip())
-    is_marked = message_end >= 0
-    if not is_marked or final_text.strip() not in text:
+    up_to_message_end, end_word, _ = text.rpartition(_END_WORD)
+    if not end_word or final_text.strip() not in text:
         raise ContinuationRefused(
             "the chat template does not write the whole content of the last message"
         )
-    up_to_message_end = text[:message_end]
-    # `_END_OF_MESSAGE` ends with a space. If the space is missing in the text, the template removes
-    # the white space at the end of a message.
-    keeps_whitespace = text.startswith(_END_OF_MESSAGE, message_end)
+    keeps_whitespace = text.startswith(_END_OF_MESSAGE, len(up_to_message_end))
     return up_to_message_end if keeps_whitespace else up_to_message_end.rstrip()

@@ -52,7 +52,7 @@ from nereid_parsers.template.conversation import (
     ProbeCall,
     conversation_with_calls,
 )
-from nereid_parsers.template.difference import markers
+from nereid_parsers.template.difference import markers, text_between
 from nereid_parsers.template.known_formats import (
     add_family_variants,
     markers_of_phrases,
@@ -248,9 +248,8 @@ def compare_content_before_call(turn: ModelTurn) -> ContentBeforeCall:
     """
     with_content = conversation_with_calls(*ONE_CALL, content=CONTENT_TEXT)
     text = turn.text_after_header(with_content) or ""
-    _, content, after_content = text.partition(CONTENT_TEXT)
-    between, name, _ = after_content.rpartition(FIRST_TOOL)
-    if not content or not name:
+    between = text_between(text, CONTENT_TEXT, FIRST_TOOL)
+    if between is None:
         return ContentBeforeCall(is_rendered=False)
     inner_headers = _headers_between(between, turn.header.strip())
     if inner_headers:
@@ -305,19 +304,27 @@ def recognise_unrendered_calls(renderer: CallRenderer) -> ToolSection | None:
     if not offers_tools:
         return None
     is_partly_rendered = FIRST_TOOL in renderer.text_of_calls(*ONE_CALL)
-    call_markers = _possible_call_markers(prober)
-    section = None if is_partly_rendered else recognise_tool_section(call_markers)
+    markers_of_calls = _possible_call_markers(prober)
+    section = None if is_partly_rendered else recognise_tool_section(markers_of_calls)
+    prober.undecided.append(_describe_unrendered_calls(section))
+    return section
+
+
+def _describe_unrendered_calls(section: ToolSection | None) -> str:
+    """Describe for the report how a model writes tool calls that the template does not render.
+
+    Args:
+        section: The declaration of the tool calls, or None if it is not known.
+    """
     if section is None:
-        prober.undecided.append(
+        return (
             "The template offers tools but renders no complete call. Calls are returned as content."
         )
-        return None
     opening = section.open or section.calls[0].open
-    prober.undecided.append(
+    return (
         "The template offers tools but renders no calls. The format of the calls was "
         f"recognised, not inferred: {opening.strip()!r} opens a call."
     )
-    return section
 
 
 def _possible_call_markers(prober: Prober) -> set[str]:
@@ -381,14 +388,16 @@ def _tool_section(calls: CallFormat, close: str, undecided: list[str]) -> ToolSe
 
     Mutates: `undecided`. The reason is appended if the section is invalid.
     """
-    opening = calls.markup.open
-    closing = close.rstrip()
-    if not opening.strip():
-        # A section without an opening marker cannot have a closing marker.
-        opening, closing = "", ""
-    separator = calls.markup.separator
+    has_opening_marker = bool(calls.markup.open.strip())
     try:
-        return ToolSection(calls.calls, open=opening, close=closing, separator=separator)
+        if not has_opening_marker:  # Such a section cannot have a closing marker either.
+            return ToolSection(calls.calls, separator=calls.markup.separator)
+        return ToolSection(
+            calls.calls,
+            open=calls.markup.open,
+            close=close.rstrip(),
+            separator=calls.markup.separator,
+        )
     except FormatError as error:
         undecided.append(f"The tool section is invalid: {error}")
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from nereid_parsers.template.conversation import (
     FIRST_KEY,
     NUMBER_VALUE,
@@ -17,22 +19,40 @@ from nereid_parsers.template.conversation import (
 from nereid_parsers.template.difference import Difference, difference
 from nereid_parsers.template.probe import Prober, unmask_call_ids
 
-# For each comparison: its name, a description of the change, and the changed tool call.
+
+class _CallChange(NamedTuple):
+    """A tool call that differs from the call in `ONE_CALL` in one thing.
+
+    Attributes:
+        label: The label of the comparison in the report.
+        description: A sentence that states the difference.
+        call: The changed tool call.
+    """
+
+    label: str
+    description: str
+    call: ProbeCall
+
+
 _CALL_CHANGES = (
-    ("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
-    ("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
-    ("T5 two arguments", "The call has a second argument.", ProbeCall(arguments=TWO_ARGUMENTS)),
-    (
+    _CallChange("T3 function name", "The call names another function.", ProbeCall(SECOND_TOOL)),
+    _CallChange("T4 no argument", "The call has no argument.", ProbeCall(arguments=())),
+    _CallChange(
+        "T5 two arguments",
+        "The call has a second argument.",
+        ProbeCall(arguments=TWO_ARGUMENTS),
+    ),
+    _CallChange(
         "T6 key and value",
         "The argument has another key and another value.",
         ProbeCall(arguments=((SECOND_KEY, SECOND_VALUE),)),
     ),
-    (
+    _CallChange(
         "T7 type",
         "The value is a number instead of a string.",
         ProbeCall(arguments=((FIRST_KEY, NUMBER_VALUE),)),
     ),
-    (
+    _CallChange(
         "T7b special characters",
         "The value is a string with a line break and characters of markup.",
         ProbeCall(arguments=((FIRST_KEY, SPECIAL_VALUE),)),
@@ -51,14 +71,16 @@ def compare_changed_calls(prober: Prober) -> None:
     """
     unchanged = conversation_with_calls(*ONE_CALL)
     unchanged_text = unmask_call_ids(prober.render(unchanged) or "")
-    for name, description, call in _CALL_CHANGES:
-        changed = conversation_with_calls(call)
+    for change in _CALL_CHANGES:
+        changed = conversation_with_calls(change.call)
         changed_text = unmask_call_ids(prober.render(changed) or "")
         if changed_text:
             finding = _change_text(difference(unchanged_text, changed_text))
         else:
             finding = "The template refuses to render this call."
-        prober.record(name, description, left=unchanged, right=changed, finding=finding)
+        prober.record(
+            change.label, change.description, left=unchanged, right=changed, finding=finding
+        )
 
 
 def _change_text(parts: Difference) -> str:

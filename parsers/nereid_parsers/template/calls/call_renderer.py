@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from nereid_parsers.format import Reasoning, Wrapper
@@ -48,12 +49,11 @@ def _strip_wrapper(text: str, wrapper: Wrapper) -> str:
     '<answer>Hi.</answer><call>..'
     """
     opening = wrapper.open.strip()
-    closing = wrapper.close.strip()
-    stripped = text.lstrip()
-    if not opening or not stripped.startswith(opening):
+    closing = wrapper.close.strip()  # "" if no marker closes the content
+    if not opening:
         return text
-    after_opening = stripped.removeprefix(opening)
-    if not closing:
-        return after_opening
-    is_empty = after_opening.lstrip().startswith(closing)
-    return after_opening.lstrip().removeprefix(closing) if is_empty else text
+    empty_content = rf"\s*{re.escape(opening)}"
+    if closing:
+        empty_content += rf"\s*{re.escape(closing)}"
+    match = re.match(empty_content, text)
+    return text if match is None else text[match.end() :]

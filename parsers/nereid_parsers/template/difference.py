@@ -266,9 +266,15 @@ def trailing_marker(text: str) -> str:
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
     """Infer the markup of a list from the texts around its two items.
 
-    The items are, for example, two tool calls. The markup is the text around each item, between the
-    items, and around the whole list. The common prefix of `between` and `after` is the text after
-    each item. The common suffix of `before` and the rest of `between` is the text before each item.
+    The items are, for example, two tool calls. The three texts consist of these parts, which the
+    class `ListMarkup` explains:
+
+        before     open, item_open
+        between    item_close, separator, item_open
+        after      item_close, close
+
+    So the common prefix of `between` and `after` is `item_close`. The common suffix of `before` and
+    the rest of `between` is `item_open`.
 
     >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
     ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',
@@ -347,13 +353,11 @@ def compound_closing(text: str, opening: str) -> str:
     if not has_several_markers or not opening.startswith(first):
         return ""
     shared_end = opening.removeprefix(first)  # `think<|sep|>`
-    if shared_end not in text:
-        return ""
-    before_shared_end, _, _ = text.partition(shared_end)  # `<|close|>`
-    # In a closing text, only one marker precedes `shared_end`. If the text before `shared_end` is
-    # longer than `opening`, `shared_end` belongs to a later part of the message.
-    is_closing_text = len(before_shared_end) <= len(opening)
-    return before_shared_end + shared_end if is_closing_text else ""
+    first_of_closing, found_end, _ = text.partition(shared_end)  # `<|close|>`, `think<|sep|>`
+    # In a closing text, only one marker precedes the shared end. If the text before this end is
+    # longer than `opening`, the end belongs to a later part of the message.
+    is_closing_text = bool(found_end) and len(first_of_closing) <= len(opening)
+    return first_of_closing + shared_end if is_closing_text else ""
 
 
 def opening_spellings(marker: str) -> list[str]:

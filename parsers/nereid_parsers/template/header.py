@@ -277,14 +277,22 @@ def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     opening = trailing_marker(header)
     if not opening:
         return header
-    possible_closings = tuple(closing_spellings(opening))
     answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
-    for answer in answers_with_content:
-        _, _, after_header = answer.partition(header.strip())
-        is_closed_at_once = after_header.lstrip().startswith(possible_closings)
-        if is_closed_at_once:
-            return header[: header.rfind(opening)]
-    return header
+    is_closed_at_once = any(
+        _is_closed_after_header(answer, header, opening) for answer in answers_with_content
+    )
+    return header[: header.rfind(opening)] if is_closed_at_once else header
+
+
+def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
+    """Return whether the closing marker of `opening` directly follows the header in an answer.
+
+    >>> _is_closed_after_header("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
+    True
+    """
+    _, _, after_header = answer.partition(header.strip())
+    possible_closings = tuple(closing_spellings(opening))
+    return after_header.lstrip().startswith(possible_closings)
 
 
 def _user_header(question: str) -> str:

@@ -124,20 +124,16 @@ def add_family_variants(section: ToolSection) -> ToolSection:
     """Return a copy of a tool section that also accepts the spellings of related models.
 
     A tool section declares how a model writes tool calls. A template renders one variant of a tool
-    call, but models also write other variants, which the registry of formats declares. A registered
-    section belongs to the family of `section` if the two sections have the same markers, and their
-    first tool calls have the same markers and keys.
+    call, but models also write other variants, which the registry of formats declares.
 
     Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
     family sometimes omit `<tool_call>`, so the result has a second variant that starts with
     `<function=f>`.
     """
+    families = _families_of(section)
+    if not families:
+        return section
     first, *others = section.calls
-    # A trigger is the text at which a single tool call starts, such as `<tool_call>`.
-    has_marker = bool(section.opens or first.trigger)
-    if not has_marker:
-        return section  # Tool calls without markers belong to no family.
-    families = [family for family in _registered_sections() if _is_same_family(family, section)]
     calls = [_accept_family_keys(first, families), *others]
     family_variants = [variant for family in families for variant in _other_variants(family, first)]
     return replace(
@@ -146,6 +142,19 @@ def add_family_variants(section: ToolSection) -> ToolSection:
         also_open=_union(family.also_open for family in families),
         also_close=_union(family.also_close for family in families),
     )
+
+
+def _families_of(section: ToolSection) -> list[ToolSection]:
+    """Return the registered tool sections of the model families that write the same tool calls.
+
+    A registered section is returned if the two sections have the same markers, and their first tool
+    calls have the same markers and keys. The result is [] if the tool calls have no markers.
+    """
+    # A trigger is the text at which a single tool call starts, such as `<tool_call>`.
+    has_marker = bool(section.opens or section.calls[0].trigger)
+    if not has_marker:
+        return []
+    return [family for family in _registered_sections() if _is_same_family(family, section)]
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:

@@ -338,12 +338,12 @@ def _shows_call(text: str) -> bool:
     >>> _shows_call(f"zqFirstTool{{{arguments}}}"), _shows_call(f"None zqFirstTool{{{arguments}}}")
     (True, False)
     """
-    before_name, name, arguments = text.partition(FIRST_TOOL)
-    if not name or "None" in before_name:
+    before_name, _, after_name = text.partition(FIRST_TOOL)
+    shows_none = "None" in before_name
+    shows_python_dict = f"'{FIRST_KEY}'" in text
+    shows_escaped_json = f'\\"{FIRST_KEY}' in text  # In a JSON string, quotes are escaped: `\"`.
+    if shows_none or shows_python_dict or shows_escaped_json:
         return False
-    is_python_dict = f"'{FIRST_KEY}'" in text
-    is_json_in_string = f'\\"{FIRST_KEY}' in text
-    if is_python_dict or is_json_in_string:
-        return False
+    # If the name is missing, `after_name` is empty and contains no argument.
     words_of_arguments = (FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
-    return all(word in arguments for word in words_of_arguments)
+    return all(word in after_name for word in words_of_arguments)

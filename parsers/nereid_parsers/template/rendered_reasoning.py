@@ -60,7 +60,7 @@ class ReasoningFindings:
 
 
 def find_rendered_reasoning(turn: ModelTurn) -> ReasoningFindings:
-    """Find a conversation in which reasoning is rendered. Find the effect of each thinking switch.
+    """Find a conversation in which reasoning is rendered, and the effect of each thinking switch.
 
     The effect of a thinking switch, such as `enable_thinking=False`, is the text that the switch
     adds to the generation prompt. The result does not contain the markers of reasoning, because

@@ -337,11 +337,11 @@ def part_lines(part: Any, indent: str = "") -> Iterator[str]:  # noqa: ANN401  #
         if value == _default_of(declared):
             continue
         inner_parts = _inner_parts(value)
-        if inner_parts:
-            yield f"{indent}  {declared.name}:"
-        else:
+        if not inner_parts:
             shown_value = value.value if isinstance(value, Enum) else value
             yield f"{indent}  {declared.name}: {shown_value!r}"
+            continue
+        yield f"{indent}  {declared.name}:"
         for inner_part in inner_parts:
             yield from part_lines(inner_part, indent + "    ")
 

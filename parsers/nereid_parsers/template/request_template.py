@@ -104,7 +104,7 @@ class RequestTemplate:
         content = messages[-1].get("content") if messages else None
         if content is None:
             raise ContinuationRefused("the last message has no content to continue")
-        if "content" not in self._source:
+        if "content" not in self._source:  # Then the template cannot read the field `content`.
             raise ContinuationRefused("the chat template does not write the content of messages")
         if isinstance(content, str):
             return _replace_content(messages, content + _END_OF_MESSAGE, final_text=content)

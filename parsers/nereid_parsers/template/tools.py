@@ -107,13 +107,13 @@ def find_tools(
         wrapper: The markers around the content, or None.
     """
     renderer = CallRenderer(turn, reasoning, wrapper)
-    one_call = compare_call_presence(renderer)
+    one_call = compare_call_presence(renderer)  # T1
     if not one_call:
         return ToolFindings(part=recognise_unrendered_calls(renderer))
-    two_calls = compare_two_calls(renderer)
+    two_calls = compare_two_calls(renderer)  # T2
     texts = _render_calls(renderer, one_call, two_calls)
-    compare_changed_calls(turn.prober)  # Only the report needs these comparisons.
-    content_before_call = compare_content_before_call(turn)
+    compare_changed_calls(turn.prober)  # T3 to T7b. Only the report needs these comparisons.
+    content_before_call = compare_content_before_call(turn)  # T8
     findings = ToolFindings(
         is_parallel=bool(two_calls),
         with_content=content_before_call.is_rendered,
@@ -121,9 +121,7 @@ def find_tools(
     )
     undecided = turn.prober.undecided
     call_format = infer_call_format(mask_call_numbers(texts), undecided)
-    if call_format is None:
-        return findings
-    return _add_format(findings, call_format, undecided)
+    return findings if call_format is None else _add_format(findings, call_format, undecided)
 
 
 def _add_format(
@@ -173,10 +171,12 @@ def _render_calls(renderer: CallRenderer, one_call: str, two_calls: str) -> Call
 
 
 def compare_call_presence(renderer: CallRenderer) -> str:
-    """Render one tool call and return its text, or "" if the template does not render tool calls.
+    """Compare a message with content and a message with a tool call (T1).
 
-    Also record a comparison for the report, with the label T1: a message with content, and a
-    message with a tool call.
+    The prober records the comparison for the report.
+
+    Returns:
+        The text of the tool call, or "" if the template does not render tool calls.
     """
     text = renderer.text_of_calls(*ONE_CALL)
     # No template contains this name, key or value. If `text` contains all three, the template has
@@ -197,11 +197,13 @@ def compare_call_presence(renderer: CallRenderer) -> str:
 
 
 def compare_two_calls(renderer: CallRenderer) -> str:
-    """Render two tool calls and return their text, or "" if a message can have only one tool call.
+    """Compare a message with one tool call and a message with two tool calls (T2).
 
-    Also record a comparison for the report, with the label T2: a message with one tool call, and a
-    message with two tool calls. If the template raises an error for the second tool call, the
-    report contains the error message.
+    The prober records the comparison for the report. If the template raises an error for the second
+    tool call, the report contains the error message.
+
+    Returns:
+        The text of the two tool calls, or "" if a message can have only one tool call.
     """
     prober = renderer.turn.prober
     two_calls = conversation_with_calls(*TWO_CALLS)

@@ -42,6 +42,8 @@ class Field:
     name: str
 
 
+_UNNAMED_FIELD = Field("")  # for example `.` or `[^>]`
+
 Piece = str | OptionalWhitespace | Field  # A str is a literal.
 Pieces = tuple[Piece, ...]
 
@@ -224,7 +226,7 @@ class _Reader:
         else:
             self.position += 1
             matches_any_character = char == "."
-            element = [(Field("") if matches_any_character else char,)]
+            element = [(_UNNAMED_FIELD if matches_any_character else char,)]
         return self.read_quantifier(element)
 
     def read_quantifier(self, element: list[Pieces]) -> list[Pieces]:
@@ -270,20 +272,29 @@ class _Reader:
         if named is not None:
             self.position = self.end_of_group()
             return [(Field(named.group(1)),)]
-        if self.regex.startswith("(?:", self.position):
-            self.position += len("(?:")
-        elif self.regex.startswith("(?", self.position):
-            raise self.error(
-                "a group that looks ahead or behind, or that sets flags, is not supported"
-            )
-        else:
-            self.position += len("(")
+        self.position += len(self.start_of_group())
         inner_alternatives = self.read_alternatives()
         is_closed = self.regex.startswith(")", self.position)
         if not is_closed:
             raise self.error("a group is not closed")
         self.position += len(")")
         return inner_alternatives
+
+    def start_of_group(self) -> str:
+        """Return the characters that start the group without a name at `position`.
+
+        `position` is not changed.
+
+        >>> _Reader("(?:a|b)").start_of_group()
+        '(?:'
+        """
+        if self.regex.startswith("(?:", self.position):
+            return "(?:"
+        if self.regex.startswith("(?", self.position):
+            raise self.error(
+                "a group that looks ahead or behind, or that sets flags, is not supported"
+            )
+        return "("
 
     def end_of_group(self) -> int:
         """Return the index after the parenthesis that closes the group at `position`.
@@ -339,7 +350,7 @@ class _Reader:
         class_text = self.regex[self.position : end]
         self.position = end
         members = class_text.removeprefix("[").removesuffix("]")
-        return OptionalWhitespace() if _WHITE_SPACE_CLASS.fullmatch(members) else Field("")
+        return OptionalWhitespace() if _WHITE_SPACE_CLASS.fullmatch(members) else _UNNAMED_FIELD
 
     def read_escape(self) -> Piece:
         r"""Read an escape: `\s` as white space, `\w` as a field, `\b` as nothing, `\.` as "."."""
@@ -348,7 +359,7 @@ class _Reader:
         if char == "s":
             return OptionalWhitespace()
         if char in ("w", "d", "S"):
-            return Field("")
+            return _UNNAMED_FIELD
         if char in ("Z", "b", "A", "z"):
             return ""
         return _ESCAPED_CHARACTERS.get(char, char)

@@ -227,7 +227,8 @@ def _use_known_format(
     )
     reasoning = find_rendered_reasoning(turn)
     tools = _compare_known_calls(turn, has_calls=has_calls)
-    # The declared format already contains the markers around the content.
+    # The declared format contains the markers of reasoning and content. Only the markers that end a
+    # turn are inferred, so no findings about reasoning are needed.
     content = compare_content(turn, ReasoningFindings())
     turn = replace(turn, end_markers=content.end_markers)
     findings = _Findings(reasoning, wrapper=None, tools=tools)

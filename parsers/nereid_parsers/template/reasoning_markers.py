@@ -284,12 +284,15 @@ def named_pair(literal: str) -> MarkerPair | None:
     all_markers = markers(literal)
     thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
     for marker in thinking_markers:
-        openings = [opening for opening in _possible_openings(marker) if opening in all_markers]
-        if openings:
-            return MarkerPair(openings[0], closing=marker)
-    is_marker_alone = literal.strip() in thinking_markers
-    openings = _possible_openings(literal.strip()) if is_marker_alone else []
-    return MarkerPair(openings[0], closing=literal.strip()) if openings else None
+        openings_in_literal = [
+            opening for opening in _possible_openings(marker) if opening in all_markers
+        ]
+        if openings_in_literal:
+            return MarkerPair(openings_in_literal[0], closing=marker)
+    text = literal.strip()
+    is_marker_alone = text in thinking_markers
+    derived_openings = _possible_openings(text) if is_marker_alone else []
+    return MarkerPair(derived_openings[0], closing=text) if derived_openings else None
 
 
 def _possible_openings(marker: str) -> list[str]:

@@ -188,14 +188,18 @@ def _effects_of_switches(turn: ModelTurn) -> dict[str, str]:
     effective.sort(key=lambda prompt: len(prompt.switches.variables))
     reported: list[GenerationPrompt] = []
     for prompt in effective:
-        has_superfluous_switches = any(_explains(smaller, prompt) for smaller in reported)
+        has_superfluous_switches = any(
+            _has_same_effect_with_fewer_switches(smaller, prompt) for smaller in reported
+        )
         if not has_superfluous_switches:
             reported.append(prompt)
     return {prompt.switches.describe(): prompt.after_header for prompt in reported}
 
 
-def _explains(smaller: GenerationPrompt, prompt: GenerationPrompt) -> bool:
-    """Return whether both prompts have the same text and `prompt` has all switches of `smaller`.
+def _has_same_effect_with_fewer_switches(
+    smaller: GenerationPrompt, prompt: GenerationPrompt
+) -> bool:
+    """Return whether `smaller` has the same text as `prompt`, but only some of its switches.
 
     The compared text is the text after the header.
     """

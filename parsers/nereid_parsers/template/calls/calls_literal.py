@@ -45,6 +45,7 @@ def read_python(texts: CallTexts) -> CallFormat | None:
         return None
     markup = _markup_of_calls(texts, last_character=")")
     if not texts.two_calls:
+        # The separator is not rendered, so the usual separator of a Python list is assumed.
         markup_of_list = ListMarkup(open=markup.item_open, separator=", ", close=markup.item_close)
         return _read_python_section(markup_of_list, suffix)
     # `item_open` and `item_close` are the texts before and after each call.

@@ -36,10 +36,6 @@ from nereid_parsers.template.difference import (
 
 _WORD_OR_CHARACTER = re.compile(r"[^\W_]+|[\W_]")
 _NUMBER_TEXT = str(NUMBER_VALUE)
-# For both tool calls of the probe conversations: the name, the key and the value, in the order in
-# which templates render them.
-_FIRST_CALL = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE)
-_SECOND_CALL = (SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
 
 
 class _TaggedCall(NamedTuple):
@@ -97,11 +93,11 @@ def read_tagged(texts: CallTexts) -> CallFormat | None:
 def _cut_at_arguments(two_arguments: str) -> _TaggedCall | None:
     """Cut a tool call with two arguments at its name, its keys and its values.
 
-    Return None if the words have another order, or if the closing tag of an argument repeats the
-    key. In the second case, `calls_nested.read_nested` recognises the tool
-    call.
+    Return None if these words have another order, or if the closing tag of an argument repeats the
+    key, as in `<a>1</a>`. In the second case, the module `calls_nested` infers the format.
     """
-    pieces = split_at_words(two_arguments, *_FIRST_CALL, SECOND_KEY, SECOND_VALUE)
+    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_KEY, SECOND_VALUE)
+    pieces = split_at_words(two_arguments, *words)
     if pieces is None:
         return None
     before_name, before_first_key, before_value, between_arguments, _, after = pieces
@@ -117,7 +113,8 @@ def _markup_of_two_calls(two_calls: str) -> ListMarkup | None:
     order. Example: for `<c f><k>a</k>1</k></c>;<c g><k>b</k>2</k></c>`, `item_open` is `<c `,
     `item_close` is `</k></c>` and `separator` is `;`.
     """
-    pieces = split_at_words(two_calls, *_FIRST_CALL, *_SECOND_CALL)
+    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_TOOL, SECOND_KEY, SECOND_VALUE)
+    pieces = split_at_words(two_calls, *words)
     if pieces is None:
         return None
     before_first_name, _, _, after_first_value, _, _, after_second_value = pieces
@@ -283,8 +280,9 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
         texts: The renderings of tool calls.
         before_value: The text between the key and a plain string, such as `<v>`.
     """
-    # SPECIAL_VALUE starts with FIRST_VALUE and ends with SECOND_VALUE.
-    pieces = split_at_words(texts.special_value, *_FIRST_CALL, SECOND_VALUE)
+    # The string with markup starts with FIRST_VALUE and ends with SECOND_VALUE.
+    words = (FIRST_TOOL, FIRST_KEY, FIRST_VALUE, SECOND_VALUE)
+    pieces = split_at_words(texts.special_value, *words)
     if pieces is None:
         return None
     _, _, before_special, _, after_special = pieces  # `<v><![CDATA[` and `]]></v></call>`
@@ -307,6 +305,7 @@ def _add_quotes(tags: TaggedArguments, quotes: _Quotes) -> TaggedArguments:
     >>> quoted.open, quoted.close, quoted.also[0].open
     ('<{key}><![CDATA[', ']]></v>', '<{key}>')
     """
+    # `tags.also` contains further alternatives. An alternative itself has no alternatives.
     unquoted = TaggedArguments(tags.open, tags.close)
     return TaggedArguments(
         tags.open + escape_braces(quotes.open),

@@ -30,8 +30,8 @@ _STEPS_PER_CLOCK = 64  # The clock is slow, so only every 64th step reads the cl
 _REQUEST_SECONDS = 5.0
 # For each character of a request (see `size_of`), these numbers are added to ANALYSIS_LIMITS.
 _STEPS_PER_CHARACTER = 8
-_MADE_PER_CHARACTER = 64
-_VALUE_PER_CHARACTER = 8
+_TOTAL_SIZE_PER_CHARACTER = 64
+_VALUE_SIZE_PER_CHARACTER = 8
 _TOJSON_LINES = 3000  # an estimate of the number of lines and separators that `tojson` writes
 _POWER_WEIGHT = 200  # With this weight, powers of more than about 1500 bits are too large.
 _DEFAULT_INDENT = 4  # the number of spaces that the filter `indent` adds by default
@@ -50,15 +50,15 @@ class Limits:
 
     Attributes:
         steps: The number of loop items, calls and filters.
-        made: The total size of all values that the template makes, see `size_of`.
-        value: The number of characters of one string, or the size of one list.
+        total_size: The total size of all values that the template makes, see `size_of`.
+        value_size: The number of characters of one string, or the size of one list.
         seconds: The processor time of this thread, including the time of the compilation. The time
             of other programs does not count.
     """
 
     steps: int = 400_000
-    made: int = 16_000_000
-    value: int = 300_000
+    total_size: int = 16_000_000
+    value_size: int = 300_000
     seconds: float = 0.8
 
 
@@ -78,8 +78,8 @@ def limits_for_request(variables: Mapping[str, Any]) -> Limits:
     size = size_of(dict(variables), max_size=sys.maxsize)
     return Limits(
         steps=ANALYSIS_LIMITS.steps + _STEPS_PER_CHARACTER * size,
-        made=ANALYSIS_LIMITS.made + _MADE_PER_CHARACTER * size,
-        value=ANALYSIS_LIMITS.value + _VALUE_PER_CHARACTER * size,
+        total_size=ANALYSIS_LIMITS.total_size + _TOTAL_SIZE_PER_CHARACTER * size,
+        value_size=ANALYSIS_LIMITS.value_size + _VALUE_SIZE_PER_CHARACTER * size,
         seconds=_REQUEST_SECONDS,
     )
 
@@ -97,7 +97,7 @@ class Budget:
         """Create a budget with the given limits, and start to measure the time."""
         self.limits = limits
         self._steps_left = limits.steps
-        self._size_left = limits.made
+        self._size_left = limits.total_size
         self._num_time_checks = 0
         self._deadline_s = time.thread_time() + limits.seconds
 
@@ -136,13 +136,13 @@ class Budget:
         """Add `size` to the total size of all texts and lists that the template has made.
 
         Raises:
-            LimitError: The total is larger than `Limits.made`.
+            LimitError: The total is larger than `Limits.total_size`.
         """
         self._size_left -= size
         if self._size_left < 0:
             raise LimitError(
                 "all renderings of the template together have more than "
-                f"{self.limits.made} characters"
+                f"{self.limits.total_size} characters"
             )
 
     def check(self, value: Any) -> Any:  # noqa: ANN401  # a template may make any value
@@ -158,7 +158,7 @@ class Budget:
         if isinstance(value, str | bytes):
             size = len(value)
         elif isinstance(value, list | tuple | dict | set):
-            size = size_of(value, max_size=self.limits.value)
+            size = size_of(value, max_size=self.limits.value_size)
         else:
             return value
         self.check_size(size)
@@ -167,7 +167,7 @@ class Budget:
 
     def check_size(self, size: int) -> None:
         """Raise LimitError if `size`, the size of a value, exceeds the limit for one value."""
-        _check_size(size, self.limits.value)
+        _check_size(size, self.limits.value_size)
 
     # ---- operations that are rejected before they run --------------------------------------------
 
@@ -268,7 +268,7 @@ class Budget:
         """Raise LimitError if `separator.join(items)` would be too large."""
         if isinstance(items, list | tuple | str | dict):
             self.check_size(len(items) * (len(str(separator)) + 1))
-            size_of(items, self.limits.value)  # raises LimitError if the items are too large
+            size_of(items, self.limits.value_size)  # raises LimitError if the items are too large
 
 
 def _check_size(size: int, max_size: int) -> None:

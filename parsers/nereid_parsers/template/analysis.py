@@ -279,7 +279,7 @@ def _infer(turn: ModelTurn) -> TemplateAnalysis:
     """
     reasoning = find_reasoning(turn)
     content = compare_content(turn, reasoning)
-    turn = replace(turn, end_markers=content.end_markers)
+    turn = replace(turn, end_markers=content.end_markers)  # for the comparisons of tool calls
     # Some templates write markers around the content only in messages with tool calls.
     wrapper = content.wrapper or compare_content_with_call(turn, reasoning.part)
     tools = find_tools(turn, reasoning.part, wrapper)

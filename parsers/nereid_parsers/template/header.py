@@ -331,7 +331,8 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
     """
     if not user_header:
         return header
-    matches = list(re.finditer(_regex_for_any_role(user_header), header))
+    regex = _regex_for_any_role(user_header)  # `<|start|>\w+\n` for the header `<|start|>user\n`
+    matches = list(re.finditer(regex, header))
     if not matches:
         return header
     # Earlier matches may be headers of other messages. The last match is the model's header.

@@ -239,13 +239,14 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
     """
     for literal in turn.prober.template.literals:
         reasoning_pair = named_pair(literal)
-        if reasoning_pair is None:
-            continue
-        turn.prober.record_finding(
-            "R4 source", f"A string constant of the template contains {reasoning_pair.closing!r}."
-        )
-        other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
-        return markup_of_pairs(reasoning_pair, other_pairs)
+        if reasoning_pair is not None:
+            turn.prober.record_finding(
+                "R4 source",
+                f"A string constant of the template contains {reasoning_pair.closing!r}.",
+            )
+            # The constant may also contain the markers around the content, as an empty pair.
+            other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
+            return markup_of_pairs(reasoning_pair, other_pairs)
     return None
 
 

@@ -213,16 +213,13 @@ def _report_lines(report: Report, paint: Paint) -> Iterator[str]:
         yield ""
     if analysis is not None:
         yield from _analysis_lines(analysis, paint)
-    yield paint("title", "Format")
-    yield from _indented(part_lines(report.format))
-    yield ""
+    yield from _section_lines("Format", part_lines(report.format), paint)
     for sample in report.samples:
         yield from _sample_lines(sample, paint)
     yield ""
     if analysis is not None and analysis.undecided:
-        yield paint("title", "Not decided")
-        yield from _indented(paint("reason", sentence) for sentence in analysis.undecided)
-        yield ""
+        sentences = [paint("reason", sentence) for sentence in analysis.undecided]
+        yield from _section_lines("Not decided", sentences, paint)
     yield paint("title", "Constraint of a required call")
     yield from _indented(report.constraint.splitlines())
 
@@ -234,8 +231,14 @@ def _analysis_lines(analysis: TemplateAnalysis, paint: Paint) -> Iterator[str]:
     for comparison in analysis.comparisons:
         yield from _comparison_lines(comparison, paint)
     yield ""
-    yield paint("title", "What the template supports")
-    yield from _indented(f"{name:20} {value}" for name, value in supports_rows(analysis))
+    rows = [f"{name:20} {value}" for name, value in supports_rows(analysis)]
+    yield from _section_lines("What the template supports", rows, paint)
+
+
+def _section_lines(title: str, lines: Iterable[str], paint: Paint) -> Iterator[str]:
+    """Yield the lines of a section of the report: the title, indented lines and an empty line."""
+    yield paint("title", title)
+    yield from _indented(lines)
     yield ""
 
 

@@ -73,6 +73,7 @@ def _read_two_objects(
         keys: The keys of the name and the arguments in the object.
         single: The object in a message with only one tool call.
     """
+    # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     if first is None or second is None:
@@ -129,6 +130,7 @@ def _read_arrays(texts: CallTexts, keys: Keys | NameIsKey, single: _JsonSpan) ->
         keys: The keys of the name and the arguments in an object of the array.
         single: The array in a message with only one tool call.
     """
+    # FIRST_TOOL and SECOND_TOOL are the names of the functions in the two tool calls.
     first = _find_json_call(texts.two_calls, FIRST_TOOL)
     second = _find_json_call(texts.two_calls, SECOND_TOOL)
     # If a call is missing, the template renders only one tool call in a message.
@@ -241,7 +243,8 @@ def read_json_arguments(texts: CallTexts) -> CallFormat | None:
     single = _find_json_arguments(text, FIRST_TOOL, FIRST_KEY)
     if single is None:
         return None
-    before_name, _, after_name = text[: single.start].partition(FIRST_TOOL)
+    before_json = text[: single.start]  # `<call>f<args>`
+    before_name, _, after_name = before_json.partition(FIRST_TOOL)  # `<call>` and `<args>`
     if texts.two_calls:
         markup = _markup_of_two_named(texts.two_calls)
     else:

@@ -151,7 +151,7 @@ def analyze_checkpoint_template(
         prober.undecided.append(
             "The template changes lists, which the sandbox of transformers forbids."
         )
-    has_calls = _choose_message_form(prober)
+    has_calls = _choose_message_form(prober)  # This function also sets `prober.form`.
     turn = compare_generation_prompt(prober)  # the text around the model's answers
     # The formats of a few templates cannot be inferred, so they are declared in known_formats.py.
     known_format = find_quarantined(jinja_source)

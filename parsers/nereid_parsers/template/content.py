@@ -75,6 +75,7 @@ def compare_content(turn: ModelTurn, reasoning: ReasoningFindings) -> ContentFin
     markup_before = strip_reasoning_markers(before, reasoning.part).lstrip()
     wrapper = _wrapper_around(markup_before, after, turn)
     after_wrapper = after if wrapper is None else after.removeprefix(wrapper.close)
+    # Some templates write a wrapper only after reasoning.
     findings = ContentFindings(
         wrapper=wrapper or reasoning.wrapper,
         end_markers=tuple(_end_markers(after_wrapper, turn)),

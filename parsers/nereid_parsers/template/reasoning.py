@@ -279,10 +279,8 @@ def compare_reasoning_before_call(
     with_reasoning = replace(conversation, answer=reasoning_and_call, tools=True)
     text = turn.text_after_header(with_reasoning) or ""
     between = text_between(text, REASONING_TEXT, FIRST_TOOL)
-    if between is None:  # The template does not render the message.
-        return ()
-    if part.close.strip() in between:  # The template writes the closing marker.
-        return ()
+    if between is None or part.close.strip() in between:
+        return ()  # The template does not render the message, or it writes the closing marker.
     markers_between = markers(between)
     if not markers_between:
         turn.prober.undecided.append(

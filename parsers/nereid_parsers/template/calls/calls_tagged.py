@@ -149,7 +149,7 @@ def _infer_value_tags(
             open='<text key="{key}">' and a second variant with open='<json key="{key}">'
 
     Args:
-        texts: The renderings of tool calls.
+        texts: The renderings of tool calls. In `texts.number`, the argument is the number 41.
         arguments: The markup of the list of arguments. `item_open` ends where a key starts.
         before_string: The text between the key and the value, if the value is a string.
     """
@@ -277,7 +277,8 @@ def _find_quotes(texts: CallTexts, before_value: str) -> _Quotes | None:
     Return None if the template writes no quotes.
 
     Args:
-        texts: The renderings of tool calls.
+        texts: The renderings of tool calls. In `texts.special_value`, the argument is a string with
+            markup.
         before_value: The text between the key and a plain string, such as `<v>`.
     """
     # The string with markup starts with FIRST_VALUE and ends with SECOND_VALUE.

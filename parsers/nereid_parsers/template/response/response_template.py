@@ -45,7 +45,7 @@ def format_of_response_template(spec: Mapping[str, Any]) -> Format:
         "response_template",
         Sections(reasoning=reasoning, content=content.wrapper, tools=tools),
         ends=content.turn_ends,
-        turn=marker_spellings(spec, "start_anchor"),
+        turn=marker_spellings(spec, "start_anchor"),  # the text that opens the model's turn
         sources=(Source("response_template in the checkpoint's tokenizer_config.json"),),
     )
 

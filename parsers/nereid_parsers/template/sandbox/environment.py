@@ -179,7 +179,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
         def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self.budget.step()
-            template_args = args[num_jinja_args:]
+            template_args = args[num_jinja_args:]  # the value and the options of the filter
             if template_args:
                 value, *options = template_args
                 self.budget.check_filter(name, value, tuple(options), kwargs)

@@ -30,7 +30,42 @@ _IGNORED = (
     "mm_token_type_ids",
     "token_type_ids",
 )
+# Some decoders add further image features to the hidden states of their first layers (DeepStack).
+# The argument DEEPSTACK contains, for each of these layers, the features of the image tokens. The
+# argument DEEPSTACK_MASK is True for image tokens and False for text tokens.
 DEEPSTACK_MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
+# The arguments of the decoder that `DecoderInputs` stores.
+_RECORDED = ("inputs_embeds", "position_ids", DEEPSTACK_MASK, DEEPSTACK)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPositions:
+    """The positions of the tokens of a prompt. Each token has one position on each axis.
+
+    Attributes:
+        prompt: [num_axes, num_tokens] int64, the positions of the prompt's tokens.
+        next_token: [num_axes] int64, the position of the first token after the prompt.
+    """
+
+    prompt: Tensor
+    next_token: Tensor
+
+    def between(self, start: int, end: int) -> Tensor:
+        """Return the positions of the tokens from `start` to `end`, [num_axes, end - start].
+
+        The tokens may belong to the prompt or follow the prompt. After the prompt, the position
+        rises by 1 with each token, on every axis.
+
+        Example: `prompt` is [[0, 1, 1], [0, 1, 2]], and `next_token` is [3, 3]. The tokens 2 to 5
+        have the positions [[1, 3, 4], [2, 3, 4]].
+        """
+        num_prompt_tokens = self.prompt.shape[1]
+        in_prompt = self.prompt[:, start:end]
+        first_later = max(start, num_prompt_tokens)
+        last_later = max(end, num_prompt_tokens)
+        offsets = torch.arange(first_later, last_later, device=self.prompt.device)
+        later = self.next_token[:, None] + offsets - num_prompt_tokens
+        return torch.cat([in_prompt, later], dim=1)
 
 
 @dataclass(slots=True)
@@ -39,9 +74,8 @@ class DecoderInputs:
 
     Attributes:
         embeddings: [num_tokens, hidden_size].
-        positions: [num_axes, num_tokens] int64. None means that the decoder computes the positions
+        positions: the positions of the tokens. None means that the decoder computes the positions
             itself.
-        next_positions: [num_axes] int64, the position of the first token after the prompt.
         deepstack: one tensor for each of the first layers of the decoder, [num_tokens,
             hidden_size]. The tensor contains image features that are added to the hidden states.
             The rows of text tokens are 0.
@@ -50,8 +84,7 @@ class DecoderInputs:
     """
 
     embeddings: Tensor
-    positions: Tensor | None
-    next_positions: Tensor | None
+    positions: PromptPositions | None
     deepstack: list[Tensor]
     deepstack_mask: Tensor | None
 
@@ -112,37 +145,58 @@ def first_inputs(
 def _read(recorded: dict[str, Any], num_tokens: int) -> DecoderInputs:
     """Convert the recorded arguments of a decoder to DecoderInputs.
 
+    Args:
+        recorded: the arguments by name. `inputs_embeds` is a tensor [1, num_tokens, hidden_size].
+        num_tokens: the number of tokens of the prompt.
+
     Raises:
         UnfitError: the decoder got an argument that is not supported.
     """
-    embeddings = recorded.pop("inputs_embeds")
-    positions = recorded.pop("position_ids", None)
-    mask = recorded.pop(DEEPSTACK_MASK, None)
-    deepstack = recorded.pop(DEEPSTACK, None)
     for name, value in recorded.items():
-        if name not in _IGNORED and isinstance(value, Tensor | list | tuple | dict):
+        is_known = name in _RECORDED or name in _IGNORED
+        if not is_known and isinstance(value, Tensor | list | tuple | dict):
             raise UnfitError(f"its decoder has the argument {name}")
+    embeddings = recorded["inputs_embeds"]
     if embeddings.shape[:2] != (1, num_tokens):
         raise UnfitError(
             f"its decoder gets {embeddings.shape[1]} embeddings for {num_tokens} tokens"
         )
-    axes = next_positions = None
-    if positions is not None:
-        axes = positions.reshape(-1, num_tokens)
-        next_positions = _next_positions(axes)
-    if mask is None or deepstack is None:
-        return DecoderInputs(embeddings[0], axes, next_positions, [], None)
-    mask = mask.reshape(num_tokens)
-    rows = []
-    for features in deepstack:
-        dense = torch.zeros_like(embeddings[0])
-        dense[mask] = features.to(dense)
-        rows.append(dense)
-    return DecoderInputs(embeddings[0], axes, next_positions, rows, mask)
+    position_ids = recorded.get("position_ids")
+    positions = None
+    if position_ids is not None:
+        by_axis = position_ids.reshape(-1, num_tokens)
+        positions = PromptPositions(by_axis, _next_positions(by_axis))
+    inputs = DecoderInputs(embeddings[0], positions, deepstack=[], deepstack_mask=None)
+    features = recorded.get(DEEPSTACK)
+    mask = recorded.get(DEEPSTACK_MASK)
+    if features is not None and mask is not None:
+        inputs.deepstack_mask = mask.reshape(num_tokens)
+        inputs.deepstack = [
+            _with_text_rows(layer_features, inputs.deepstack_mask, inputs.embeddings)
+            for layer_features in features
+        ]
+    return inputs
+
+
+def _with_text_rows(features: Tensor, mask: Tensor, embeddings: Tensor) -> Tensor:
+    """Return image features with one row for each token. The rows of text tokens are 0.
+
+    With one row for each token, the engine can divide the features into chunks.
+
+    Args:
+        features: [num_image_tokens, hidden_size].
+        mask: [num_tokens] bool. True means an image token.
+        embeddings: [num_tokens, hidden_size], which determines the shape and the data type.
+    """
+    rows = torch.zeros_like(embeddings)
+    rows[mask] = features.to(rows)
+    return rows
 
 
 def _next_positions(axes: Tensor) -> Tensor:
     """Return the position of the first token that follows a prompt, [num_axes].
+
+    `axes` contains the positions of the prompt's tokens, [num_axes, num_tokens].
 
     If there are four axes, the first axis counts the tokens, and the other three axes are time,
     height and width. The next token has the same position on these three axes. This position is the

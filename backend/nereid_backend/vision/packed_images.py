@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, StepPlan
 from nereid_backend.paths.model_call import UnfitError
@@ -24,6 +26,45 @@ from nereid_backend.vision.feature_cache import FeatureCache
 from nereid_backend.vision.own_attention import OwnAttention
 
 
+@dataclass(frozen=True, slots=True)
+class _ImageChunk:
+    """The tokens that a step computes for one sequence with images.
+
+    Attributes:
+        first_row: the index of the chunk's first token among all tokens of the step.
+        start: the index of the chunk's first token in the sequence.
+        end: the index after the chunk's last token in the sequence.
+        prompt_end: `end` or the length of the prompt, whichever is smaller.
+        inputs: the recorded decoder inputs of the prompt.
+    """
+
+    first_row: int
+    start: int
+    end: int
+    prompt_end: int
+    inputs: DecoderInputs
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the chunk in the tensors of the step."""
+        return slice(self.first_row, self.first_row + self.end - self.start)
+
+    @property
+    def has_prompt_tokens(self) -> bool:
+        """Whether a token of the chunk belongs to the prompt."""
+        return self.prompt_end > self.start
+
+    @property
+    def prompt_rows(self) -> slice:
+        """The rows of the chunk's prompt tokens in the tensors of the step."""
+        return slice(self.first_row, self.first_row + self.prompt_end - self.start)
+
+    @property
+    def prompt_tokens(self) -> slice:
+        """The rows of the chunk's prompt tokens in the tensors of `inputs`."""
+        return slice(self.start, self.prompt_end)
+
+
 class PackedImages:
     """Replaces inputs of a model's decoder when a step computes sequences with images.
 
@@ -32,6 +73,12 @@ class PackedImages:
 
     def __init__(self, model: Any, features: FeatureCache, attention: OwnAttention) -> None:  # noqa: ANN401
         """Store the arguments, and find the decoder of the model.
+
+        Args:
+            model: a vision-language model of transformers.
+            features: the cache of the features that the image encoder computes.
+            attention: replaces the engine's attention by the model's own attention while the inputs
+                of the decoder are recorded.
 
         Raises:
             UnfitError: the model does not name its decoder.
@@ -53,16 +100,17 @@ class PackedImages:
         """Return a context in which the recorded inputs replace the inputs of the decoder.
 
         At least one sequence of the plan must have images. Inputs are replaced only for sequences
-        with images.
+        with images. At the end of the context, the recorded embeddings of each prompt that has been
+        computed completely are freed.
         """
-        parts = [self._inputs_of(chunk) for chunk in plan.chunks]
+        chunks = self._image_chunks(plan)
 
         def inject(
             module: Module,  # noqa: ARG001 - torch's signature
             args: tuple[Any, ...],
             kwargs: dict[str, Any],
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return args, {**kwargs, **self._arguments(plan, batch, parts, kwargs)}
+            return args, {**kwargs, **self._new_arguments(batch, chunks, kwargs)}
 
         handle = self._decoder.register_forward_pre_hook(inject, with_kwargs=True)
         try:
@@ -71,17 +119,32 @@ class PackedImages:
             handle.remove()
         self._drop_embeddings(plan)
 
-    def _inputs_of(self, chunk: Chunk) -> DecoderInputs | None:
-        """Return the decoder inputs of a chunk's sequence; None if the sequence has no images."""
+    def _image_chunks(self, plan: StepPlan) -> list[_ImageChunk]:
+        """Return the chunks of sequences with images, with the recorded inputs of the decoder."""
+        image_chunks = []
+        first_row = 0
+        for chunk in plan.chunks:
+            if chunk.sequence.images is not None:
+                end = chunk.start + chunk.num_tokens
+                prompt_end = min(end, chunk.sequence.num_prompt_tokens)
+                inputs = self._inputs_of(chunk, chunk.sequence.images)
+                image_chunks.append(_ImageChunk(first_row, chunk.start, end, prompt_end, inputs))
+            first_row += chunk.num_tokens
+        return image_chunks
+
+    def _inputs_of(self, chunk: Chunk, images: ImageInputs) -> DecoderInputs:
+        """Return the decoder inputs of the prompt of a chunk's sequence.
+
+        The inputs are recorded once. They are recorded again if the chunk contains prompt tokens,
+        but the embeddings have been freed. This happens after a preemption.
+        """
         sequence = chunk.sequence
-        if sequence.images is None:
-            return None
         inputs = self._inputs.get(sequence)
         needs_embeddings = chunk.start < sequence.num_prompt_tokens
         if inputs is None or (needs_embeddings and not len(inputs.embeddings)):
             token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
-            with self._attention.used(), self._features.serving(sequence.images.digest):
-                inputs = record_inputs(self._model, self._decoder, token_ids, sequence.images)
+            with self._attention.used(), self._features.serving(images.digest):
+                inputs = record_inputs(self._model, self._decoder, token_ids, images)
             self._inputs[sequence] = inputs
         return inputs
 
@@ -94,65 +157,72 @@ class PackedImages:
                 inputs.embeddings = inputs.embeddings[:0].clone()
                 inputs.deepstack = [rows[:0].clone() for rows in inputs.deepstack]
 
-    def _arguments(
-        self,
-        plan: StepPlan,
-        batch: StepBatch,
-        parts: list[DecoderInputs | None],
-        kwargs: dict[str, Any],
+    def _new_arguments(
+        self, batch: StepBatch, chunks: list[_ImageChunk], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the new values of the decoder's arguments for a step with images."""
+        """Return the arguments of the decoder that must be replaced in a step with images.
+
+        Args:
+            batch: the inputs of the step.
+            chunks: the chunks of sequences with images. There is at least one.
+            kwargs: the arguments with which the model calls the decoder.
+        """
+        prompt_chunks = [chunk for chunk in chunks if chunk.has_prompt_tokens]
         embeddings = kwargs.get("inputs_embeds")
         if embeddings is None:
             embeddings = self._model.get_input_embeddings()(batch.input_ids)
         embeddings = embeddings.clone()
-        result: dict[str, Any] = {"inputs_embeds": embeddings}
+        for chunk in prompt_chunks:
+            recorded = chunk.inputs.embeddings[chunk.prompt_tokens]
+            embeddings[0, chunk.prompt_rows] = recorded.to(embeddings)
+        replaced: dict[str, Any] = {"inputs_embeds": embeddings}
         if "input_ids" in kwargs:
-            result["input_ids"] = None
-        first = next(part for part in parts if part is not None)
-        positions = _positions(plan, batch, parts, first)
+            # A decoder accepts either token ids or embeddings.
+            replaced["input_ids"] = None
+        positions = _positions(batch, chunks)
         if positions is not None:
-            result["position_ids"] = positions
-        mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-        deepstack: list[list[Tensor]] = []
-        offset = 0
-        for chunk, part in zip(plan.chunks, parts, strict=True):
-            end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt_tokens)
-            if part is not None and end > chunk.start:
-                rows = slice(offset, offset + end - chunk.start)
-                embeddings[0, rows] = part.embeddings[chunk.start : end].to(embeddings)
-                if part.deepstack_mask is not None:
-                    marked = part.deepstack_mask[chunk.start : end]
-                    mask[0, rows] = marked
-                    deepstack.append([layer[chunk.start : end][marked] for layer in part.deepstack])
-            offset += chunk.num_tokens
-        if deepstack:
-            result[DEEPSTACK_MASK] = mask
-            result[DEEPSTACK] = [torch.cat(layers) for layers in zip(*deepstack, strict=True)]
-        return result
+            replaced["position_ids"] = positions
+        return replaced | _deepstack_arguments(batch, prompt_chunks)
 
 
-def _positions(
-    plan: StepPlan, batch: StepBatch, parts: list[DecoderInputs | None], first: DecoderInputs
-) -> Tensor | None:
+def _positions(batch: StepBatch, chunks: list[_ImageChunk]) -> Tensor | None:
     """Return the positions of all tokens of a step, [1, num_tokens] or [num_axes, 1, num_tokens].
 
     A token of a sequence without images has the same position on all axes. Return None if the
     decoder computes the positions itself.
     """
-    if first.positions is None:
+    first_positions = chunks[0].inputs.positions
+    if first_positions is None:
         return None
-    positions = batch.position_ids.repeat(len(first.positions), 1)
-    offset = 0
-    for chunk, part in zip(plan.chunks, parts, strict=True):
-        if part is not None and part.positions is not None and part.next_positions is not None:
-            num_prompt = chunk.sequence.num_prompt_tokens
-            end = chunk.start + chunk.num_tokens
-            known = part.positions[:, chunk.start : min(end, num_prompt)]
-            first_later = max(chunk.start, num_prompt)
-            num_later = max(0, end - first_later)
-            later = torch.arange(num_later, device=positions.device) + first_later - num_prompt
-            values = torch.cat([known, part.next_positions[:, None] + later], dim=1)
-            positions[:, offset : offset + chunk.num_tokens] = values
-        offset += chunk.num_tokens
-    return positions if len(positions) == 1 else positions[:, None]
+    num_axes = len(first_positions.prompt)
+    positions = batch.position_ids.repeat(num_axes, 1)
+    for chunk in chunks:
+        if chunk.inputs.positions is not None:
+            positions[:, chunk.rows] = chunk.inputs.positions.between(chunk.start, chunk.end)
+    return positions if num_axes == 1 else positions[:, None]
+
+
+def _deepstack_arguments(batch: StepBatch, prompt_chunks: list[_ImageChunk]) -> dict[str, Any]:
+    """Return the decoder's arguments for the image features of its first layers.
+
+    Return an empty dict if no prompt has such features. Otherwise, the arguments are the mask of
+    the image tokens, [1, num_tokens] bool, and for each layer the features of these tokens,
+    [num_image_tokens, hidden_size].
+    """
+    mask = torch.zeros_like(batch.input_ids, dtype=torch.bool)
+    # For each chunk, a list of the features of each layer.
+    features_of_chunks: list[list[Tensor]] = []
+    for chunk in prompt_chunks:
+        inputs = chunk.inputs
+        if inputs.deepstack_mask is None:
+            continue
+        is_image_token = inputs.deepstack_mask[chunk.prompt_tokens]
+        mask[0, chunk.prompt_rows] = is_image_token
+        features_of_chunks.append(
+            [rows[chunk.prompt_tokens][is_image_token] for rows in inputs.deepstack]
+        )
+    if not features_of_chunks:
+        return {}
+    # `zip` groups the features by layer instead of by chunk.
+    features_of_layers = [torch.cat(features) for features in zip(*features_of_chunks, strict=True)]
+    return {DEEPSTACK_MASK: mask, DEEPSTACK: features_of_layers}

@@ -22,6 +22,13 @@ from nereid_backend.errors import ModelError, first_line
 from nereid_backend.vision.torchvision_operators import declare_operators
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
+# Maps a component of a processor to the class of transformers that loads the component.
+_AUTO_CLASSES = {
+    "tokenizer": AutoTokenizer,
+    "feature_extractor": AutoFeatureExtractor,
+    "audio_processor": AutoFeatureExtractor,
+}
+_COMPONENTS = ("image_processor", "video_processor", *_AUTO_CLASSES)
 
 
 def has_processor(folder: Path) -> bool:
@@ -51,18 +58,10 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
         ModelError: the processor is missing or broken, or needs a package that is not installed.
     """
     declare_operators()
-    arguments: dict[str, Any] = {"local_files_only": True}
     try:
-        try:
-            processor = _from_pretrained(AutoProcessor, folder, arguments)
-        except (ImportError, OSError, ValueError):
-            if "image_processor" not in _processor_class(folder, config).get_attributes():
-                raise
-            processor = None
-        # If the files do not name the class of the processor, AutoProcessor returns only a
-        # component of the processor, such as the tokenizer.
-        if not isinstance(processor, ProcessorMixin):
-            processor = _load_without_video(folder, config, arguments)
+        processor = _load_complete(folder, config)
+        if processor is None:
+            processor = _load_without_video(folder, config)
     except Exception as error:
         # A processor can raise any exception for a broken file. The message of the ModelError
         # contains the reason.
@@ -78,9 +77,29 @@ def load_processor(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN4
     return processor
 
 
-def _from_pretrained(auto_class: Any, folder: Path, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Call the method `from_pretrained` of a class. Code in the checkpoint is not run."""
-    return auto_class.from_pretrained(folder, trust_remote_code=False, **arguments)
+def _load_complete(folder: Path, config: PretrainedConfig) -> ProcessorMixin | None:
+    """Return the processor with all its components; None if it cannot be loaded in this way.
+
+    Raises:
+        ImportError, OSError, ValueError: the processor cannot be loaded, and a processor without
+            videos would not help, because it has no component for images.
+    """
+    try:
+        processor = _from_pretrained(AutoProcessor, folder)
+    except (ImportError, OSError, ValueError):
+        if "image_processor" not in _processor_class(folder, config).get_attributes():
+            raise
+        return None
+    # If the files do not name the class of the processor, AutoProcessor returns only a component of
+    # the processor, such as the tokenizer.
+    return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def _from_pretrained(auto_class: Any, folder: Path, **arguments: object) -> Any:  # noqa: ANN401
+    """Call `from_pretrained` of a class. Neither download files nor run the checkpoint's code."""
+    return auto_class.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, **arguments
+    )
 
 
 def refused_kinds(processor: Any) -> dict[str, str]:  # noqa: ANN401 - a processor of transformers
@@ -134,33 +153,44 @@ def _processor_class(folder: Path, config: PretrainedConfig) -> Any:  # noqa: AN
     return named if is_processor else PROCESSOR_MAPPING[type(config)]
 
 
-def _load_without_video(folder: Path, config: PretrainedConfig, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - a processor of transformers
+def _load_without_video(folder: Path, config: PretrainedConfig) -> Any:  # noqa: ANN401 - a processor of transformers
     """Return a processor that accepts texts, images and perhaps audio, but no videos.
+
+    The components of the processor are loaded one by one. A `_NoVideo` replaces the component for
+    videos, because this component needs torchvision.
 
     Raises:
         ImportError: the image processor needs a package that is not installed.
     """
     processor_class = _processor_class(folder, config)
-    image_processor = _from_pretrained(AutoImageProcessor, folder, {**arguments, "backend": "pil"})
-    loaders: dict[str, Any] = {
-        "image_processor": lambda: image_processor,
-        "tokenizer": lambda: _from_pretrained(AutoTokenizer, folder, arguments),
-        "feature_extractor": lambda: _from_pretrained(AutoFeatureExtractor, folder, arguments),
-        "audio_processor": lambda: _from_pretrained(AutoFeatureExtractor, folder, arguments),
-        "video_processor": lambda: _NoVideo(image_processor),
-    }
-    parts = [loaders[name]() for name in processor_class.get_attributes()]
+    # The backend "pil" needs only Pillow, not torchvision.
+    image_processor = _from_pretrained(AutoImageProcessor, folder, backend="pil")
+    components = []
+    for name in processor_class.get_attributes():
+        if name == "image_processor":
+            components.append(image_processor)
+        elif name == "video_processor":
+            components.append(_NoVideo(image_processor))
+        else:
+            components.append(_from_pretrained(_AUTO_CLASSES[name], folder))
+    # Of the processor's config, only the settings that are no components are passed on.
+    processor_config, _ = processor_class.get_processor_dict(folder, local_files_only=True)
+    settings = {name: value for name, value in processor_config.items() if name not in _COMPONENTS}
+    return _accepting_no_video(processor_class).from_args_and_dict(components, settings)
 
-    def check(self: object, name: str, value: object) -> None:
+
+def _accepting_no_video(processor_class: type[ProcessorMixin]) -> Any:  # noqa: ANN401 - a class
+    """Return a subclass of a processor's class whose constructor accepts a `_NoVideo`."""
+    check_class: Any = processor_class.check_argument_for_proper_class
+
+    def check_argument(self: Any, name: str, value: object) -> None:  # noqa: ANN401 - a processor
         if name != "video_processor":
-            processor_class.check_argument_for_proper_class(self, name, value)
+            check_class(self, name, value)
 
-    # transformers logs the `repr` of a new processor, and this `repr` contains JSON. A `_NoVideo`
-    # cannot be converted to JSON, so the class gets a different `__repr__`.
-    changes = {"check_argument_for_proper_class": check, "__repr__": object.__repr__}
-    lenient = type(processor_class.__name__, (processor_class,), changes)
-    # `parts` contains the components of the processor, such as the tokenizer. `settings` must
-    # therefore contain only the other arguments of the constructor.
-    settings, _ = processor_class.get_processor_dict(folder, **arguments)
-    settings = {name: value for name, value in settings.items() if name not in loaders}
-    return lenient.from_args_and_dict(parts, settings)  # type: ignore[attr-defined]
+    changed_methods = {
+        "check_argument_for_proper_class": check_argument,
+        # transformers logs the `repr` of a new processor, and this `repr` contains JSON. A
+        # `_NoVideo` cannot be converted to JSON.
+        "__repr__": object.__repr__,
+    }
+    return type(processor_class.__name__, (processor_class,), changed_methods)

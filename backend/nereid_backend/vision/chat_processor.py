@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepares chat messages with images, videos or audio with the checkpoint's own processor."""
 
-import hashlib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -19,6 +18,7 @@ from transformers.video_utils import VideoMetadata
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import ModelError, RequestError, first_line
 from nereid_backend.vision.audio_parts import FoundAudio, read_audio
+from nereid_backend.vision.image_digest import arguments_digest
 from nereid_backend.vision.load_processor import audio_processor, load_processor, refused_kinds
 from nereid_backend.vision.messages import (
     KIND_OF,
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 # The attribute of a processor that contains the text of the placeholder.
 _TOKENS = {FoundImage: "image_token", FoundVideo: "video_token", FoundAudio: "audio_token"}
-_DIGEST_BYTES = 32
 # The outputs of a processor that belong to the text of a prompt. All other outputs belong to the
 # images, videos or audio.
 _TEXT_OUTPUTS = ("input_ids", "attention_mask")
 # The outputs of a processor that contain one value for each token. The value is 0 for a text token,
 # and another number for an image token.
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+_MM_TOKEN_TYPES = "mm_token_type_ids"
+TOKEN_TYPES = (_MM_TOKEN_TYPES, "token_type_ids")
 # The sampling rate if the audio processor does not name its sampling rate.
 _DEFAULT_RATE = 16_000
 
@@ -93,20 +93,15 @@ class TextProcessor:
         Raises:
             RequestError: a message is invalid or contains an image.
         """
-        messages, found = split_messages(messages, ImageLimits())
+        split, found = split_messages(messages, ImageLimits())
         if found:
             raise RequestError(
                 f"messages: images, videos and audio are refused, because {self._reason}"
             )
-        joined = [
-            {**message, "content": "".join(_texts(message["content"]))}
-            if isinstance(message.get("content"), list)
-            else message
-            for message in messages
-        ]
+        text_messages = [_with_joined_texts(message) for message in split]
         try:
             text = self._tokenizer.apply_chat_template(
-                joined, tokenize=False, add_generation_prompt=True
+                text_messages, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
             # A chat template can raise any exception. This exception must end only the request with
@@ -189,18 +184,17 @@ class ChatProcessor:
         """
         texts = [text for message in messages for text in _texts(message.get("content"))]
         text = "\n".join(texts)
-        names = [_TOKENS[type(item)] for item in found]
-        values = [getattr(self.processor, name, None) for name in names]
+        values = [getattr(self.processor, _TOKENS[type(item)], None) for item in found]
         placeholders = [value for value in values if isinstance(value, str)]
-        if len(placeholders) < len(found):
+        if len(placeholders) < len(found):  # The processor has no placeholder for some media.
             return self.prepare_text(text, found)
         try:
             return self.prepare_text("".join([*placeholders, text]), found)
         except RequestError as error:
-            try:
-                return self.prepare_text(text, found)
-            except RequestError:
-                raise error from None
+            first_error = error
+        with suppress(RequestError):
+            return self.prepare_text(text, found)
+        raise first_error
 
     def prepare_text(self, text: str, found: Sequence[Found]) -> ImagePrompt:
         """Convert a rendered text and its media to a prompt.
@@ -217,15 +211,19 @@ class ChatProcessor:
                 raise refuse_kind(kind, self.refused[kind])
         outputs = self._process(text, found)
         token_ids = [int(token) for token in outputs["input_ids"][0]]
-        if self._needs_token_types and TOKEN_TYPES[0] not in outputs:
-            types = self.processor.create_mm_token_type_ids([token_ids])
-            outputs[TOKEN_TYPES[0]] = torch.tensor(types)
         if not found:
             return ImagePrompt(token_ids, None, text)
         arguments = {name: value for name, value in outputs.items() if name not in _TEXT_OUTPUTS}
-        first_token = self._first_image_token(token_ids, arguments)
-        digest = arguments_digest(arguments)
-        return ImagePrompt(token_ids, ImageInputs(arguments, digest, first_token, kinds), text)
+        if self._needs_token_types and _MM_TOKEN_TYPES not in arguments:
+            types = self.processor.create_mm_token_type_ids([token_ids])
+            arguments[_MM_TOKEN_TYPES] = torch.tensor(types)
+        images = ImageInputs(
+            arguments,
+            arguments_digest(arguments),
+            self._first_image_token(token_ids, arguments),
+            kinds,
+        )
+        return ImagePrompt(token_ids, images, text)
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Render messages with the chat template, and return the text.
@@ -250,33 +248,48 @@ class ChatProcessor:
             ) from error
 
     def _process(self, text: str, found: Sequence[Found]) -> dict[str, Any]:
-        """Call the processor for a text and its media. Return the outputs."""
+        """Call the processor for a text and its media. Return the outputs.
+
+        Raises:
+            RequestError: the media are invalid, or the processor refuses the text or the media.
+        """
+        arguments = self._media_arguments(found)
         tokenizer = getattr(self.processor, "tokenizer", None)
         bos = getattr(tokenizer, "bos_token", None)
-        arguments: dict[str, Any] = {"return_tensors": "pt"}
         if bos is not None and text.startswith(bos):
-            # The rendered text already begins with the BOS token.
+            # The tokenizer must not add a second BOS token.
             arguments["add_special_tokens"] = False
-        if "images" not in self.refused:
-            arguments["images"] = read_images(found, self.limits) or None
-        if videos := [item for item in found if isinstance(item, FoundVideo)]:
-            arguments |= self._video_arguments(videos)
-        if audio := [item for item in found if isinstance(item, FoundAudio)]:
-            rate = getattr(audio_processor(self.processor), "sampling_rate", _DEFAULT_RATE)
-            arguments["audio"] = read_audio(audio, rate, self.limits)
-            arguments["sampling_rate"] = rate
         try:
-            outputs = self.processor(text=text, **arguments)
+            outputs = self.processor(text=text, return_tensors="pt", **arguments)
         except Exception as error:
             # A processor can raise any exception. Convert the exception to a RequestError, so that
             # only the current request fails.
             logger.debug("The image processor failed.", exc_info=True)
+            contents = " and the ".join(_kinds(found)) or "text"
             raise RequestError(
-                f"messages: the checkpoint's processor cannot prepare the "
-                f"{' and the '.join(_kinds(found)) or 'text'}: "
+                f"messages: the checkpoint's processor cannot prepare the {contents}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
         return {name: value for name, value in outputs.items() if name != "video_metadata"}
+
+    def _media_arguments(self, found: Sequence[Found]) -> dict[str, Any]:
+        """Decode images, videos and audio, and return the processor's arguments for them.
+
+        Raises:
+            RequestError: a file is damaged or exceeds a limit.
+        """
+        arguments: dict[str, Any] = {}
+        if "images" not in self.refused:
+            arguments["images"] = read_images(found, self.limits) or None
+        videos = [item for item in found if isinstance(item, FoundVideo)]
+        if videos:
+            arguments |= self._video_arguments(videos)
+        audio = [item for item in found if isinstance(item, FoundAudio)]
+        if audio:
+            rate = getattr(audio_processor(self.processor), "sampling_rate", _DEFAULT_RATE)
+            arguments["audio"] = read_audio(audio, rate, self.limits)
+            arguments["sampling_rate"] = rate
+        return arguments
 
     def _video_arguments(self, videos: list[FoundVideo]) -> dict[str, Any]:
         """Decode videos, and return the arguments of the processor that contain the videos.
@@ -332,7 +345,7 @@ def _takes_token_types(config: PretrainedConfig) -> bool:
     """Return whether the forward method of the model accepts the argument mm_token_type_ids."""
     name = (getattr(config, "architectures", None) or [""])[0]
     forward = getattr(getattr(transformers, name, None), "forward", None)
-    return forward is not None and TOKEN_TYPES[0] in inspect.signature(forward).parameters
+    return forward is not None and _MM_TOKEN_TYPES in inspect.signature(forward).parameters
 
 
 def _chat_template(processor: Any) -> str | None:  # noqa: ANN401 - a processor of transformers
@@ -357,26 +370,13 @@ def _texts(content: Any) -> list[str]:  # noqa: ANN401 - the content of a messag
     return [str(part["text"]) for part in parts if part.get("type") == "text" and "text" in part]
 
 
-def arguments_digest(arguments: Mapping[str, Any]) -> bytes:
-    """Return one hash of the names and the values of all image arguments of a prompt."""
-    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for name in sorted(arguments):
-        state.update(name.encode())
-        _update(state, arguments[name])
-    return state.digest()
+def _with_joined_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is one text instead of a list of parts.
 
-
-def _update(state: Any, value: Any) -> None:  # noqa: ANN401 - a hash, and a tensor or a list
-    """Add a value to a hash. If the value is a tensor, also add its shape and its data type."""
-    if isinstance(value, list | tuple):
-        state.update(f"[{len(value)}".encode())
-        for item in value:
-            _update(state, item)
-    elif isinstance(value, Tensor):
-        state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        state.update(value.contiguous().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray):
-        state.update(f"{value.dtype}{value.shape}".encode())
-        state.update(np.ascontiguousarray(value).tobytes())
-    else:
-        state.update(repr(value).encode())
+    Example: the content [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}] becomes
+    "ab". A message whose content is not a list is returned unchanged.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(_texts(content))}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the code of a vision-language model on prompts. Each call computes one prompt."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.pooling.inputs.prepare_items import Prepared
 from nereid_backend.pooling.loading.checkpoint_spec import RETRIEVAL, CheckpointSpec
 from nereid_backend.pooling.loading.load_encoder import Encoder
-from nereid_backend.vision.chat_processor import TOKEN_TYPES, arguments_digest
+from nereid_backend.vision.chat_processor import TOKEN_TYPES
 from nereid_backend.vision.feature_cache import FeatureCache
+from nereid_backend.vision.image_digest import arguments_digest
 from nereid_backend.vision.image_tensors import place_images
 
 # The largest size in bytes of the cached image features.
@@ -53,22 +53,25 @@ class ImageForward:
         return logits[0, -1].float()
 
     def _run(self, prepared: Prepared, **options: object) -> Any:  # noqa: ANN401 - an output class of transformers
-        """Run the model on one prompt, and return the output of the model."""
+        """Run the model on one prompt, and return the output of the model.
+
+        `options` are further arguments of the model.
+        """
         encoder = self._encoder
         model: Any = encoder.model
         ids = torch.tensor([prepared.token_ids], device=encoder.device)
-        run = partial(
-            model,
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            return_dict=True,
+        arguments: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "return_dict": True,
             **options,
-        )
+        }
         if prepared.images is None:
-            return run()
+            return model(**arguments)
         images = place_images(prepared.images, encoder.device, encoder.dtype)
+        arguments.update(images.arguments)
         with self.features.serving(_image_digest(prepared.images)):
-            return run(**images.arguments)
+            return model(**arguments)
 
 
 def _image_digest(images: ImageInputs) -> bytes:

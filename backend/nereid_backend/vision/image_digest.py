@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes a digest of the prepared images of a prompt."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DIGEST_BYTES = 32
+
+
+def arguments_digest(arguments: Mapping[str, Any]) -> bytes:
+    """Return one hash of the names and the values of all image arguments of a prompt."""
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(arguments):
+        hasher.update(name.encode())
+        _add_to_hash(hasher, arguments[name])
+    return hasher.digest()
+
+
+def _add_to_hash(hasher: hashlib.blake2b, value: Any) -> None:  # noqa: ANN401 - a model's argument
+    """Add the content of a value to a hash, so that different values give different hashes.
+
+    Mutates: hasher.
+    """
+    if isinstance(value, list | tuple):
+        # The length distinguishes nested lists such as [[1], [2]] and [[1, 2]].
+        hasher.update(f"[{len(value)}".encode())
+        for item in value:
+            _add_to_hash(hasher, item)
+    elif isinstance(value, Tensor):
+        # The bytes alone do not determine a tensor.
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        hasher.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        hasher.update(f"{value.dtype}{value.shape}".encode())
+        hasher.update(np.ascontiguousarray(value).tobytes())
+    else:
+        hasher.update(repr(value).encode())

@@ -87,7 +87,9 @@ def read_audio_url(url: str, field: str) -> FoundAudio:
 
 
 def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
-    """Return the audio in a content part.
+    """Return the audio in a content part. The audio is not decoded yet.
+
+    The part contains a base64 text, a data URL, the bytes of a file, or an array of samples.
 
     Args:
         part: a content part for which `is_audio_part` returns true.
@@ -97,26 +99,42 @@ def read_audio_part(part: Mapping[str, Any], field: str) -> FoundAudio:
         RequestError: the content part has no audio, or the format of the audio is not WAV.
     """
     source = next((part[name] for name in _FIELDS if part.get(name) is not None), None)
-    rate = part.get("sampling_rate")
     if isinstance(source, Mapping):
-        declared = source.get("format", "wav")
-        if declared != "wav":
-            raise RequestError(
-                f"{field}: the audio has the format {shown(declared)}, but the server decodes only "
-                f"WAV. {_REMEDY}"
-            )
-        if isinstance(source.get("data"), str) and source["data"]:
-            return FoundAudio(field, source["data"])
+        _check_format(source.get("format", "wav"), field)
+        data = source.get("data")
+        if isinstance(data, str) and data:
+            return FoundAudio(field, data)
         source = source.get("url")
     if isinstance(source, str) and source:
         return read_audio_url(source, field)
-    if isinstance(source, np.ndarray) and (isinstance(rate, bool) or not isinstance(rate, int)):
+    if isinstance(source, bytes):
+        return FoundAudio(field, source)
+    if isinstance(source, np.ndarray):
+        return FoundAudio(field, source, _sampling_rate(part, field))
+    raise RequestError(f"{field}: the content part has no audio. {_REMEDY}")
+
+
+def _check_format(declared: Any, field: str) -> None:  # noqa: ANN401 - any JSON value
+    """Raise a RequestError if the client declares another format than WAV."""
+    if declared != "wav":
+        raise RequestError(
+            f"{field}: the audio has the format {shown(declared)}, but the server decodes only "
+            f"WAV. {_REMEDY}"
+        )
+
+
+def _sampling_rate(part: Mapping[str, Any], field: str) -> int:
+    """Return the sampling rate of a content part with an array of samples.
+
+    Raises:
+        RequestError: the sampling rate is missing or is not an integer.
+    """
+    rate = part.get("sampling_rate")
+    if isinstance(rate, bool) or not isinstance(rate, int):
         raise RequestError(
             f"{field}: an array needs sampling_rate, an integer, but the part has {shown(rate)}."
         )
-    if isinstance(source, bytes | np.ndarray):
-        return FoundAudio(field, source, rate)
-    raise RequestError(f"{field}: the content part has no audio. {_REMEDY}")
+    return rate
 
 
 def read_audio(found: Sequence[FoundAudio], rate: int, limits: ImageLimits) -> list[Samples]:
@@ -134,13 +152,17 @@ def read_audio(found: Sequence[FoundAudio], rate: int, limits: ImageLimits) -> l
 
 
 def _decode(audio: FoundAudio, limits: ImageLimits) -> tuple[Samples, int]:
-    """Return the samples and the sampling rate of audio."""
+    """Return the samples and the sampling rate of audio, which is a WAV file or an array.
+
+    Raises:
+        RequestError: the file is damaged or exceeds a limit, or the array is not valid.
+    """
     source, field = audio.source, audio.field
     if isinstance(source, str):
         source = decode_base64(source, field, limits)
     if isinstance(source, bytes):
         return decode_wav(source, field, limits)
-    assert audio.rate is not None
+    assert audio.rate is not None, "an array has a sampling rate"
     check_rate(audio.rate, field)
     check_duration(len(source), audio.rate, field, limits)
     samples = np.asarray(source, np.float32)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_TYPES = ("image_url", "image", "input_image")
+# The fields of a content part that can contain the image. The first one that is set is used.
+_IMAGE_FIELDS = ("image_url", "image", "url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ def _split_part(
 ) -> dict[str, Any]:
     """Return a placeholder for an image, a video or audio. Return any other part unchanged.
 
+    Example: {"type": "image_url", "image_url": {"url": "data:..."}} returns {"type": "image"}.
+
     Mutates: `found`. The image, the video or the audio is appended.
     """
     if not isinstance(part, Mapping):
@@ -133,14 +137,21 @@ def _split_part(
         raise RequestError(f"{field}: the content part has the type {refused[0]}, but {refused[1]}")
     if part.get("type") not in IMAGE_TYPES:
         return dict(part)
-    name = next((n for n in ("image_url", "image", "url") if part.get(n) is not None), None)
-    source = part[name] if name is not None else None
-    if isinstance(source, Mapping):
-        source = source.get("url")
-    if source is None or (isinstance(source, str) and not source):
-        raise RequestError(f"{field}: the content part has no image. Set image_url.url.")
-    found.append(FoundImage(f"{field}.{name}", source))
+    found.append(_read_image_part(part, field))
     return {"type": "image"}
+
+
+def _read_image_part(part: Mapping[str, Any], field: str) -> FoundImage:
+    """Return the image in a content part. The image is not decoded yet."""
+    names = [name for name in _IMAGE_FIELDS if part.get(name) is not None]
+    if names:
+        source = part[names[0]]
+        if isinstance(source, Mapping):
+            source = source.get("url")
+        is_empty_text = isinstance(source, str) and not source
+        if source is not None and not is_empty_text:
+            return FoundImage(f"{field}.{names[0]}", source)
+    raise RequestError(f"{field}: the content part has no image. Set image_url.url.")
 
 
 def read_images(found: Sequence[Found], limits: ImageLimits) -> list["Image"]:
@@ -150,7 +161,7 @@ def read_images(found: Sequence[Found], limits: ImageLimits) -> list["Image"]:
         RequestError: an image is damaged or too large.
         ModelError: Pillow is not installed.
     """
-    return [_read(image, limits) for image in found if isinstance(image, FoundImage)]
+    return [_decode(image, limits) for image in found if isinstance(image, FoundImage)]
 
 
 def read_video(found: FoundVideo, limits: ImageLimits) -> list["Image"]:
@@ -164,7 +175,7 @@ def read_video(found: FoundVideo, limits: ImageLimits) -> list["Image"]:
     for number, frame in enumerate(found.video.frames):
         field = f"{found.field}: frame {number}"
         source = decode_base64(frame, field, limits) if isinstance(frame, str) else frame
-        frames.append(_read(FoundImage(field, source), limits))
+        frames.append(_decode(FoundImage(field, source), limits))
         if frames[0].size != frames[-1].size:
             first, size = frames[0].size, frames[-1].size
             raise RequestError(
@@ -174,13 +185,21 @@ def read_video(found: FoundVideo, limits: ImageLimits) -> list["Image"]:
     return frames
 
 
-def _read(image: FoundImage, limits: ImageLimits) -> "Image":
+def _decode(image: FoundImage, limits: ImageLimits) -> "Image":
+    """Return the decoded image in RGB, as an image of Pillow.
+
+    Raises:
+        RequestError: the image is damaged or too large, or has a wrong type.
+        ModelError: Pillow is not installed.
+    """
     source = image.source
     if isinstance(source, str):
         source = decode_data_url(source, image.field, limits)
     if isinstance(source, bytes | bytearray | memoryview):
         return decode_image(bytes(source), image.field, limits)
-    if not (hasattr(source, "size") and hasattr(source, "convert")):
+    # Pillow may not be installed, so its images are recognised by their attributes.
+    is_pillow_image = hasattr(source, "size") and hasattr(source, "convert")
+    if not is_pillow_image:
         raise RequestError(
             f"{image.field}: the image must be a data URL, bytes or an image of Pillow, but it is "
             f"an object of the type {type(source).__name__}."

@@ -12,7 +12,7 @@ contain the number of frames per second: "data:video/jpeg;fps=2;base64,FRAME,FRA
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nereid_backend.errors import RequestError
@@ -85,6 +85,9 @@ def read_video_url(url: str, field: str, limits: ImageLimits) -> VideoFrames:
 def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) -> VideoFrames:
     """Return the frames in a content part that contains a video.
 
+    The part contains a data URL of all frames, or a list of frames. The field `fps` contains the
+    number of frames per second.
+
     Args:
         part: a content part for which `is_video_part` returns true.
         field: the name of the content part, for error messages.
@@ -100,7 +103,8 @@ def read_video_part(part: Mapping[str, Any], field: str, limits: ImageLimits) ->
         source = source.get("url")
     if isinstance(source, str):
         video = read_video_url(source, field, limits)
-        return video if fps is None else VideoFrames(video.frames, _read_fps(fps, field))
+        # The field `fps` overrides the number of frames per second in the URL.
+        return video if fps is None else replace(video, fps=_read_fps(fps, field))
     if not isinstance(source, list | tuple) or not source:
         raise RequestError(f"{field}: the content part has no video. {_REMEDY}")
     check_num_frames(len(source), field, limits)
@@ -125,12 +129,16 @@ def video_url(video: VideoFrames) -> str:
 
 
 def _read_frame(frame: Any, field: str) -> Any:  # noqa: ANN401 - a text, bytes or an image
-    """Return a frame of a video. If the frame is a data URL, return only the base64 text."""
+    """Return a frame of a video. If the frame is a data URL, return only the base64 text.
+
+    Example: "data:image/jpeg;base64,AA==" returns "AA==".
+    """
     if isinstance(frame, Mapping):
         frame = frame.get("url")
     if not isinstance(frame, str):
         return frame
     match = IMAGE_DATA_URL.match(frame)
+    # Commas separate the frames of a data URL of a video, so a single frame contains no comma.
     if match is None or "," in frame[match.end() :]:
         raise RequestError(
             f"{field}: each frame of the video must be a data URL such as "

@@ -46,6 +46,7 @@ class ImageProcess:
         # A function that kills the process; None if there is no process.
         self._kill: weakref.finalize[..., Any] | None = None
         self._connection: Connection | None = None
+        # Whether the process has loaded the processor of the checkpoint.
         self._is_ready = False
 
     def warm_up(self) -> None:
@@ -104,17 +105,18 @@ class ImageProcess:
             connection = self._connection or self._start()
             if self._is_ready:
                 return connection
-            if connection.poll(_START_TIMEOUT_S):
-                answer = msgpack.unpackb(connection.recv_bytes())
-                if answer[0] == "ready":
-                    self._is_ready = True
-                    return connection
-                self._end()
-                raise RequestError(f"messages: images are refused, because {answer[1]}")
+            has_message = connection.poll(_START_TIMEOUT_S)
+            message = msgpack.unpackb(connection.recv_bytes()) if has_message else None
         except (EOFError, OSError):
-            pass
-        self._end()
-        raise EngineError("The process that prepares images could not be started.")
+            message = None
+        if message is None:
+            self._end()
+            raise EngineError("The process that prepares images could not be started.")
+        if message[0] != "ready":
+            self._end()
+            raise RequestError(f"messages: images are refused, because {message[1]}")
+        self._is_ready = True
+        return connection
 
     def _start(self) -> Connection:
         """Start the process, and return the connection to the process."""

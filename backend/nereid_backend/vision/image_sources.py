@@ -50,11 +50,11 @@ class _Budget:
     """The number of bytes and the time that remain for the images of one request."""
 
     num_bytes: int
-    deadline: float
+    deadline_s: float  # in the time of `time.monotonic`
 
     def remaining_s(self, field: str) -> float:
         """Return the remaining time in seconds. Raise a RequestError if no time remains."""
-        remaining = self.deadline - time.monotonic()
+        remaining = self.deadline_s - time.monotonic()
         if remaining <= 0:
             raise RequestError(_TOO_SLOW.format(field=field))
         return remaining
@@ -101,15 +101,25 @@ class ImageSources:
         for number, image in enumerate(images, 1):
             scheme = image[:8].split(b":", 1)[0].lower()
             if scheme in (b"http", b"https", b"file"):
-                field = f"messages: image {number}"
-                url = _parse(image, field)
-                read = self._read_file if scheme == b"file" else self._download
-                limit = min(limits.max_bytes, budget.num_bytes)
-                content = read(url, field, limit, budget)
-                budget.num_bytes -= len(content)
-                image = base64.b64encode(content)
-            result.append(image)
+                content = self._read_url(image, f"messages: image {number}", limits, budget)
+                result.append(base64.b64encode(content))
+            else:
+                result.append(image)
         return result
+
+    def _read_url(self, image: bytes, field: str, limits: ImageLimits, budget: _Budget) -> bytes:
+        """Return the content of the file at a remote URL or a file URL.
+
+        Mutates: `budget`. The size of the file is subtracted.
+        """
+        url = _parse(image, field)
+        limit = min(limits.max_bytes, budget.num_bytes)
+        if image[:4].lower() == b"file":
+            content = self._read_file(url, field, limit, budget)
+        else:
+            content = self._download(url, field, limit, budget)
+        budget.num_bytes -= len(content)
+        return content
 
     def _download(self, url: SplitResult, field: str, limit: int, budget: _Budget) -> bytes:
         """Return the content of a remote URL."""
@@ -192,31 +202,41 @@ class ImageSources:
                 f"{field}: the URL has the scheme file, but this server reads no local files. Send "
                 "the image as a data URL, such as data:image/png;base64,..."
             )
-        refusal = RequestError(
-            f"{field}: the file does not exist, or is not a regular file in the folder of the "
-            "setting image_folder."
-        )
-        if url.netloc not in ("", "localhost"):
-            raise refusal
-        try:
-            # Without O_NONBLOCK, opening a named pipe would wait for a writer.
-            descriptor = os.open(unquote(url.path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (OSError, ValueError):
-            raise refusal from None
-        try:
-            # `opened` is the path of the open file, without symbolic links. If a client replaces
-            # the file after the check, the file that was checked is still read.
-            opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            if not is_file or not opened.is_relative_to(Path(self._folder).resolve()):
-                raise refusal
-            with open(descriptor, "rb", closefd=False) as file:
-                content = file.read(limit + 1)
-        finally:
-            os.close(descriptor)
+        content = None
+        if url.netloc in ("", "localhost"):
+            # One more byte than allowed shows that the file is too large.
+            content = _read_in_folder(unquote(url.path), self._folder, limit + 1)
+        if content is None:
+            raise RequestError(
+                f"{field}: the file does not exist, or is not a regular file in the folder of the "
+                "setting image_folder."
+            )
         if len(content) > limit:
             raise _too_large(field, limit)
         return content
+
+
+def _read_in_folder(path: str, folder: str, max_bytes: int) -> bytes | None:
+    """Return at most `max_bytes` bytes from the beginning of a file.
+
+    Return None if the file does not exist, or is not a regular file in `folder`.
+    """
+    try:
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):  # ValueError: the path contains a null character
+        return None
+    try:
+        # `opened` is the path of the open file, without symbolic links. If a client replaces the
+        # file after the check, the file that was checked is still read.
+        opened = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if not is_file or not opened.is_relative_to(Path(folder).resolve()):
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(max_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _parse(url: bytes, field: str) -> SplitResult:
@@ -228,6 +248,7 @@ def _parse(url: bytes, field: str) -> SplitResult:
     try:
         parts = urlsplit(url.decode("ascii"))
         has_user = parts.username is not None or parts.password is not None
+        # Reading the port raises a ValueError if the port is not a valid number.
         _ = parts.port
     except ValueError as error:
         raise RequestError(f"{field}: the URL is not valid.") from error
@@ -248,8 +269,9 @@ def _allows(allowed: str, host: str, port: int, *, is_default: bool) -> bool:
         port: the port.
         is_default: whether the port is the default port of the URL's scheme.
     """
-    allowed_host, has_port, allowed_port = allowed.partition(":")
-    if allowed_port != str(port) if has_port else not is_default:
+    allowed_host, colon, allowed_port = allowed.partition(":")
+    has_right_port = allowed_port == str(port) if colon else is_default
+    if not has_right_port:
         return False
     if allowed_host.startswith("*."):
         return host.endswith(allowed_host[1:])

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgpack
 
+from nereid_backend.errors import RequestError
 from nereid_backend.fast_imports import importing
 from nereid_backend.process_limits import limit_child
 
@@ -73,26 +74,38 @@ class Children:
 
     def answer(self, request: bytes) -> bytes:
         """Answer a request, and return the packed answer. `request` is packed, too."""
-        is_reused = self._child is not None
-        if self._child is None:
-            self._child = _Child(self._prepare, self._timeout_s)
+        if self._child is not None:
+            try:
+                return self._ask(self._child, request)
+            except (EOFError, OSError):
+                # Earlier requests may have used up the memory or the CPU time of the child, so a
+                # new child gets the request, too.
+                self.close()
+        self._child = _Child(self._prepare, self._timeout_s)
         try:
-            answer = self._child.ask(request, self._timeout_s)
+            return self._ask(self._child, request)
         except (EOFError, OSError):
             self.close()
-            if is_reused:
-                # Earlier requests may have used up the memory or the CPU time of the child.
-                return self.answer(request)
             return _refusal(
                 "the images or the audio need too much memory, or their decoder has crashed. Send "
                 "smaller or fewer files"
             )
+
+    def _ask(self, child: "_Child", request: bytes) -> bytes:
+        """Return the child's answer, or a refusal if the child exceeds the time limit.
+
+        If the child must not be used again, end the child.
+
+        Raises:
+            EOFError, OSError: the child has ended.
+        """
+        answer = child.ask(request, self._timeout_s)
         if answer is None:
             answer = _refusal(
                 f"the images or the audio were not prepared within {self._timeout_s:g} seconds. "
                 "Send smaller or fewer files"
             )
-        if not answer.startswith(_DONE) or self._child.num_requests >= _MAX_REQUESTS:
+        if not answer.startswith(_DONE) or child.num_requests >= _MAX_REQUESTS:
             self.close()
         return answer
 
@@ -147,26 +160,38 @@ def _run_child(connection: Connection, prepare: Prepare, timeout_s: float) -> No
     """
     try:
         limit_child(_MAX_CHILD_BYTES, timeout_s)
-        is_refused = False
-        while not is_refused:
-            text, images = msgpack.unpackb(connection.recv_bytes())
-            try:
-                answer = msgpack.packb(prepare(text, images))
-            except MemoryError:
-                # There may be too little memory to send an error message. If the parent process
-                # gets no message, the parent process refuses the images.
-                return
-            except BaseException as error:  # noqa: BLE001 - the client must learn the reason
-                is_refusal = type(error).__name__ == "RequestError"
-                detail = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-                answer = _refusal(detail.removeprefix("messages: "))
-                is_refused = True
+        answer = _DONE
+        while answer.startswith(_DONE):
+            answer = _answer(prepare, connection.recv_bytes())
             connection.send_bytes(answer)
     except (EOFError, OSError):
         # The parent process has closed the connection.
         return
+    except MemoryError:
+        # There may be too little memory to send an error message. If the parent process gets no
+        # message, the parent process refuses the images.
+        return
     finally:
         os._exit(0)
+
+
+def _answer(prepare: Prepare, request: bytes) -> bytes:
+    """Prepare the images of a packed request. Return the packed result, or a refusal.
+
+    Raises:
+        MemoryError: the images need more memory than this process may use.
+    """
+    text, images = msgpack.unpackb(request)
+    try:
+        packed: bytes = msgpack.packb(prepare(text, images))
+    except MemoryError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the client must learn the reason
+        is_refused = isinstance(error, RequestError)
+        reason = str(error) if is_refused else f"{type(error).__name__}: {error}"
+        # `_refusal` adds the prefix.
+        return _refusal(reason.removeprefix("messages: "))
+    return packed
 
 
 def _refusal(message: str) -> bytes:
@@ -188,7 +213,6 @@ def _load(folder: Path) -> Prepare:
 
         from nereid_backend.vision.chat_processor import ChatProcessor
 
-    from nereid_backend.errors import RequestError
     from nereid_backend.vision.audio_parts import is_audio_url, read_audio_url
     from nereid_backend.vision.messages import Found, FoundImage, FoundVideo, check_numbers
     from nereid_backend.vision.packed_tensors import pack_images

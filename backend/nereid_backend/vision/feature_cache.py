@@ -9,13 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
 _METHODS = ("get_image_features", "get_video_features", "get_audio_features")
+
+
+class _Key(NamedTuple):
+    """Identifies features: the digest of the images, and the number of the encoder's call."""
+
+    digest: bytes
+    call: int
 
 
 class FeatureCache:
@@ -42,11 +49,19 @@ class FeatureCache:
         self.num_encoded = 0
         self.num_reused = 0
         self._max_bytes = max_bytes
+        # The stored features, with the least recently used features first, and their total size.
+        self._features: OrderedDict[_Key, Any] = OrderedDict()
         self._num_bytes = 0
-        self._features: OrderedDict[tuple[bytes, int], Any] = OrderedDict()
+        # The images for which the model currently runs, and the number of calls of its encoders for
+        # these images. The digest is None outside of the context `serving`.
         self._digest: bytes | None = None
         self._num_calls = 0
+        # Whether an encoder is currently running.
         self._is_encoding = False
+        self._replace_methods(model)
+
+    def _replace_methods(self, model: Module) -> None:
+        """Replace the methods of the model that compute features; see the constructor."""
         replaced: set[str] = set()
         for module in model.modules():
             for name in _METHODS:
@@ -77,6 +92,9 @@ class FeatureCache:
 
         The function returns the stored features. If no features are stored, the function calls
         `method` and stores the result.
+
+        The images are known only by their digest. A model calls its encoders in the same order each
+        time that it runs for the same images, so the number of the call identifies the features.
         """
 
         # `wraps` copies the signature of `method`. transformers' `generate` reads the signature to
@@ -87,7 +105,7 @@ class FeatureCache:
             # then runs without the cache, so that only the result of the outer call is stored.
             if self._digest is None or self._is_encoding:
                 return method(*args, **kwargs)
-            key = (self._digest, self._num_calls)
+            key = _Key(self._digest, self._num_calls)
             self._num_calls += 1
             if key in self._features:
                 self.num_reused += 1
@@ -104,7 +122,7 @@ class FeatureCache:
 
         return get_features
 
-    def _store(self, key: tuple[bytes, int], features: Any) -> None:  # noqa: ANN401
+    def _store(self, key: _Key, features: Any) -> None:  # noqa: ANN401
         """Store features.
 
         If the cache becomes too large, remove the least recently used features.
@@ -122,6 +140,8 @@ def _copy(features: Any) -> Any:  # noqa: ANN401 - the output of a model
     A model may replace fields of the returned output, but the stored output must not change.
     """
     if isinstance(features, dict):
+        # The outputs of transformers are subclasses of dict. A model may have set attributes that
+        # are not items of the dict.
         copied = type(features)(**dict(features))
         for name, value in vars(features).items():
             if name not in copied:

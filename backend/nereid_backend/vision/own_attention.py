@@ -3,10 +3,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 from transformers import PreTrainedModel
+
+
+class _Choice(NamedTuple):
+    """The config of some modules, and the name of the attention implementation for them."""
+
+    config: Any
+    attention: str
 
 
 class OwnAttention:
@@ -17,32 +24,41 @@ class OwnAttention:
     """
 
     def __init__(self, model: Module) -> None:
-        """Store the configs of a model and of its modules."""
-        configs: dict[int, Any] = {}
-        has_sdpa: dict[int, bool] = {}
+        """Store the configs of a model and of its modules, and choose an attention for each config.
+
+        Several modules can share a config. The attention is "sdpa" if all models of transformers
+        that use the config support "sdpa", and "eager" otherwise. The image encoder attends over
+        thousands of patches. With "eager", which writes all attention weights to memory, 5,000
+        patches take six times as long as with "sdpa".
+        """
+        # The modules of each config. The key is the id of the config, because configs are not
+        # hashable.
+        modules_of_configs: dict[int, list[Module]] = {}
         for module in model.modules():
-            config = getattr(module, "config", None)
-            if not hasattr(config, "_attn_implementation_internal"):
-                continue
-            key = id(config)
-            configs[key] = config
-            if isinstance(module, PreTrainedModel):
-                has_sdpa[key] = has_sdpa.get(key, True) and bool(module._supports_sdpa)
-        # The image encoder attends over thousands of patches. With "eager", which writes all
-        # attention weights to memory, 5,000 patches take six times as long as with "sdpa".
+            if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):
+                modules_of_configs.setdefault(id(module.config), []).append(module)
         self._choices = [
-            (config, "sdpa" if has_sdpa.get(key, False) else "eager")
-            for key, config in configs.items()
+            _Choice(modules[0].config, "sdpa" if _support_sdpa(modules) else "eager")
+            for modules in modules_of_configs.values()
         ]
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Return a context in which the model uses its own attention."""
-        before = [config._attn_implementation_internal for config, _ in self._choices]
-        for config, name in self._choices:
-            config._attn_implementation_internal = name
+        before = [choice.config._attn_implementation_internal for choice in self._choices]
+        for choice in self._choices:
+            choice.config._attn_implementation_internal = choice.attention
         try:
             yield
         finally:
-            for (config, _), name in zip(self._choices, before, strict=True):
-                config._attn_implementation_internal = name
+            for choice, attention in zip(self._choices, before, strict=True):
+                choice.config._attn_implementation_internal = attention
+
+
+def _support_sdpa(modules: list[Module]) -> bool:
+    """Return whether torch's `scaled_dot_product_attention` may be used for modules of one config.
+
+    Only a PreTrainedModel declares whether its code supports this function.
+    """
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
+    return bool(models) and all(model._supports_sdpa for model in models)

@@ -59,6 +59,7 @@ class GeneratedPath:
         """Return the logits of the token after the first `num_tokens` tokens, [1, vocab_size]."""
         ids = torch.tensor([sequence.token_ids[:num_tokens]], device=self._device)
         arguments = dict(sequence.images.arguments) if sequence.images is not None else {}
+        # The arguments cover only the prompt. The output tokens are text tokens, whose type is 0.
         for name in _TOKEN_ARGUMENTS:
             types = arguments.get(name)
             if isinstance(types, Tensor):
@@ -117,23 +118,24 @@ class SplitPath:
         return _interleave(plan, has_images, parts)
 
     def _image_logits(self, plan: StepPlan) -> Tensor:
-        """Return the logits of sequences with images.
+        """Return the logits of sequences with images, in the order of the plan's chunks.
 
         Each call of the forward path computes one chunk, so that the cache of image features can
         store the features under the digest of the chunk's images.
         """
-        logits = []
+        logits_of_chunks = []
         with self._attention.used():
             for chunk in plan.chunks:
                 images = chunk.sequence.images
                 assert images is not None
-                one = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
+                chunk_plan = replace(plan, chunks=[chunk], num_tokens=chunk.num_tokens)
                 with self._features.serving(images.digest):
-                    logits.append(self._images.forward(one))
+                    logits_of_chunks.append(self._images.forward(chunk_plan))
         # If a chunk needs no logits, `forward` returns a tensor with 0 rows. This tensor can have
         # more columns than the tensors of other chunks, because some models have more embeddings
-        # than logits. Tensors with 0 rows are left out, unless all tensors have 0 rows.
-        return torch.cat([rows for rows in logits if len(rows)] or logits[:1])
+        # than logits. Such tensors cannot be concatenated with the others.
+        nonempty = [logits for logits in logits_of_chunks if len(logits)]
+        return torch.cat(nonempty) if nonempty else logits_of_chunks[0]
 
     def clear(self, sequence: Sequence) -> None:
         """Overwrite the state of a sequence; see `ForwardPath.clear`."""
@@ -164,14 +166,11 @@ def _renumber(snapshots: SnapshotPlan | None, has_images: list[bool]) -> Snapsho
     """
     if snapshots is None:
         return None
-    numbers: dict[int, int] = {}
-    for index, has in enumerate(has_images):
-        if not has:
-            numbers[index] = len(numbers)
-    loads, saves = (
-        [(numbers[index], snapshot) for index, snapshot in pairs if index in numbers]
-        for pairs in (snapshots.loads, snapshots.saves)
-    )
+    text_indices = [index for index, has in enumerate(has_images) if not has]
+    new_indices = {index: new_index for new_index, index in enumerate(text_indices)}
+    # Each load and each save is a pair: the index of the chunk, and the id of the snapshot.
+    loads = [(new_indices[index], id_) for index, id_ in snapshots.loads if index in new_indices]
+    saves = [(new_indices[index], id_) for index, id_ in snapshots.saves if index in new_indices]
     return SnapshotPlan(loads, saves, snapshots.deleted)
 
 

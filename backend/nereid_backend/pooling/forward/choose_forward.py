@@ -94,9 +94,9 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
     expected = _vectors_of_single_texts(encoder, batch, name)
     is_causal = _is_causal(encoder, batch, expected)
     if encoder.takes_hook:
-        longer_batch = _batch_beyond_windows(encoder, hook, batch, is_causal, max_len)
-        if longer_batch is not None:
-            batch = longer_batch
+        lens = _lens_beyond_windows(encoder, hook, batch, is_causal, max_len)
+        if lens:
+            batch = random_batch(encoder, (*batch.lens, *lens))
             expected = _vectors_of_single_texts(encoder, batch, name)
     prepack_linears(encoder.model)
     # Maps the name of each method to the reason why the method is not exact.
@@ -116,12 +116,11 @@ def choose_forward(encoder: Encoder, hook: AttentionHook, name: str, max_len: in
 def _methods(
     encoder: Encoder, hook: AttentionHook, *, is_causal: bool
 ) -> Iterator[tuple[str, Forward]]:
-    """Yield a name and a function for each method of computing a batch.
+    """Yield a name and a function for each method of computing a batch, the fastest method first.
 
-    The fastest method is first.
-
-    Mutates: the model's attention implementation. Before a method is yielded, the model gets the
-    attention implementation that the method needs.
+    Mutates: the model's attention implementation. Before a function is yielded, the model gets the
+    attention implementation that the function needs. The caller must therefore test a function
+    before it requests the next one. When the caller stops, the model is ready for the last one.
     """
     if encoder.takes_hook:
         encoder.model.set_attn_implementation(hook.name)
@@ -296,24 +295,21 @@ def _other_token(batch: TokenBatch, token_id: Tensor) -> Tensor:
     return batch.token_ids[batch.token_ids != token_id][0]
 
 
-def _batch_beyond_windows(
+def _lens_beyond_windows(
     encoder: Encoder, hook: AttentionHook, batch: TokenBatch, is_causal: bool, max_len: int
-) -> TokenBatch | None:
-    """Return a batch that also contains texts that are longer than the sliding windows.
+) -> list[int]:
+    """Return the lengths of further texts that must be compared because of sliding windows.
 
-    The batch has texts with the lengths of `batch`, and one text for each of the model's sliding
-    windows, which is longer than the window.
+    There is one length for each of the model's sliding windows, which is longer than the window.
+    Lengths that the texts of `batch` already reach, and lengths above the limit are left out.
 
-    Return None if no text is added, or if the model cannot compute packed batches. All other
-    methods use the model's own attention, so the sliding windows need not be tested.
+    The list is empty if the model cannot compute packed batches. All other methods use the model's
+    own attention, so the sliding windows need not be tested.
     """
     windows = _sliding_windows(encoder, hook, batch, is_causal)
     longest_allowed = min(_LONGEST_TEXT, max_len)
     lens = {window + _BEYOND_WINDOW for window in windows}
-    new_lens = sorted(length for length in lens if max(batch.lens) < length <= longest_allowed)
-    if not new_lens:
-        return None
-    return random_batch(encoder, (*batch.lens, *new_lens))
+    return sorted(length for length in lens if max(batch.lens) < length <= longest_allowed)
 
 
 def _sliding_windows(

@@ -116,21 +116,32 @@ class Head:
         If the head classifies single tokens, return the logits of each token,
         [num_tokens, num_labels].
 
+        The attribute `rows` of this object determines the computation.
+
         Args:
             hidden: the token vectors [num_tokens, hidden_size]. They can be None if `rows` is
                 "whole".
             batch: the texts.
         """
         if self.rows == "whole":
-            logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
-            return logits[batch.mask()] if self.is_per_token else logits
+            return self._logits_of_whole_model(batch)
         assert hidden is not None
         if self.rows == "tokens":
-            ids = batch.token_ids[None]
-            return self._run(hidden[None], ids, torch.ones_like(ids))[0]
+            return self._logits_of_tokens(hidden, batch)
         if self.rows == "all":
             return self._logits_of_padded(hidden, batch)
-        return self._logits_of_one_token(hidden, batch)
+        return self._logits_of_one_token(hidden, batch)  # the first or the last token
+
+    def _logits_of_whole_model(self, batch: TokenBatch) -> Tensor:
+        """Compute the logits of a head that cannot be separated from the base of the model."""
+        logits: Tensor = _run_padded(self.encoder, self.encoder.model, batch).logits
+        return logits[batch.mask()] if self.is_per_token else logits
+
+    def _logits_of_tokens(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Compute the logits of each token with a head that needs only the token's own vector."""
+        # All tokens form one row, because the head does not mix the tokens of a row.
+        ids = batch.token_ids[None]
+        return self._run(hidden[None], ids, torch.ones_like(ids))[0]
 
     def _logits_of_padded(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
         """Compute the logits of a head that needs the vectors of all tokens of each text."""
@@ -190,6 +201,7 @@ def token_logits(encoder: Encoder, hidden: Tensor) -> Iterator[tuple[int, Tensor
     """
     for start in range(0, len(hidden), _LOGIT_TOKENS):
         rows = hidden[start : start + _LOGIT_TOKENS][None]
+        # The base model does not run, so the token ids have no effect. Only their shape is checked.
         ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=rows.device)
         with base_returns(encoder, rows):
             yield start, encoder.model(input_ids=ids).logits[0]
@@ -207,6 +219,7 @@ def base_returns(encoder: Encoder, rows: Tensor) -> Iterator[None]:
     output = BaseModelOutputWithPoolingAndCrossAttentions(
         last_hidden_state=rows, pooler_output=pooled
     )
+    # This attribute of the object hides the method of the class.
     base.forward = lambda *_, **__: output
     try:
         yield

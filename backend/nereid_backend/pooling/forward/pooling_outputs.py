@@ -2,7 +2,7 @@
 """Converts token vectors, pooled vectors and logits into the outputs of prepared items."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -113,28 +113,39 @@ def splade_outputs(
         One dict for each text. If a weight is not finite, None replaces the dict.
     """
     weights: Tensor | None = None
-    for first, slice_logits in logit_slices:
-        logits = slice_logits.float()
+    for number, logits in _logits_of_texts(logit_slices, batch):
         if weights is None:
             # Initialise the maximum with 0. The maximum of 0 and the logits is the ReLU of the
             # largest logit.
             weights = logits.new_zeros(len(batch.lens), logits.shape[1])
-        for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
-            # The first row of `logits` belongs to the token with the index `first`. Select the rows
-            # that belong to the tokens from `start` to `end`.
-            text_logits = logits[max(0, start - first) : max(0, end - first)]
-            if len(text_logits) == 0:
-                continue  # the slice contains no token of this text
-            if strategy == "max":
-                weights[number] = torch.maximum(weights[number], text_logits.amax(0))
-            else:
-                weights[number] += _log1p(text_logits.relu(), num_log1p).sum(0)
-    assert weights is not None
+        if strategy == "max":
+            weights[number] = torch.maximum(weights[number], logits.amax(0))
+        else:
+            weights[number] += _log1p(logits.relu(), num_log1p).sum(0)
+    assert weights is not None, "a batch contains at least one text"
     if strategy == "max":
         # log1p is an increasing function, so the maximum of log1p values equals log1p of the
         # maximum. Applying log1p only to the maximum is faster.
         weights = _log1p(weights, num_log1p)
     return [_nonzero_weights(row) for row in weights]
+
+
+def _logits_of_texts(
+    logit_slices: Iterator[tuple[int, Tensor]], batch: TokenBatch
+) -> Iterator[tuple[int, Tensor]]:
+    """Divide slices of logits, so that each part belongs to one text.
+
+    Yield pairs: the number of a text, and the float32 logits of some of its tokens. The logits of a
+    text may be divided into several parts. Example: a slice that begins with token 4 has the logits
+    of the tokens 4, 5 and 6. The texts have the tokens 0 to 5 and 6 to 9. The slice yields text 0
+    with the logits of the tokens 4 and 5, and text 1 with the logits of token 6.
+    """
+    for first_token, slice_logits in logit_slices:
+        logits = slice_logits.float()
+        for number, (start, end) in enumerate(itertools.pairwise(batch.starts)):
+            text_logits = logits[max(0, start - first_token) : max(0, end - first_token)]
+            if len(text_logits):
+                yield number, text_logits
 
 
 def sparse_output(
@@ -177,19 +188,28 @@ def multi_vector_output(
     if layers.multi_vector is not None:
         # Leave out the vector of the first token. Like the dense vector, this vector describes
         # the whole text.
-        token_vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
-    elif layers.skipped and prepared.skips_words:
-        kept = [
-            index
-            for index, token_id in enumerate(prepared.token_ids)
-            if token_id not in layers.skipped
-        ]
-        kept_indices = torch.tensor(kept, dtype=torch.int64, device=token_vectors.device)
-        token_vectors = token_vectors[kept_indices]
+        vectors = functional.normalize(layers.multi_vector(token_vectors[1:]), dim=-1)
+    elif prepared.skips_words:
+        vectors = _without_tokens(token_vectors, prepared.token_ids, layers.skipped)
+    else:
+        vectors = token_vectors
     dimensions = prepared.item.dimensions
     if dimensions is not None:
-        token_vectors = functional.normalize(token_vectors[:, :dimensions], dim=-1)
-    return _array(token_vectors) if token_vectors.isfinite().all() else None
+        vectors = functional.normalize(vectors[:, :dimensions], dim=-1)
+    return _array(vectors) if vectors.isfinite().all() else None
+
+
+def _without_tokens(
+    token_vectors: Tensor, token_ids: list[int], skipped: Collection[int]
+) -> Tensor:
+    """Return the vectors of all tokens whose ids are not in `skipped`.
+
+    Example: the vectors [a, b, c] of the tokens [7, 9, 7] and the skipped id 9 return [a, c].
+    """
+    if not skipped:
+        return token_vectors
+    kept = [index for index, token_id in enumerate(token_ids) if token_id not in skipped]
+    return token_vectors[torch.tensor(kept, dtype=torch.int64, device=token_vectors.device)]
 
 
 def _array(values: Tensor) -> Floats:

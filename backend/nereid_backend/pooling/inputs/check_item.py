@@ -66,12 +66,10 @@ class ItemChecker:
             )
 
     def _check_sources(self, item: PoolingItem, kind: str) -> None:
-        """Raise a RequestError unless an item has the right input fields.
+        """Raise a RequestError unless the input fields of an item fit the model and the kind.
 
         The input fields are `text`, `token_ids`, `pair` and `image`. One of these fields must be
-        set. For a vision-language model, `text` and `image` may both be set. The model must accept
-        images if there is an image. The kind "score" requires a pair or token ids, and only the
-        kinds "score" and "classify" accept a pair.
+        set. For a vision-language model, `text` and `image` may both be set.
         """
         sources = (item.text, item.token_ids, item.pair, item.image)
         num_sources = sum(source is not None for source in sources)
@@ -83,16 +81,25 @@ class ItemChecker:
                 "input: an input must contain exactly one of the following: text, token ids, a "
                 f"pair of texts, or an image{both}."
             )
+        self._check_pair(item, kind)
+        has_image_document = item.pair is not None and isinstance(item.pair[1], bytes)
+        has_image = item.image is not None or has_image_document
+        if has_image and not self._info.accepts_images:
+            raise RequestError(f"image: {self._info.architecture} does not accept images.")
+
+    @staticmethod
+    def _check_pair(item: PoolingItem, kind: str) -> None:
+        """Raise a RequestError if the kind requires a pair of texts, or does not accept a pair.
+
+        The kind "score" requires a pair or token ids. Only the kinds "score" and "classify" accept
+        a pair.
+        """
         if kind == "score" and item.pair is None and item.token_ids is None:
             raise RequestError("input: scoring requires a pair of a query and a document.")
         if item.pair is not None and kind not in ("score", "classify"):
             raise RequestError(
                 f"input: the kind {kind} requires one text, but the request has a pair."
             )
-        has_image_document = item.pair is not None and isinstance(item.pair[1], bytes)
-        has_image = item.image is not None or has_image_document
-        if has_image and not self._info.accepts_images:
-            raise RequestError(f"image: {self._info.architecture} does not accept images.")
 
     def _check_options(self, item: PoolingItem, kind: str) -> None:
         """Raise a RequestError if the model does not accept an option of an item."""
@@ -164,19 +171,26 @@ class ItemChecker:
 
         If a text exceeds the limit, but the item does not permit truncation, raise a RequestError.
         """
-        fields = (item.text,) if item.pair is None else item.pair
-        texts = [field for field in fields if isinstance(field, str)]  # a document can be an image
-        if all(self._text_limit.fits(text) for text in texts):
-            return item
-        if not item.truncate:
-            for text in texts:
-                self._text_limit.check("input: the input", text, TRUNCATE_REMEDY)
-        if item.pair is None:
-            return replace(item, text=self._text_limit.truncate(texts[0]))
-        query, document = item.pair
-        if isinstance(document, str):
-            document = self._text_limit.truncate(document)
-        return replace(item, pair=(self._text_limit.truncate(query), document))
+        if item.text is not None:
+            return replace(item, text=self._limit_text(item.text, truncate=item.truncate))
+        if item.pair is not None:
+            query, document = item.pair
+            query = self._limit_text(query, truncate=item.truncate)
+            if isinstance(document, str):  # A document can also be an image.
+                document = self._limit_text(document, truncate=item.truncate)
+            return replace(item, pair=(query, document))
+        return item
+
+    def _limit_text(self, text: str, *, truncate: bool) -> str:
+        """Return a text that does not exceed the size limit.
+
+        Raises:
+            RequestError: the text exceeds the limit, but `truncate` is False.
+        """
+        if truncate:
+            return self._text_limit.truncate(text)
+        self._text_limit.check("input: the input", text, TRUNCATE_REMEDY)
+        return text
 
 
 def has_text(item: PoolingItem) -> bool:

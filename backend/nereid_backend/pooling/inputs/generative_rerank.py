@@ -68,22 +68,23 @@ class GenerativeReranker:
             ModelError: the tokenizer has no token "yes" or no token "no".
         """
         self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
         self._has_parts = has_parts
         self.yes, self.no = answers or (self._token_id("yes"), self._token_id("no"))
-        self._template_kwargs = template_kwargs
         # Only checkpoints for sentence-transformers contain the token ids of "yes" and "no" in
         # their files.
         is_for_sentence_transformers = answers is not None
-        # Without a chat template, sentence-transformers tokenises the query and the document as a
-        # pair.
-        self._uses_pair = is_for_sentence_transformers and not tokenizer.chat_template
+        has_template = bool(tokenizer.chat_template)
+        # Whether the query and the document are tokenised as a pair, without a prompt.
+        # sentence-transformers does so if there is no chat template.
+        self._uses_pair = is_for_sentence_transformers and not has_template
         self.truncation_side = tokenizer.truncation_side if self._uses_pair else "right"
-        # For its own checkpoints, sentence-transformers always renders messages with the roles
-        # "query" and "document". The template of such a checkpoint is therefore accepted even if it
-        # copies any role name into the prompt.
-        self._has_roles = False
-        if tokenizer.chat_template:
-            self._has_roles = self._renders_roles(must_be_known=not is_for_sentence_transformers)
+        # Whether the query and the document are messages with the roles "query" and "document".
+        # For its own checkpoints, sentence-transformers always uses these roles. The template of
+        # such a checkpoint is therefore accepted even if it copies any role name into the prompt.
+        self._has_roles = has_template and self._renders_roles(
+            must_be_known=not is_for_sentence_transformers
+        )
 
     def tokens(
         self, pair: tuple[str, str], instruction: str | None, limit: int | None
@@ -182,12 +183,13 @@ class GenerativeReranker:
             return False
         if not must_be_known:
             return True
-        # If a template accepts any role, it renders the same text for known and for unknown roles,
-        # except for the names of the roles.
+        # A template that accepts any role renders the same text for unknown roles, except for the
+        # names of the roles.
         unknown_text = self._render_roles(*probes, _UNKNOWN_ROLES)
         for role, unknown_role in zip(_ROLES, _UNKNOWN_ROLES, strict=True):
             unknown_text = unknown_text.replace(unknown_role, role)
-        return unknown_text != text
+        accepts_any_role = unknown_text == text
+        return not accepts_any_role
 
     def _render_roles(self, query: str, document: str, roles: tuple[str, str] = _ROLES) -> str:
         """Render a query and a document with the roles `roles`. Return "" if the template fails."""

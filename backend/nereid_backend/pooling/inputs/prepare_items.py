@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nereid_backend.core.image_inputs import ImageInputs
 from nereid_backend.errors import RequestError
-from nereid_backend.pooling.inputs.check_item import ItemChecker, has_text
+from nereid_backend.pooling.inputs.check_item import ItemChecker
 from nereid_backend.pooling.inputs.generative_rerank import GenerativeReranker
 from nereid_backend.pooling.inputs.image_requests import TowerImages
 from nereid_backend.pooling.inputs.query_expansion import TextRules
@@ -99,18 +99,16 @@ class ItemPreparer:
         self._reranker = reranker
         self._images = images
         self._prompts = prompts
-        source = images or prompts
-        # None if the model accepts no images.
-        self._image_process = source.process if source is not None else None
-        self._prompt_lens: dict[str, int] = {}
+        # The process that decodes images; None if the model accepts no images.
+        image_source = images or prompts
+        self._image_process = image_source.process if image_source is not None else None
+        # Validation.
         side = tokenizer.truncation_side if reranker is None else reranker.truncation_side
-        self._checker = ItemChecker(
-            spec,
-            info,
-            TextLimit(info.max_model_len, info.max_token_bytes, side),
-            is_vision_language=prompts is not None,
-        )
+        text_limit = TextLimit(info.max_model_len, info.max_token_bytes, side)
+        self._checker = ItemChecker(spec, info, text_limit, is_vision_language=prompts is not None)
+        # Tokenisation.
         self._rules = TextRules.of(spec.late_interaction, info.max_model_len, tokenizer)
+        self._prompt_lens: dict[str, int] = {}  # a cache, see `_prompt_len`
         # Some tokenizers return type ids although the model has no embedding for them.
         num_types = getattr(spec.config, "type_vocab_size", None)
         self._wants_types = num_types != 1 and "token_type_ids" in tokenizer.model_input_names
@@ -136,22 +134,39 @@ class ItemPreparer:
             RequestError: an item is wrong. If there are several items, the message contains the
                 index of the wrong item.
         """
-        checked: dict[int, PoolingItem] = {}
-        prepared: dict[int, Prepared] = {}
+        # All items are checked before the first item is prepared, because preparing is slow.
+        checked: list[PoolingItem] = []
         for index, item in enumerate(items):
             with _error_index(index, len(items)):
-                checked[index] = self._checker.check(item)
-        for index, item in checked.items():
+                checked.append(self._checker.check(item))
+        prepared: dict[int, Prepared] = {}
+        texts: dict[int, PoolingItem] = {}
+        for index, item in enumerate(checked):
             with _error_index(index, len(items)):
-                if self._prompts is not None and item.token_ids is None:
-                    prepared[index] = self._with_prompt(self._prompts, item)
-                elif not has_text(item):
-                    prepared[index] = self._without_text(item)
-        texts = {index: item for index, item in checked.items() if index not in prepared}
+                result = self._prepare_alone(item)
+            if result is None:
+                texts[index] = item
+            else:
+                prepared[index] = result
         for index, ids, types in self._tokenise(texts):
             with _error_index(index, len(items)):
                 prepared[index] = self._with_text(texts[index], ids, types)
         return [prepared[index] for index in range(len(items))]
+
+    def _prepare_alone(self, item: PoolingItem) -> Prepared | None:
+        """Prepare an input of a vision-language model, an image, or a list of token ids.
+
+        Return None for a text or a pair that is tokenised together with other texts.
+        """
+        if self._prompts is not None and item.token_ids is None:
+            return self._with_prompt(self._prompts, item)
+        if item.image is not None:
+            assert self._images is not None, "the checker refuses images for other models"
+            pixels = self._images.pixels(item.image)
+            return Prepared(item, [], pixels=pixels, num_tokens=self._images.num_tokens)
+        if item.token_ids is not None:
+            return self._with_token_ids(item, item.token_ids)
+        return None
 
     def _with_prompt(self, prompts: Prompts, item: PoolingItem) -> Prepared:
         """Convert an input of a vision-language model to a prompt, and prepare the prompt."""
@@ -160,19 +175,18 @@ class ItemPreparer:
         ids = prompt.token_ids
         return Prepared(item, ids, images=prompt.images, num_tokens=len(ids))
 
-    def _without_text(self, item: PoolingItem) -> Prepared:
-        """Prepare an item that is an image or a list of token ids."""
-        if item.image is not None:
-            assert self._images is not None
-            pixels = self._images.pixels(item.image)
-            return Prepared(item, [], pixels=pixels, num_tokens=self._images.num_tokens)
-        ids = item.token_ids
-        assert ids is not None
+    def _with_token_ids(self, item: PoolingItem, ids: Sequence[int]) -> Prepared:
+        """Prepare an item that is a list of token ids. A list that is too long is truncated.
+
+        Raises:
+            RequestError: a token id is wrong, or the list is too long and must not be truncated.
+        """
         if not ids:
             raise RequestError("input: the list of token ids is empty. Send at least one token id.")
-        if len(ids) > self._info.max_model_len:
-            self._refuse_length(item, len(ids), self._info.max_model_len)
-            ids = ids[: self._info.max_model_len]
+        limit = self._info.max_model_len
+        if len(ids) > limit:
+            self._check_truncation(item, len(ids), limit)
+            ids = ids[:limit]
         self._check_token_ids(ids)
         # The input has no text, so no characters belong to the tokens.
         offsets = np.zeros((len(ids), 2), dtype=np.int32)
@@ -244,10 +258,19 @@ class ItemPreparer:
             yield index, reranker.tokens((query, document), instruction, limit), None
 
     def _with_text(self, item: PoolingItem, ids: list[int], types: list[int] | None) -> Prepared:
-        """Return the prepared item for a text. A text that is too long is truncated or refused."""
+        """Return the prepared item for a text or a pair.
+
+        Args:
+            item: the item.
+            ids: the tokens of the text.
+            types: the type ids of the tokens (see Prepared.type_ids).
+
+        Raises:
+            RequestError: the text has no tokens, or is too long and must not be truncated.
+        """
         limit, limit_name = self._rules.limit(item)
         if len(ids) > limit:
-            self._refuse_length(item, len(ids), limit, limit_name)
+            self._check_truncation(item, len(ids), limit, limit_name)
             ids, types = self._truncated_tokens(item, limit)
         if not ids:
             raise RequestError(
@@ -293,10 +316,11 @@ class ItemPreparer:
         )
         return np.array(encoded["offset_mapping"], dtype=np.int32).reshape(-1, 2)
 
-    def _refuse_length(
-        self, item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
+    @staticmethod
+    def _check_truncation(
+        item: PoolingItem, length: int, limit: int, limit_name: str = "max_model_len"
     ) -> None:
-        """Raise a RequestError for an item that is too long, unless the item permits truncation.
+        """Raise a RequestError unless an item that is too long may be truncated.
 
         The item has `length` tokens, which is more than `limit`.
         """

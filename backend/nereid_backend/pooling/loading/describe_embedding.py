@@ -118,12 +118,41 @@ def _describe_multi_vector(
     `later` contains the modules that follow the transformers model, and no Pooling module. The list
     is empty for a checkpoint in the format of Stanford's ColBERT.
     """
-    is_stanford = base.architecture == STANFORD_ARCHITECTURE
     saved = read_json(root / SAVED_FILE)
+    is_colbert = base.architecture == STANFORD_ARCHITECTURE or is_pylate(saved)
+    _check_multi_vector_modules(root, later, is_colbert=is_colbert)
+    token_modules = base.token_modules
+    if is_colbert:
+        # ColBERT scales its vectors to length 1, but its files do not name the module Normalize.
+        dense = tuple(module for module in later if module.kind == "Dense")
+        token_modules = (*dense, ModuleSpec("Normalize", root, {}))
+    settings = read_settings(base.folder)
+    late = read_late_interaction(root, base.architecture, settings, saved, later)
+    return replace(
+        base,
+        kinds=("multi_vector",),
+        token_modules=token_modules,
+        late_interaction=late,
+        prompts=late.mark(base.prompts),
+        max_seq_length=late.longest(base.max_seq_length),
+    )
+
+
+def _check_multi_vector_modules(root: Path, later: list[ModuleSpec], *, is_colbert: bool) -> None:
+    """Check that the modules of a checkpoint without a Pooling module determine its outputs.
+
+    Args:
+        root: the folder of the checkpoint.
+        later: the modules that follow the transformers model.
+        is_colbert: whether the checkpoint has a format in which all checkpoints return one vector
+            for each token: the format of PyLate or of Stanford's ColBERT.
+
+    Raises:
+        UnsupportedModelError: the output is unknown, or a module is not supported.
+    """
     mask = find_config(later, "MultiVectorMask")
-    names_format = is_stanford or is_pylate(saved)
     has_token_modules = mask is not None or any(module.maps_tokens for module in later)
-    if not names_format and not has_token_modules:
+    if not is_colbert and not has_token_modules:
         raise UnsupportedModelError(
             f"{root}/modules.json: the file has no Pooling module and no module that maps "
             "token vectors, so the pooling method is not known. Set pooling."
@@ -132,20 +161,6 @@ def _describe_multi_vector(
         raise UnsupportedModelError(
             f"{root}/modules.json: a MultiVectorMask with keep_only_token_ids is not supported."
         )
-    settings = read_settings(base.folder)
-    late = read_late_interaction(root, base.architecture, settings, saved, later)
-    if names_format:
-        # The files of these two formats do not name the module Normalize.
-        dense = tuple(module for module in later if module.kind == "Dense")
-        normalize = ModuleSpec("Normalize", root, {})
-        base = replace(base, token_modules=(*dense, normalize))
-    return replace(
-        base,
-        kinds=("multi_vector",),
-        late_interaction=late,
-        prompts=late.mark(base.prompts),
-        max_seq_length=late.longest(base.max_seq_length),
-    )
 
 
 def _describe_dense(
@@ -169,19 +184,24 @@ def _describe_dense(
         # module Normalize must not scale the vectors before the truncation, so this module is left
         # out of the layers.
         vector_modules = vector_modules[:-1]
-    kinds = ["dense"]
-    if (root / SPARSE_FILE).is_file():
-        kinds.append("sparse")
-    if (root / MULTI_VECTOR_FILE).is_file():
-        kinds.append("multi_vector")
     return replace(
         base,
-        kinds=tuple(kinds),
+        kinds=_kinds_of_files(root),
         poolers=(settings.pooling,) if settings.pooling else _poolers_of(pooling),
         include_prompt=includes_prompt,
         vector_modules=vector_modules,
         normalizes=normalizes,
     )
+
+
+def _kinds_of_files(root: Path) -> tuple[str, ...]:
+    """Return the kinds of output of a dense model. A separate file contains each further layer."""
+    kinds = ["dense"]
+    if (root / SPARSE_FILE).is_file():
+        kinds.append("sparse")
+    if (root / MULTI_VECTOR_FILE).is_file():
+        kinds.append("multi_vector")
+    return tuple(kinds)
 
 
 def _poolers_of(pooling: ModuleSpec | None) -> tuple[str, ...]:

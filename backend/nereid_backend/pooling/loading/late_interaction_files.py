@@ -149,12 +149,8 @@ def read_late_interaction(
         values = _stanford_values(read_json(root / _STANFORD_FILE))
     else:
         values = _pylate_values(saved)
-    values |= {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
-    # The module MultiVectorMask lists the tokens that get no vector.
-    mask = find_config(modules, "MultiVectorMask")
-    if mask is not None:
-        values["skiplist_words"] = mask.get("skiplist_words")
-        values["skiplist_tasks"] = mask.get("skiplist_tasks")
+    # The files of sentence-transformers override the other files.
+    values |= _sentence_transformers_values(settings, modules)
     expansion = _expansion(root, values.get("query_expansion"))
     query_length = _length(root, "query_length", values.get("query_length"))
     if expansion is not None and expansion.is_limit:
@@ -172,9 +168,25 @@ def read_late_interaction(
     )
 
 
-# The keys that are read from the settings file. Values in the settings file override values in
-# PyLate's file.
+# The keys of the settings file that determine the rules. PyLate's file has the same keys.
 _SETTINGS = ("query_length", "document_length", "query_expansion")
+
+
+def _sentence_transformers_values(
+    settings: Mapping[str, Any], modules: Sequence[ModuleSpec]
+) -> dict[str, Any]:
+    """Read the rules for queries and documents from the files of sentence-transformers.
+
+    The result contains only the rules that these files set. `read_late_interaction` describes the
+    arguments.
+    """
+    values = {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
+    # The module MultiVectorMask lists the tokens that get no vector.
+    mask = find_config(modules, "MultiVectorMask")
+    if mask is not None:
+        values["skiplist_words"] = mask.get("skiplist_words")
+        values["skiplist_tasks"] = mask.get("skiplist_tasks")
+    return values
 
 
 def is_pylate(saved: Mapping[str, Any]) -> bool:
@@ -192,9 +204,11 @@ def is_pylate(saved: Mapping[str, Any]) -> bool:
 def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rules for queries and documents from the content of PyLate's file.
 
-    The keys are the names that sentence-transformers uses.
+    The keys of the result are the names that sentence-transformers uses. The result has the key
+    "markers" only if PyLate has written the file.
     """
-    values = {name: saved.get(name) for name in (*_SETTINGS, "skiplist_words")}
+    values = {name: saved.get(name) for name in _SETTINGS}
+    values["skiplist_words"] = saved.get("skiplist_words")
     if is_pylate(saved) and values["skiplist_words"] is None:
         values["skiplist_words"] = list(string.punctuation)
     if _PYLATE_KEYS.isdisjoint(saved):
@@ -205,14 +219,22 @@ def _pylate_values(saved: Mapping[str, Any]) -> dict[str, Any]:
     ]
     is_expansion_off = saved.get("do_query_expansion") is False
     if "query_expansion" not in saved and not is_expansion_off:
-        # In the files of PyLate, this entry has one of two names.
-        attends = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
-        values["query_expansion"] = {
-            "strategy": "fixed",
-            "attend": bool(attends),
-            "length": saved.get("query_length") or _DEFAULT_QUERY_LENGTH,
-        }
+        values["query_expansion"] = _pylate_expansion(saved)
     return values
+
+
+def _pylate_expansion(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return PyLate's rule for expanding queries as a JSON object of sentence-transformers.
+
+    Example: {"query_length": 48} returns {"strategy": "fixed", "attend": False, "length": 48}.
+    """
+    # In the files of PyLate, this entry has one of two names.
+    attends = saved.get("attend_to_expansion_tokens", saved.get("attend_to_mask_tokens"))
+    return {
+        "strategy": "fixed",
+        "attend": bool(attends),
+        "length": saved.get("query_length") or _DEFAULT_QUERY_LENGTH,
+    }
 
 
 def _stanford_values(metadata: Mapping[str, Any]) -> dict[str, Any]:

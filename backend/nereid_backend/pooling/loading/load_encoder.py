@@ -306,23 +306,23 @@ def _check_report(spec: CheckpointSpec, report: dict[str, Any]) -> None:
             f"{missing[0]}. The model's output would be random. Download the checkpoint again, or "
             "choose another task."
         )
-    # The weights of a pooler may be unused, because the model is loaded without its pooler.
-    unused = sorted(
-        key
-        for key in report.get("unexpected_keys", ())
-        if "pooler." not in key and not key.endswith(_NOT_SAVED)
-    )
-    if spec.architecture == STANFORD_ARCHITECTURE and STANFORD_PROJECTION in unused:
-        unused.remove(STANFORD_PROJECTION)  # OutputLayers contains the projection
-    # If transformers has the class of the model, unused weights are normal: they belong to a head
-    # that this task does not need. If transformers does not have the class, the missing class may
-    # need the unused weights.
-    if unused and not hasattr(transformers, spec.architecture):
+    if hasattr(transformers, spec.architecture):
+        return  # The unused weights belong to a head that this task does not need.
+    # The class of the model is missing in transformers. This class may need the unused weights.
+    unused = sorted(key for key in report.get("unexpected_keys", ()) if not _is_ignored(spec, key))
+    if unused:
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: transformers has no such class, and the class "
             f"for {spec.config.model_type} does not use {len(unused)} of the weights, such as "
             f"{unused[0]}."
         )
+
+
+def _is_ignored(spec: CheckpointSpec, name: str) -> bool:
+    """Return whether a weight of the checkpoint may be unused, although its model has no class."""
+    is_projection = spec.architecture == STANFORD_ARCHITECTURE and name == STANFORD_PROJECTION
+    # OutputLayers contains the projection. The model is loaded without its pooler.
+    return is_projection or "pooler." in name or name.endswith(_NOT_SAVED)
 
 
 def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -338,13 +338,12 @@ def _loader(spec: CheckpointSpec, *, has_folder: bool) -> tuple[Callable[..., An
             raise ValueError(f"transformers has no class {spec.architecture}")
         return retrieval_class.from_pretrained, {}
     auto = _AUTO[spec.loader]
-    load_with_auto_class = (auto.from_pretrained, {"trust_remote_code": False})
     has_head = spec.loader != BASE
-    if has_head and has_folder:
-        return load_with_auto_class
-    model_class = _model_class(auto, spec)
+    # If the model has no head, its class is needed, so that the pooler can be left out.
+    needs_class = not has_head or not has_folder
+    model_class = _model_class(auto, spec) if needs_class else None
     if model_class is None:
-        return load_with_auto_class
+        return auto.from_pretrained, {"trust_remote_code": False}
     if has_head:
         return model_class.from_pretrained, {}
     return _loader_without_head(spec, model_class)

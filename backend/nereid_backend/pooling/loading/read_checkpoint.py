@@ -98,8 +98,12 @@ def _read_base(
 ) -> CheckpointSpec:
     """Return a description that contains only the fields that are needed for every task.
 
-    `saved` is the content of config_sentence_transformers.json. The other arguments are fields of
-    the description.
+    Args:
+        folder: the folder of the transformers model.
+        config: the config of this model.
+        architecture: the name of the model's class.
+        task: "embed", "rerank" or "classify".
+        saved: the content of config_sentence_transformers.json.
 
     Raises:
         UnsupportedModelError: the checkpoint renders inputs as chat messages, but is not a
@@ -107,8 +111,8 @@ def _read_base(
     """
     settings = read_settings(folder)
     takes_messages = _takes_messages(folder, config, architecture, settings)
-    has_message = "message" in (settings.get("modality_config") or {})
-    if task == "embed" and has_message and not takes_messages:
+    renders_messages = "message" in (settings.get("modality_config") or {})
+    if task == "embed" and renders_messages and not takes_messages:
         raise UnsupportedModelError(
             f"{folder} embeds texts with a chat template (modality_config), but it is no "
             "vision-language model. This is not supported."

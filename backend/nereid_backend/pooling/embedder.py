@@ -21,6 +21,7 @@ class _OfflineModel:
     """The base class of Embedder and Reranker. It computes one request at a time."""
 
     _task: str
+    """The value of the setting `task`, if the caller does not set `task`."""
 
     def __init__(self, model: str, **settings: Any) -> None:  # noqa: ANN401 - fields of PoolingConfig
         """Load the checkpoint.
@@ -33,9 +34,11 @@ class _OfflineModel:
             ConfigError: a setting is wrong, or the checkpoint is not for this class's task.
             ModelError: the checkpoint is missing, broken or not supported.
         """
-        config = PoolingConfig(str(model), **{"task": self._task, **settings})
+        settings.setdefault("task", self._task)
+        config = PoolingConfig(str(model), **settings)
         self._engine = PoolingEngine(config, progress=lambda _: None)
-        self._numbers = itertools.count()
+        # Each request gets the next number as its id.
+        self._request_numbers = itertools.count()
 
     @property
     def info(self) -> PoolingInfo:
@@ -48,7 +51,7 @@ class _OfflineModel:
         Raises:
             EngineError: an item failed. The other items are then not computed.
         """
-        request_id = str(next(self._numbers))
+        request_id = str(next(self._request_numbers))
         self._engine.add(request_id, items)
         values: dict[int, Value] = {}
         try:

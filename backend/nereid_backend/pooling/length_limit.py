@@ -15,6 +15,9 @@ _NO_LIMIT = 10**9
 def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) -> int:
     """Return the largest number of tokens that an input may have.
 
+    The limit is the setting max_model_len. If it is not set, the limit is the number of positions
+    of the model, or a smaller limit in the checkpoint's files.
+
     Raises:
         ConfigError: the setting max_model_len is larger than the number of the model's positions.
     """
@@ -26,17 +29,20 @@ def length_limit(config: PoolingConfig, spec: CheckpointSpec, encoder: Encoder) 
         largest = num_positions
         reason = "the number of position embeddings"
     configured = config.max_model_len
-    if configured is not None:
-        if configured > largest:
-            raise ConfigError(
-                f"max_model_len: the value must be at most {largest} ({reason}), but it is "
-                f"{configured}."
-            )
-        return configured
-    limit_in_files = spec.max_seq_length or encoder.tokenizer.model_max_length
-    if 0 < limit_in_files < _NO_LIMIT:
-        return min(largest, limit_in_files)
-    return largest
+    if configured is None:
+        return min(largest, _limit_in_files(spec, encoder) or largest)
+    if configured > largest:
+        raise ConfigError(
+            f"max_model_len: the value must be at most {largest} ({reason}), but it is "
+            f"{configured}."
+        )
+    return configured
+
+
+def _limit_in_files(spec: CheckpointSpec, encoder: Encoder) -> int | None:
+    """Return the length limit that the checkpoint's files recommend; None if there is none."""
+    limit = spec.max_seq_length or encoder.tokenizer.model_max_length
+    return limit if 0 < limit < _NO_LIMIT else None
 
 
 def _num_positions(encoder: Encoder) -> int | None:

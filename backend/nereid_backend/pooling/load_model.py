@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -86,26 +87,16 @@ def load_model(config: PoolingConfig, progress: Callable[[str], None]) -> Loaded
     store_as_integers(encoder, config.weight_dtype, spec.architecture, progress)
     max_len = length_limit(config, spec, encoder)
     progress("comparing the vectors of texts in a batch and one by one")
-    forward: ChosenForward | None = None
-    head: Head | None = None
-    difference = 0.0
-    if spec.loader == TOWERS:
-        difference = check_towers(encoder, spec.architecture, max_len)
-    elif spec.loader not in (IMAGE_CAUSAL, RETRIEVAL):
-        forward = choose_forward(encoder, hook, spec.architecture, max_len)
-        difference = forward.difference
-        if spec.loader in (SEQUENCE, TOKENS):
-            is_per_token = spec.loader == TOKENS
-            head = choose_head(encoder, forward, spec.architecture, max_len, per_token=is_per_token)
-    poolers, normalizes = _choose_pooling(spec, forward)
+    methods = _choose_methods(spec, encoder, hook, max_len)
+    poolers, normalizes = _choose_pooling(spec, methods.forward)
     return LoadedModel(
         spec=spec,
         encoder=encoder,
         hook=hook,
         max_model_len=max_len,
-        forward=forward,
-        head=head,
-        self_check_difference=difference,
+        forward=methods.forward,
+        head=methods.head,
+        self_check_difference=methods.difference,
         poolers=poolers,
         normalizes=normalizes,
         layers=load_output_layers(Path(config.model), spec, encoder),
@@ -136,6 +127,41 @@ def gpu_share(device: torch.device, share: float) -> Iterator[None]:
             f"memory of {device}. Raise the setting. The shares of all models on a GPU must not "
             "exceed 1."
         ) from error
+
+
+class _Methods(NamedTuple):
+    """The methods of computing outputs. The attributes of LoadedModel describe the fields."""
+
+    forward: ChosenForward | None
+    head: Head | None
+    difference: float
+
+
+def _choose_methods(
+    spec: CheckpointSpec, encoder: Encoder, hook: AttentionHook, max_len: int
+) -> _Methods:
+    """Choose the fastest methods whose outputs for a batch equal the outputs for single texts.
+
+    Args:
+        spec: the description of the checkpoint.
+        encoder: the loaded model.
+        hook: Nereid's entry in transformers' attention interface.
+        max_len: the length limit of inputs in tokens.
+
+    Raises:
+        ModelError: the outputs of the model are not finite, or no method is exact.
+    """
+    name = spec.architecture
+    if spec.loader == TOWERS:
+        return _Methods(None, None, check_towers(encoder, name, max_len))
+    if spec.loader in (IMAGE_CAUSAL, RETRIEVAL):
+        # These models compute all inputs one by one, so there is nothing to compare.
+        return _Methods(None, None, 0.0)
+    forward = choose_forward(encoder, hook, name, max_len)
+    head = None
+    if spec.loader in (SEQUENCE, TOKENS):
+        head = choose_head(encoder, forward, name, max_len, per_token=spec.loader == TOKENS)
+    return _Methods(forward, head, forward.difference)
 
 
 def _choose_pooling(

@@ -73,8 +73,8 @@ class PoolingModel:
         self._loaded = loaded = load_model(config, progress)
         self.info = describe_model(config, loaded, time.monotonic() - started)
         prompts = _vision_language_prompts(loaded)
-        # `_image_forward` is None if the model accepts no images. It is also None if an image tower
-        # encodes the images.
+        # Runs a vision-language model on single inputs; None for other models, also if an image
+        # tower encodes images.
         self._image_forward: ImageForward | None = None
         if prompts is not None:
             self._image_forward = ImageForward(loaded.encoder, loaded.spec)
@@ -104,18 +104,18 @@ class PoolingModel:
             replaces the output.
         """
         outputs: list[Value | None] = [None] * len(batch)
-        batches = split_batch(
+        parts = split_batch(
             batch, computes_all_alone=self._computes_all_alone, is_packed=self._is_packed
         )
-        for indices in batches:
-            items = [batch[index] for index in indices]
-            if items[0].pixels is not None:
+        for part in parts:
+            items = [batch[index] for index in part.indices]
+            if part.method == "images":
                 computed = self._run_images(items)
-            elif self._computes_all_alone or items[0].images is not None:
+            elif part.method == "alone":
                 computed = self._run_alone(items)
             else:
                 computed = self._run_texts(items)
-            for index, output in zip(indices, computed, strict=True):
+            for index, output in zip(part.indices, computed, strict=True):
                 outputs[index] = output
         return outputs
 
@@ -154,9 +154,8 @@ class PoolingModel:
     def _run_texts(self, items: list[Prepared]) -> list[Value | None]:
         """Compute a batch of texts, and return the outputs.
 
-        The loaded model determines the computation. A model with towers runs its text tower. A
-        classifier runs its head or the whole model. A generative reranker compares the logits of
-        the answer tokens. Other models compute SPLADE weights, or pool the token vectors.
+        A model with towers runs its text tower. A classifier runs its head or the whole model.
+        Other models compute the token vectors, and convert these vectors to the outputs.
         """
         loaded = self._loaded
         batch = self._token_batch(items)
@@ -166,6 +165,22 @@ class PoolingModel:
         if loaded.head is not None:
             return self._classify(loaded.forward, loaded.head, batch, items)
         hidden = self._token_vectors(loaded.forward, batch, items)
+        return self._outputs_of_vectors(hidden, batch, items)
+
+    def _outputs_of_vectors(
+        self, hidden: Tensor, batch: TokenBatch, items: list[Prepared]
+    ) -> list[Value | None]:
+        """Convert the token vectors of texts to their outputs.
+
+        A generative reranker compares the logits of the answer tokens. A SPLADE model computes
+        sparse weights from the logits of all tokens. Other models return or pool the vectors.
+
+        Args:
+            hidden: the token vectors, [num_tokens, hidden_size].
+            batch: the texts.
+            items: the items of the texts.
+        """
+        loaded = self._loaded
         if loaded.reranker is not None:
             scores = self._answer_scores_of_texts(loaded.reranker, hidden, batch)
             return score_outputs(scores, items, activation=loaded.spec.activation)
@@ -250,7 +265,8 @@ class PoolingModel:
     ) -> dict[int, Value | None]:
         """Compute the dense vectors of all items of the kind "dense".
 
-        Return a mapping from the index of each such item to its vector.
+        Return a mapping from the index of each such item to its vector. The tokens of a prompt are
+        left out of the pooling if the checkpoint requires this (see Prepared.prompt_len).
 
         Args:
             hidden: the outputs of the token layers, [num_tokens, size].

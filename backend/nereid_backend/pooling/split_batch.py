@@ -2,6 +2,7 @@
 """Divides the inputs of a step into batches. The inputs of a batch are computed together."""
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from nereid_backend.pooling.inputs.prepare_items import Prepared
 
@@ -11,13 +12,26 @@ _PADDING_FACTOR = 1.25
 _PADDING_TOKENS = 8
 
 
+class Part(NamedTuple):
+    """Some items of a batch that are computed by the same method.
+
+    Attributes:
+        method: "images" (the image tower computes the items as one batch), "alone" (the model
+            computes one item at a time) or "texts" (the model computes the items as one batch).
+        indices: the indices of the items in the batch.
+    """
+
+    method: Literal["images", "alone", "texts"]
+    indices: list[int]
+
+
 def split_batch(
     batch: Sequence[Prepared], *, computes_all_alone: bool, is_packed: bool
-) -> list[list[int]]:
-    """Divide prepared items into batches. Each batch is a list of indices of items.
+) -> list[Part]:
+    """Divide prepared items into parts, so that one method can compute each part.
 
-    All images for an image tower form one batch. All inputs that a vision-language model computes
-    one by one form another batch. All expanded queries form a third batch. The other texts form one
+    All images for an image tower form one part. All inputs that a vision-language model computes
+    one by one form another part. All expanded queries form a third part. The other texts form one
     packed batch, or several padded batches (see `_padded_batches`).
 
     Args:
@@ -41,7 +55,9 @@ def split_batch(
     texts.sort(key=lambda index: len(batch[index].token_ids))
     lens = [len(batch[index].token_ids) for index in texts]
     text_batches = [texts] if is_packed else _padded_batches(texts, lens)
-    return [indices for indices in (images, alone, expanded, *text_batches) if indices]
+    parts = [Part("images", images), Part("alone", alone), Part("texts", expanded)]
+    parts += [Part("texts", indices) for indices in text_batches]
+    return [part for part in parts if part.indices]
 
 
 def _padded_batches(indices: list[int], lens: list[int]) -> list[list[int]]:

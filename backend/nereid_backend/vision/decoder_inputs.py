@@ -101,6 +101,14 @@ def record_inputs(
 ) -> DecoderInputs:
     """Run a model until it calls its decoder, and return the inputs of the decoder.
 
+    A hook on the decoder stores the inputs, and then stops the forward pass by an exception.
+
+    Args:
+        model: a vision-language model.
+        decoder: the module of the model that computes the tokens.
+        token_ids: the tokens of the prompt.
+        images: the prepared images of the prompt.
+
     Raises:
         UnfitError: the decoder gets an input that the engine cannot divide into chunks.
     """

@@ -251,19 +251,22 @@ def _load(folder: Path) -> Prepare:
 def run_worker(load: Callable[[Path], Prepare]) -> None:
     """Load the processor, and answer requests until the parent process closes the connection.
 
+    The arguments of the command line are described at the top of this file.
+
     Args:
         load: loads the processor of a checkpoint, and returns the function that prepares the images
             of a request.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
+    connection_fd, folder, timeout_s = sys.argv[1:]
+    connection = Connection(int(connection_fd))
     try:
-        prepare = load(Path(sys.argv[2]))
+        prepare = load(Path(folder))
     except Exception as error:  # noqa: BLE001 - the process ends here, and the parent must learn why
         connection.send_bytes(msgpack.packb(["failed", str(error)]))
         return
     connection.send_bytes(msgpack.packb(["ready"]))
-    serve(connection, prepare, float(sys.argv[3]))
+    serve(connection, prepare, float(timeout_s))
 
 
 if __name__ == "__main__":

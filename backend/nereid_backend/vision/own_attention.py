@@ -31,8 +31,8 @@ class OwnAttention:
         thousands of patches. With "eager", which writes all attention weights to memory, 5,000
         patches take six times as long as with "sdpa".
         """
-        # The modules of each config. The key is the id of the config, because configs are not
-        # hashable.
+        # The modules of each config. The key is the id of the config, because two configs must both
+        # be changed even if they are equal.
         modules_of_configs: dict[int, list[Module]] = {}
         for module in model.modules():
             if hasattr(getattr(module, "config", None), "_attn_implementation_internal"):

@@ -31,8 +31,10 @@ def pack_images(images: ImageInputs) -> bytes:
 def unpack_images(data: bytes) -> ImageInputs:
     """Convert the result of `pack_images` to images.
 
+    The bytes come from another process, which may be a client, so they may contain anything.
+
     Raises:
-        RequestError: the bytes are damaged.
+        RequestError: the bytes are damaged, or an argument has a name that only the engine may use.
     """
     try:
         arguments, digest, first_token, kinds = msgpack.unpackb(data)

@@ -101,7 +101,8 @@ def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
     # The process that reads requests does not resample audio, and starts faster without torch.
     import torch
 
-    # With a whole number of seconds, the numbers of old and new samples are integers.
+    # At least one second of zeros follows the audio. The total is a whole number of seconds, so the
+    # numbers of old and new samples are integers.
     num_seconds = len(samples) // rate + 2
     padded = torch.zeros(num_seconds * rate)
     padded[: len(samples)] = torch.from_numpy(samples)

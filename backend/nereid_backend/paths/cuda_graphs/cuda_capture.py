@@ -171,7 +171,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:  # noqa: ANN401 - torc
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
-            _failed_captures.append(graph)
+            _failed_captures.append(graph)  # The graph must stay alive.
         raise
 
 

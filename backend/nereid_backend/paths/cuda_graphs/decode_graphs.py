@@ -22,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,9 +85,13 @@ class DecodeGraphs:
         self._sizes = sizes
         self._device = device
         self._report = report
+        # The numbers of rows for which graphs can be captured, and the graph for each of them.
         self._row_counts = row_counts(sizes.max_num_seqs)
-        self._graphs: dict[int, tuple[StaticStep, Replay]] = {}
+        self._graphs: dict[int, _DecodeGraph] = {}
+        # The tensor into which all graphs write their logits, [max_rows, vocab_size]. The first
+        # capture creates it.
         self._logits: Tensor | None = None
+        # Whether too little memory is free for another graph.
         self._is_full = False
         self.failure: str | None = None
         self.num_captures = 0
@@ -142,9 +147,7 @@ class DecodeGraphs:
                 return num_rows
         return None
 
-    def _try_capture(
-        self, rows: int, batch: StepBatch | None = None
-    ) -> "tuple[StaticStep, Replay] | None":
+    def _try_capture(self, rows: int, batch: StepBatch | None = None) -> "_DecodeGraph | None":
         """Capture a graph with the inputs of a step, or with padding if there is no step.
 
         Return None if too little memory is free, or if the capture fails.
@@ -172,45 +175,51 @@ class DecodeGraphs:
         self.num_captures += 1
         return graph
 
-    def _capture_and_check(self, rows: int, batch: StepBatch | None) -> "tuple[StaticStep, Replay]":
-        """Capture a graph, and compare a replay with the same step without a graph.
+    def _capture_and_check(self, rows: int, batch: StepBatch | None) -> "_DecodeGraph":
+        """Capture a graph and return it, after a replay has given the same logits as the model.
 
         Args:
             rows: the number of rows of the graph.
             batch: the inputs of a step; None if all rows are padding.
-
-        Returns:
-            The tensors from which the graph reads its inputs, and a function that replays the
-            graph.
 
         Raises:
             GraphMemoryError: if too little memory is free.
             Exception: of any class, if the step cannot be captured.
         """
         step = StaticStep(rows, self._sizes, self._device)
-        # If `batch` is None, all rows are padding, and all rows are compared.
-        num_compared = rows
-        if batch is not None:
+        if batch is None:  # All rows are padding, and all rows are compared.
+            num_compared = rows
+        else:
             step.fill(batch)
             num_compared = batch.num_logits
         # This run uses no graph. It computes the expected logits, and also compiles kernels that
         # are not compiled yet. The run and the replay store the same keys and values in the KV
         # cache.
         expected = self._run(step.batch())
-        # All graphs write their logits into the same tensor. It has as many rows as the largest
-        # graph.
         if self._logits is None:
             self._logits = expected.new_empty(self._row_counts[-1], expected.shape[1])
         logits = self._logits[:rows]
 
-        def work() -> None:
+        def compute_step() -> None:
             logits.copy_(self._run(step.batch()))
 
-        replay = self._capture(work)
-        logits.zero_()
+        replay = self._capture(compute_step)
+        logits.zero_()  # Only a replay can write the expected logits.
         replay()
         check_replay(logits[:num_compared], expected[:num_compared])
-        return step, replay
+        return _DecodeGraph(step, replay)
+
+
+class _DecodeGraph(NamedTuple):
+    """A captured CUDA graph.
+
+    Attributes:
+        step: the tensors from which the graph reads its inputs.
+        replay: replays the graph.
+    """
+
+    step: "StaticStep"
+    replay: Replay
 
 
 class StaticStep:
@@ -245,7 +254,10 @@ class StaticStep:
         self._device_rows = gpu_batch(self._attention())
 
     def fill(self, batch: StepBatch) -> None:
-        """Copy the inputs of a step into the tensors, and fill the other rows with padding."""
+        """Copy the inputs of a step into the tensors, and fill the other rows with padding.
+
+        The step has at most as many tokens as this object has rows.
+        """
         num_tokens = batch.num_logits  # A decode step needs the logits of each of its tokens.
         tokens, positions, slots, lens = self._numbers
         self._numbers[:, num_tokens:] = self._padding
@@ -255,24 +267,34 @@ class StaticStep:
         slots[:num_tokens].copy_(batch.attention.slots)
         for group in batch.attention.decodes:
             columns = self._table[:, : group.blocks.shape[1]]
-            if group.tokens is None:  # The group contains all decodes.
+            if group.tokens is None:  # The group contains all decodes, in the order of the rows.
                 lens[:num_tokens].copy_(group.lens)
                 columns[:num_tokens].copy_(group.blocks)
-            else:
+            else:  # `group.tokens` contains the rows of the group's decodes.
                 lens.index_copy_(0, group.tokens, group.lens)
                 columns.index_copy_(0, group.tokens, group.blocks)
 
     def batch(self) -> StepBatch:
-        """Return the inputs for one run, without intermediate results of earlier runs."""
+        """Return the inputs for one run, which may be captured.
+
+        The inputs are the tensors of this object. A replay of the captured run therefore reads the
+        values that `fill` has copied into these tensors.
+        """
         tokens, positions, _, lens = self._numbers
+        device_decodes = self._device_rows.decodes
+        assert device_decodes is not None, "every row is a decode"
         attention = self._attention()
-        assert self._device_rows.decodes is not None
-        # This computation is captured, so that each replay computes the longest length of its own
-        # step. The workspaces are empty, so the kernels allocate their intermediate results during
-        # the capture, in the memory that all graphs share.
-        longest = lens.amax(0, keepdim=True)
-        decodes = replace(self._device_rows.decodes, longest=longest, _workspaces={})
-        attention.device_rows = replace(self._device_rows, decodes=decodes)
+        attention.device_rows = replace(
+            self._device_rows,
+            decodes=replace(
+                device_decodes,
+                # This maximum is captured, so each replay computes the longest length of its step.
+                longest=lens.amax(0, keepdim=True),
+                # The kernels must not reuse the intermediate tensors of an earlier run. They
+                # allocate new tensors during the capture, in the memory that all graphs share.
+                _workspaces={},
+            ),
+        )
         return StepBatch(
             tokens[None], positions[None], attention, self._logits_index, self._num_rows
         )
@@ -287,11 +309,13 @@ class StaticStep:
 def row_counts(max_rows: int) -> list[int]:
     """Return the numbers of rows for which graphs are captured: 1, 2, 4, 8, 16, 24, 32 and so on.
 
-    The numbers are doubled up to 8. The distance between two numbers is 8 up to 64 rows. Above 64
-    rows, the distance is a quarter of the largest power of two that is not greater than the smaller
-    number. In steps of more than 24 rows, at most a quarter of the rows is therefore padding. In
-    smaller steps, the share of padding can be larger, but these steps spend more time on reading
-    weights than on multiplying them.
+    A step uses the graph with the next larger number of rows, and fills the rest with padding.
+
+    Up to 8, each number is twice the previous number. Up to 64, the distance between two numbers is
+    8. Above 64, the distance is a quarter of the largest power of two that is not greater than the
+    smaller number. Example: 80 follows 64, and 160 follows 128. In steps of more than 24 rows, at
+    most a quarter of the rows is therefore padding. Smaller steps can have more padding, but they
+    spend more time on reading weights than on multiplying them.
 
     Args:
         max_rows: the largest number of rows of a step.
@@ -330,10 +354,11 @@ def check_replay(replayed: Tensor, expected: Tensor) -> None:
 def _difference(replayed: Tensor, expected: Tensor) -> float:
     """Return the largest relative error of a row of `replayed`, compared with `expected`.
 
-    The difference of a row is the root mean square of the errors, divided by the standard deviation
-    of the expected logits. A row is ignored if neither its replayed nor its expected logits are
-    finite, because the sequence of the row has already failed. Return NaN if only the replayed or
-    only the expected logits of a row are finite.
+    The relative error of a row is the root mean square of the differences, divided by the standard
+    deviation of the expected logits.
+
+    Rows with logits that are not finite must be the same rows in both tensors. These rows are
+    ignored, because their sequences have already failed. If the rows differ, return NaN.
     """
     largest_error = 0.0
     # The rows are compared in slices, because float32 copies of all rows would need much memory.

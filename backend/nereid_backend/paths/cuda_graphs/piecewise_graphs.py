@@ -21,7 +21,6 @@ This code has not run on a GPU yet.
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -99,11 +98,14 @@ class PiecewiseGraphs:
         self._cache = cache
         self._sizes = sizes
         self._report = report
-        self._graphs: dict[int, tuple[StaticTokens, Replay]] = {}
+        # For each number of tokens, the graphs of a step with this number of tokens.
+        self._graphs: dict[int, _StepGraphs] = {}
+        # The tensor into which all graphs write their logits, [max_num_logits, vocab_size]. The
+        # first capture creates it.
         self._logits: Tensor | None = None
         # The buffers that layers share. The key is (num_heads, key_dim, value_dim); see `buffers`.
         self._buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
-        # The metadata of the step that is replayed.
+        # The attention metadata of the step that is replayed; empty before the first step.
         self._attention = AttentionBatch(torch.empty(0), 0, [], [], sizes.block_size)
         self.failure: str | None = None
         self.num_captures = 0
@@ -160,15 +162,11 @@ class PiecewiseGraphs:
         # the caller reads them.
         return self._logits[: batch.num_logits].clone()
 
-    def _capture_and_check(self, num_tokens: int) -> "tuple[StaticTokens, Replay]":
+    def _capture_and_check(self, num_tokens: int) -> "_StepGraphs":
         """Capture the graphs for one number of tokens, and check the logits of a replay.
 
         The logits must equal the logits of the same step without graphs. The step consists of
         padding, for which no attention is computed.
-
-        Returns:
-            The tensors from which the graphs read their inputs, and a function that replays the
-            graphs.
 
         Raises:
             GraphMemoryError: if too little memory is free.
@@ -179,19 +177,19 @@ class PiecewiseGraphs:
         self._attention = static.attention()
         # This run is not captured. The replay must compute the same logits as this run.
         expected = self._run(static.batch(), self._split_attention(static, _without_cut))
-        # All graphs write their logits into the same tensor. The largest graph is captured first.
+        # The largest graph is captured first, so this tensor is large enough for all graphs.
         if self._logits is None:
             self._logits = expected.new_empty(static.num_logits, expected.shape[1])
         logits = self._logits[: static.num_logits]
 
-        def work(cut: Cut) -> None:
+        def compute_step(cut: Cut) -> None:
             logits.copy_(self._run(static.batch(), self._split_attention(static, cut)))
 
-        replay = self._capture(work)
-        logits.zero_()
+        replay = self._capture(compute_step)
+        logits.zero_()  # Only a replay can write the expected logits.
         replay()
         check_replay(logits, expected)
-        return static, replay
+        return _StepGraphs(static, replay)
 
     def _split_attention(self, static: "StaticTokens", cut: Cut) -> "_SplitForward":
         """Return an attention function that calls `cut` to end a graph before each computation."""
@@ -233,7 +231,7 @@ class PiecewiseGraphs:
         """
         attention = self._attention
         if not attention.num_decodes and not attention.prefills:
-            return
+            return  # During a capture, the step contains only padding.
         num_tokens = attention.slots.numel()
         choose_backend.attend_stored(
             buffers.query[:, :num_tokens],
@@ -244,6 +242,18 @@ class PiecewiseGraphs:
             sinks=sinks,
             out=buffers.out[:num_tokens],
         )
+
+
+class _StepGraphs(NamedTuple):
+    """The captured CUDA graphs of a step.
+
+    Attributes:
+        static: the tensors from which the graphs read their inputs.
+        replay: replays the graphs, and computes the attention between them.
+    """
+
+    static: "StaticTokens"
+    replay: Replay
 
 
 class StaticTokens:
@@ -263,10 +273,11 @@ class StaticTokens:
         """
         self.num_logits = min(num_tokens, sizes.max_num_seqs)
         self._block_size = sizes.block_size
-        # The token id, position and slot of one padding token, [3, 1]. `_numbers` contains the same
-        # three values for every token of the step, [3, num_tokens].
+        # The token id, position and slot of a padding token, [3, 1].
         self._padding = torch.tensor([[0], [0], [-1]], device=device)
+        # The token id, position and slot of every token of the step, [3, num_tokens].
         self._numbers = self._padding.repeat(1, num_tokens)
+        # The indices of the tokens whose logits are needed; 0 if fewer logits are needed.
         self._index = torch.zeros(self.num_logits, dtype=torch.int64, device=device)
 
     def fill(self, batch: StepBatch) -> None:
@@ -306,12 +317,12 @@ class _SplitForward(PagedForward):
         graphs: PiecewiseGraphs,
         cut: Cut,
     ) -> None:
-        """Prepare the attention of a step.
+        """Prepare the attention of a step that is captured.
 
         Args:
             layers: the attention layers of the model, in order.
             cache: the KV cache.
-            batch: the slots of the step.
+            batch: attention metadata that contains only the slots of the step's tokens.
             graphs: the owner of the tensors that graphs and attention share.
             cut: ends a graph, and begins the next graph; see `GraphCapture.pieces`.
         """
@@ -342,7 +353,11 @@ class _SplitForward(PagedForward):
         buffers = self._graphs.buffers(spec, query)
         num_tokens = query.shape[2]
         buffers.query[:, :num_tokens].copy_(query.squeeze(0))
-        self._cut(partial(self._graphs.attend, layer, buffers, scale, sinks))
+
+        def attend_between_graphs() -> None:
+            self._graphs.attend(layer, buffers, scale, sinks)
+
+        self._cut(attend_between_graphs)
         # Compiled code may overwrite the result of an operator, so the result is a copy.
         return buffers.out[:num_tokens].unsqueeze(0).clone()
 

@@ -36,22 +36,10 @@ class BackgroundCompilation:
             OSError: if the process cannot be started.
         """
         self.folder = folder
-        self._outcome: str | None = None
+        self._outcome: str | None = None  # see `outcome`
         self._connection, child_end = Pipe()
-        child_fd = child_end.fileno()
         with child_end:  # The engine closes its copy of this end after the start of the process.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(child_fd), str(folder)],
-                pass_fds=[child_fd],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                # The process and the C++ compiler that it starts form a process group, so that one
-                # signal can kill both. The process group stays in the engine's session, because
-                # Linux divides the CPU time equally among sessions, and niceness has an effect only
-                # within a session.
-                process_group=0,
-            )
+            self._process = _start_process(child_end.fileno(), folder)
         self._thread = threading.Thread(
             target=self._wait, args=(message, timeout_s), name="forward-compilation", daemon=True
         )
@@ -96,3 +84,23 @@ class BackgroundCompilation:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _start_process(connection_fd: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that compiles the model, and return the process.
+
+    Args:
+        connection_fd: the file descriptor of the process's end of the connection.
+        folder: the folder for the library.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULE, str(connection_fd), str(folder)],
+        pass_fds=[connection_fd],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # The process and the C++ compiler that it starts form a process group, so that one signal
+        # can kill both. The process group stays in the engine's session, because Linux divides the
+        # CPU time equally among sessions, and niceness has an effect only within a session.
+        process_group=0,
+    )

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from nereid_backend.errors import first_line
 from nereid_backend.process_limits import limit_memory
 
 # The lowest priority. If a process with niceness 0 needs the same CPU, and Linux schedules both
@@ -46,25 +47,30 @@ def main() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _lower_priority()
-    connection = Connection(int(sys.argv[1]))
-    folder = Path(sys.argv[2])
+    connection_fd, folder_name = sys.argv[1:]
+    connection = Connection(int(connection_fd))
+    folder = Path(folder_name)
     try:
         message = connection.recv_bytes()
     except (EOFError, OSError):
         return
+    # If the engine ends during the compilation, this thread ends the process.
     threading.Thread(target=_end_with_engine, args=(connection,), daemon=True).start()
-    reason = ""
-    try:
-        with _only_one(folder.parent):
-            _compile(message, folder)
-    except Exception as error:  # noqa: BLE001 - the process ends here, and the engine must learn why
-        from nereid_backend.errors import first_line
-
-        reason = first_line(error) or type(error).__name__
+    reason = _failure(message, folder)
     with contextlib.suppress(OSError):
         connection.send_bytes(reason.encode())
     # Exit immediately. Python's cleanup would take a second, and would wait for the thread.
     os._exit(0)
+
+
+def _failure(message: bytes, folder: Path) -> str:
+    """Compile the model in `message`. Return the reason of a failure, or "" after a success."""
+    try:
+        with _only_one(folder.parent):
+            _compile(message, folder)
+    except Exception as error:  # noqa: BLE001 - the process ends here, and the engine must learn why
+        return first_line(error) or type(error).__name__
+    return ""
 
 
 def _lower_priority() -> None:

@@ -72,29 +72,30 @@ class _SkeletonPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:  # noqa: ANN401 - any object of the model
         """Return the function that restores a tensor, and the arguments of this function.
 
-        For other values, return NotImplemented. pickle then uses its default method.
+        The values of a large tensor are left out. For a value that is not a tensor, return
+        NotImplemented. pickle then uses its default method.
         """
         if not isinstance(value, Tensor):
             return NotImplemented
         if type(value) not in (Tensor, nn.Parameter):
             raise pickle.PicklingError(f"it has a tensor of the class {type(value).__name__}")
-        extent = _extent(value)
+        memory_size = _memory_size(value)
         data = None
-        if extent <= MAX_LITERAL_ELEMENTS:
-            memory = value.detach().as_strided((extent,), (1,))
+        if memory_size <= MAX_LITERAL_ELEMENTS:
+            memory = value.detach().as_strided((memory_size,), (1,))
             data = memory.view(torch.uint8).numpy().tobytes()
         arguments = (
             tuple(value.shape),
             value.stride(),
             value.dtype,
             isinstance(value, nn.Parameter),
-            extent,
+            memory_size,
             data,
         )
         return _restore_tensor, arguments
 
 
-def _extent(tensor: Tensor) -> int:
+def _memory_size(tensor: Tensor) -> int:
     """Return the number of elements in a tensor's memory, from the first to the last element.
 
     Example: an expanded tensor has the shape [4, 1000] and the stride [0, 1], so its memory has
@@ -113,7 +114,7 @@ def _restore_tensor(
     stride: tuple[int, ...],
     dtype: torch.dtype,
     is_parameter: bool,
-    extent: int,
+    memory_size: int,
     data: bytes | None,
 ) -> Tensor:
     """Create a tensor with the given shape, memory layout and values.
@@ -123,10 +124,10 @@ def _restore_tensor(
         stride: for each dimension, the distance between two neighbouring elements in memory.
         dtype: the data type.
         is_parameter: whether the tensor is a parameter of a module.
-        extent: the number of elements in the tensor's memory.
+        memory_size: the number of elements in the tensor's memory.
         data: the bytes of the memory; None for a large tensor, whose values were not sent.
     """
-    memory = torch.empty(extent, dtype=dtype)
+    memory = torch.empty(memory_size, dtype=dtype)
     if data:
         memory.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     tensor = memory.as_strided(shape, stride)

@@ -38,21 +38,32 @@ class CacheLayout:
     Attributes:
         layers: the shapes of the stored tensors. One item describes either the keys and values of
             a cache layer, or the keys of a sparse indexer.
-        keys: for each layer of the cache, the index in `layers` of its keys and values; None if the
-            layer stores no keys and values.
-        indexers: for each layer of the cache, the index in `layers` of its sparse indexer's keys;
-            None if the layer has no indexer. The first half of an indexer's key is stored as a key,
-            and the second half is stored as a value.
-        num_positions: for each layer of the cache, the number of positions that the model stores
-            for one token. Sparse indexers read these positions. 0 if the layer stores no positions.
+        parts: for each layer of the cache, the tensors of this layer that are stored in blocks.
         has_states: whether any layer of the cache stores states of convolutions or recurrences.
     """
 
     layers: list[LayerSpec]
-    keys: list[int | None]
-    indexers: list[int | None]
-    num_positions: list[int]
-    has_states: bool = False
+    parts: list["LayerParts"]
+    has_states: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The tensors of a cache layer that are stored in blocks.
+
+    Attributes:
+        keys: the index in `CacheLayout.layers` of the layer's keys and values; None if the layer
+            stores no keys and values.
+        indexer: the index in `CacheLayout.layers` of the keys of the layer's sparse indexer; None
+            if the layer has no indexer. The first half of an indexer's key is stored as a key, and
+            the second half is stored as a value.
+        num_positions: the number of positions that the model stores in this layer for one token.
+            Sparse indexers read these positions. 0 if the layer stores no positions.
+    """
+
+    keys: int | None
+    indexer: int | None
+    num_positions: int
 
 
 @torch.inference_mode()
@@ -85,33 +96,35 @@ def probe_cache(
         attention_mask=torch.ones_like(ids),
         cache=cache,
     )
-    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
-    layout = CacheLayout([], [], [], [], has_states)
+    specs: list[LayerSpec] = []
+    parts: list[LayerParts] = []
     for layer in cache.layers:
         _check_class(layer, accepts_states=accepts_states)
-        _add_layer(layout, layer)
-    if not layout.layers:
+        parts.append(_add_layer(specs, layer))
+    if not specs:
         raise UnfitError("the model stores nothing in transformers' cache")
-    return layout
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    return CacheLayout(specs, parts, has_states)
 
 
-def _add_layer(layout: CacheLayout, layer: Any) -> None:  # noqa: ANN401 - transformers is untyped
-    """Add the tensors of a cache layer to a layout. The layer contains one token.
+def _add_layer(specs: list[LayerSpec], layer: Any) -> LayerParts:  # noqa: ANN401 - transformers is untyped
+    """Append the shapes of a cache layer's tensors to `specs`. Return the indices of these shapes.
 
-    Mutates: layout.
+    The layer contains one token. A layer can have keys and values, a sparse indexer, or both.
+
+    Mutates: specs.
     """
     keys_index = None
     if getattr(layer, "keys", None) is not None:
-        keys_index = len(layout.layers)
-        layout.layers.append(_keys_spec(layer))
-    layout.keys.append(keys_index)
+        keys_index = len(specs)
+        specs.append(_keys_spec(layer))
     indexer_index = None
     if getattr(layer, "indexer_keys", None) is not None:
-        indexer_index = len(layout.layers)
-        layout.layers.append(_indexer_spec(layer))
-    layout.indexers.append(indexer_index)
+        indexer_index = len(specs)
+        specs.append(_indexer_spec(layer))
     positions = getattr(layer, "indexer_position_ids", None)
-    layout.num_positions.append(0 if positions is None else positions.shape[0])
+    num_positions = 0 if positions is None else positions.shape[0]
+    return LayerParts(keys_index, indexer_index, num_positions)
 
 
 def _check_class(layer: object, *, accepts_states: bool) -> None:
@@ -127,38 +140,17 @@ def _check_class(layer: object, *, accepts_states: bool) -> None:
         )
 
 
-def gathered_layer(
-    layer: object, layout: CacheLayout, index: int, kv_cache: KVCache
-) -> "GatheredLayer":
+def gathered_layer(layer: object, parts: LayerParts, kv_cache: KVCache) -> "GatheredLayer":
     """Return a cache layer that replaces `layer` and stores its keys and values in blocks.
 
     Args:
         layer: a layer of a cache of transformers.
-        layout: the layout of this cache.
-        index: the index of `layer` in this cache.
+        parts: the tensors of `layer` that are stored in blocks.
         kv_cache: the blocks.
     """
-    parts = LayerParts(layout.keys[index], layout.indexers[index], layout.num_positions[index])
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return StateAndGatheredLayer(kv_cache, parts, layer.number_of_states)
     return GatheredLayer(kv_cache, parts)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """The tensors of a cache layer that are stored in blocks; see `CacheLayout`.
-
-    Attributes:
-        keys: the index of the layer's keys and values in the KV cache; None if the layer stores no
-            keys and values.
-        indexer: the index of the sparse indexer's keys in the KV cache; None if there is no
-            indexer.
-        num_positions: the number of positions that the model stores in this layer for one token.
-    """
-
-    keys: int | None
-    indexer: int | None
-    num_positions: int
 
 
 def _keys_spec(layer: Any) -> LayerSpec:  # noqa: ANN401 - transformers' layers are untyped
@@ -346,11 +338,13 @@ class GatheredLayer(BlockCacheLayer):  # type: ignore[no-untyped-call]  # transf
         step = self._step
         assert step is not None, "begin is called before each forward pass"
         num_heads = key.shape[1]
-        rows = store_rows(step.slots, num_heads, step.block_size)
+        # `store` expects the shape [num_seqs * num_tokens, num_heads, dim].
         new_keys = key.transpose(1, 2).flatten(0, 1)
         new_values = value.transpose(1, 2).flatten(0, 1)
-        self._cache.store(layer_index, new_keys, new_values, rows)
-        keys, values = self._cache.gather(layer_index, gather_rows(step.blocks, num_heads))
+        stored_rows = store_rows(step.slots, num_heads, step.block_size)
+        self._cache.store(layer_index, new_keys, new_values, stored_rows)
+        read_rows = gather_rows(step.blocks, num_heads)
+        keys, values = self._cache.gather(layer_index, read_rows)
         num_seqs, longest = step.mask.shape
         if num_seqs == 1:
             return keys[:, :, :longest], values[:, :, :longest]

@@ -74,20 +74,21 @@ class PaddedPath:
 
         Each group is a list of indices of chunks.
 
-        Decodes share a pass if their positions have the same number of bits, so that padding at
-        most doubles the work. Every other chunk is a group of its own. Example: chunks of 1, 1, 1
-        and 4 tokens that start at 5, 9, 7 and 0 give the groups [[0, 2], [1], [3]], because 5 and 7
-        have 3 bits, and 9 has 4 bits.
+        Decodes (chunks of one token) share a pass if their positions have the same number of bits,
+        so that padding at most doubles the work. Every other chunk is a group of its own. Example:
+        chunks of 1, 1, 1 and 4 tokens that start at 5, 9, 7 and 0 give the groups [[0, 2], [1],
+        [3]], because 5 and 7 have 3 bits, and 9 has 4 bits.
         """
-        groups: dict[int, list[int]] = {}
+        # The key is the number of bits of the decodes' positions.
+        decode_groups: dict[int, list[int]] = {}
+        single_chunks: list[list[int]] = []
         for index, chunk in enumerate(chunks):
             is_decode = chunk.num_tokens == 1 and chunk.start > 0
-            can_share = self._batches_sequences and is_decode
-            # A chunk that forms a group of its own gets a unique key. The key is negative, so that
-            # it differs from every bit length.
-            key = chunk.start.bit_length() if can_share else -1 - index
-            groups.setdefault(key, []).append(index)
-        return list(groups.values())
+            if is_decode and self._batches_sequences:
+                decode_groups.setdefault(chunk.start.bit_length(), []).append(index)
+            else:
+                single_chunks.append([index])
+        return [*decode_groups.values(), *single_chunks]
 
     def _run(self, chunks: list[Chunk]) -> Tensor:
         """Compute one group of chunks in one forward pass.
@@ -120,10 +121,7 @@ class PaddedPath:
         cache: Any = DynamicCache()
         # Without this line, DynamicCache would add further layers during the forward pass.
         cache.layer_class_to_replicate = None
-        cache.layers = [
-            gathered_layer(None, self._layout, index, self._cache)
-            for index in range(len(self._layout.keys))
-        ]
+        cache.layers = [gathered_layer(None, parts, self._cache) for parts in self._layout.parts]
         for layer in cache.layers:
             layer.begin(step)
         return cache  # type: ignore[no-any-return]

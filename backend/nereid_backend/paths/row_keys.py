@@ -10,7 +10,7 @@ The states of convolutions and recurrences are not in blocks. They stay in the c
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -95,17 +95,20 @@ class HookedKeys:
         for layer in cache.layers:
             if isinstance(layer, BlockCacheLayer):
                 layer.num_past_tokens = num_past_tokens
-        if self._paged is None:  # The model has no attention.
+        with self._serving_attention(chunks):
             yield
-            return
+
+    def _serving_attention(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
+        """Return a context in which the hook computes the attention of `chunks`."""
+        if self._paged is None:  # The model has no attention.
+            return nullcontext()
         kv_cache, builder = self._paged
         # `chunks` may be only some of the step's chunks. The attention metadata must describe
         # only the chunks of this forward pass.
         plan = StepPlan(chunks, sum(chunk.num_tokens for chunk in chunks))
         batch = builder.build(plan, kv_cache.device)
         attention = PagedForward(self._layers, kv_cache, batch.attention)
-        with self._hook.serving(RowsForward(attention)):
-            yield
+        return self._hook.serving(RowsForward(attention))
 
 
 class GatheredKeys:
@@ -127,8 +130,9 @@ class GatheredKeys:
         """Return a cache whose keys and values are in blocks; see `RowKeys`."""
         cache: Any = DynamicCache(config=self._config)
         for index, layer in enumerate(cache.layers):
-            if self._layout.keys[index] is not None or self._layout.indexers[index] is not None:
-                cache.layers[index] = gathered_layer(layer, self._layout, index, self.kv_cache)
+            parts = self._layout.parts[index]
+            if parts.keys is not None or parts.indexer is not None:
+                cache.layers[index] = gathered_layer(layer, parts, self.kv_cache)
         return cache  # type: ignore[no-any-return]
 
     @contextmanager

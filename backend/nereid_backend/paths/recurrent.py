@@ -87,6 +87,8 @@ class RowsPath:
         self._keys = keys
         self._computes_from_start = computes_from_start
         self._replays_preempted = replays_preempted
+        # For each row, the recurrent state of its sequence. The states of the last batch are in
+        # `_batch_cache` instead.
         self._states: dict[int, State] = {}
         # For each row, the number of tokens that its state covers.
         self._lengths: dict[int, int] = {}
@@ -101,7 +103,7 @@ class RowsPath:
         Before the computation, load the snapshots of new sequences. After the computation, save
         the snapshots that the plan requires. A snapshot is a copy of one sequence's state.
         """
-        assert sampled is None
+        assert sampled is None, "only pending chunks need sampled tokens"
         for chunk in plan.chunks:
             if chunk.is_first:
                 # The row contains the state of an earlier sequence.
@@ -110,8 +112,9 @@ class RowsPath:
             return self._forward(plan)
         self._load_snapshots(plan, plan.snapshots)
         logits = self._forward(plan)
-        for index, snapshot_id in plan.snapshots.saves:
-            self._snapshots[snapshot_id] = self._copy_state(_row(plan.chunks[index]))
+        for chunk_index, snapshot_id in plan.snapshots.saves:
+            row = _row(plan.chunks[chunk_index])
+            self._snapshots[snapshot_id] = self._copy_state(row)
         return logits
 
     def _forward(self, plan: StepPlan) -> Tensor:
@@ -170,8 +173,8 @@ class RowsPath:
 
         `snapshots` lists the snapshots to load and the snapshots to delete.
         """
-        for index, snapshot_id in snapshots.loads:
-            chunk = plan.chunks[index]
+        for chunk_index, snapshot_id in snapshots.loads:
+            chunk = plan.chunks[chunk_index]
             self._states[_row(chunk)] = copy_state(self._snapshots[snapshot_id])
             self._lengths[_row(chunk)] = chunk.start
         for snapshot_id in snapshots.deleted:
@@ -223,12 +226,9 @@ class RowsPath:
         Returns:
             Logits, [num_logits, vocab_size]. None if a later chunk computes the tokens.
         """
-        has_later_chunk = chunk.start + chunk.num_tokens < len(chunk.sequence.token_ids)
-        if self._computes_from_start and has_later_chunk and chunk.num_logits == 0:
-            # The last chunk computes these tokens, too.
+        if self._is_computed_later(chunk):
             return None
-        is_exact_chunk = chunk.num_tokens == 1 or not self._computes_from_start
-        if is_exact_chunk and self._has_state(chunk):
+        if self._can_continue(chunk):
             return self._continue(chunk)
         # The stored state lacks some earlier tokens, or it covers draft tokens that were rejected.
         # The sequence is therefore computed again from its first token.
@@ -238,6 +238,20 @@ class RowsPath:
         if self._replays_preempted and has_output_tokens:
             return self._replay(whole, prompt_len)
         return self._continue(whole)
+
+    def _is_computed_later(self, chunk: Chunk) -> bool:
+        """Return whether a later chunk of the prompt computes the tokens of this chunk, too."""
+        has_later_chunk = chunk.start + chunk.num_tokens < len(chunk.sequence.token_ids)
+        return self._computes_from_start and has_later_chunk and chunk.num_logits == 0
+
+    def _can_continue(self, chunk: Chunk) -> bool:
+        """Return whether a chunk can be computed from the stored state of its sequence.
+
+        The state must cover exactly the tokens before the chunk. Some models can continue a state
+        only by one token; see the argument `computes_from_start` of the constructor.
+        """
+        is_exact = chunk.num_tokens == 1 or not self._computes_from_start
+        return is_exact and self._has_state(chunk)
 
     def _replay(self, chunk: Chunk, prompt_len: int) -> Tensor:
         """Compute a sequence from its start: the prompt in one pass, then token by token.

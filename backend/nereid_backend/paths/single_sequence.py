@@ -58,14 +58,14 @@ class SinglePath:
         self._uses_cache = uses_cache
         self._has_encoder = bool(self._model.config.is_encoder_decoder)
         self._generation = self._model.generation_config
-        # transformers' generate makes the same choice.
-        self._start_token: int | None = self._generation.decoder_start_token_id
-        if self._start_token is None:
-            self._start_token = self._generation.bos_token_id
+        argument_names = inspect.signature(self._model.forward).parameters
+        self._takes_positions = "position_ids" in argument_names and not self._has_encoder
+        # The name of the model's argument for the cache.
+        self._cache_name = "past_key_values"
+        if "cache_params" in argument_names:
+            self._cache_name = "cache_params"
+        # For each row, the state of the row's sequence.
         self._states: dict[int, _SequenceState] = {}
-        names = inspect.signature(self._model.forward).parameters
-        self._takes_positions = "position_ids" in names and not self._has_encoder
-        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Compute the logits of a step whose tokens are all known; see `ForwardPath.forward`."""
@@ -99,23 +99,27 @@ class SinglePath:
         """
         if chunk.num_logits == 0:
             return None
-        # The lengths of the longest and of the shortest prefix whose logits are returned.
+        # The lengths of the shortest and of the longest prefix whose logits are returned.
         longest_len = chunk.start + chunk.num_tokens
         shortest_len = longest_len - chunk.num_logits + 1
-        state = self._states.get(row)
-        continues_cache = state is not None and state.num_tokens == shortest_len - 1
-        first_len = shortest_len
-        if self._uses_cache and not continues_cache:
+        if self._uses_cache and not self._covers(row, shortest_len - 1):
             # After a preemption, the sequence is computed in the same passes as before: the prompt
             # in one pass, then each output token in a pass of its own. On some models, one pass
-            # over all tokens gives different logits.
-            first_len = min(shortest_len, chunk.sequence.num_prompt_tokens)
-        prefix_logits = [
-            self._logits_after(row, chunk.sequence, prefix_len)
-            for prefix_len in range(first_len, longest_len + 1)
-        ]
-        num_unneeded = shortest_len - first_len
-        return torch.stack(prefix_logits[num_unneeded:])
+            # over all tokens gives different logits. The loop computes the passes before the first
+            # needed one, and stores their state.
+            for prefix_len in range(chunk.sequence.num_prompt_tokens, shortest_len):
+                self._logits_after(row, chunk.sequence, prefix_len)
+        return torch.stack(
+            [
+                self._logits_after(row, chunk.sequence, prefix_len)
+                for prefix_len in range(shortest_len, longest_len + 1)
+            ]
+        )
+
+    def _covers(self, row: int, num_tokens: int) -> bool:
+        """Return whether the stored state of a row covers exactly the first `num_tokens` tokens."""
+        state = self._states.get(row)
+        return state is not None and state.num_tokens == num_tokens
 
     def _logits_after(self, row: int, sequence: Sequence, num_tokens: int) -> Tensor:
         """Return the logits of the last token in a prefix of a sequence, [vocab_size].
@@ -127,23 +131,11 @@ class SinglePath:
 
         Mutates: the stored state of `row`.
         """
+        # The state is removed, because a failed call of the model may change the cache partly.
         state = self._states.pop(row, None)
         if state is None or state.num_tokens != num_tokens - 1:
             state = self._first_state(sequence, num_tokens)
-        is_first_call = state.num_tokens == 0
-        token_ids = self._decoder_tokens(sequence, num_tokens)
-        has_cache = state.arguments.get(self._cache_name) is not None
-        # The number of tokens that this call adds to the cache. If no cache exists before the first
-        # call, the number is None. The model then creates a cache itself, or uses no cache.
-        num_new_tokens: int | None = 1
-        if is_first_call:
-            num_new_tokens = len(token_ids) if has_cache else None
-        inputs = self._model.prepare_inputs_for_generation(
-            torch.tensor([token_ids], device=self._device),
-            next_sequence_length=num_new_tokens,
-            is_first_iteration=is_first_call,
-            **state.arguments,
-        )
+        inputs = self._inputs(state, self._decoder_tokens(sequence, num_tokens))
         output = self._model(**inputs, return_dict=True)
         if self._uses_cache:
             arguments = self._model._update_model_kwargs_for_generation(
@@ -152,6 +144,26 @@ class SinglePath:
             self._states[row] = _SequenceState(arguments, num_tokens)
         logits: Tensor = output.logits[0, -1]
         return logits
+
+    def _inputs(self, state: _SequenceState, token_ids: list[int]) -> dict[str, Any]:
+        """Return the arguments for a call of the model, as `generate` prepares them.
+
+        `token_ids` are the tokens that the decoder has read, followed by the new tokens.
+        """
+        is_first_call = state.num_tokens == 0
+        num_new_tokens: int | None = 1
+        if is_first_call:
+            # If there is no cache yet, the model creates a cache itself or uses no cache. For both
+            # cases, transformers expects None.
+            has_cache = state.arguments.get(self._cache_name) is not None
+            num_new_tokens = len(token_ids) if has_cache else None
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            torch.tensor([token_ids], device=self._device),
+            next_sequence_length=num_new_tokens,
+            is_first_iteration=is_first_call,
+            **state.arguments,
+        )
+        return inputs
 
     def _first_state(self, sequence: Sequence, num_tokens: int) -> _SequenceState:
         """Return the state before the first call of the model for a sequence.
@@ -171,9 +183,13 @@ class SinglePath:
         """
         if not self._has_encoder:
             return sequence.token_ids[:num_tokens]
-        if self._start_token is None:
+        # transformers' `generate` chooses the start token in the same way.
+        start_token = self._generation.decoder_start_token_id
+        if start_token is None:
+            start_token = self._generation.bos_token_id
+        if start_token is None:
             raise UnfitError("its generation config has no decoder_start_token_id")
-        return [self._start_token, *sequence.token_ids[sequence.num_prompt_tokens : num_tokens]]
+        return [start_token, *sequence.token_ids[sequence.num_prompt_tokens : num_tokens]]
 
     def _first_arguments(self, ids: Tensor, images: ImageInputs | None) -> dict[str, Any]:
         """Return the arguments for the model's first call for a sequence.
@@ -195,16 +211,24 @@ class SinglePath:
             positions = self._model._prepare_position_ids_for_generation(ids, arguments)
             arguments["position_ids"] = positions
         if self._has_encoder:
-            arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
-                ids, arguments, "input_ids", self._generation
-            )
-            if self._uses_cache:
-                # The model creates its cache itself, because the cache of the cross-attention must
-                # not have a window. The length is only used for caches of a fixed size.
-                self._model._prepare_cache_for_generation(
-                    self._generation, arguments, GenerationMode.GREEDY_SEARCH, 1, ids.shape[1]
-                )
-        elif self._uses_cache and self._model._supports_default_dynamic_cache():
+            return self._with_encoder_outputs(ids, arguments)
+        if self._uses_cache and self._model._supports_default_dynamic_cache():
             config = self._model.config.get_text_config(decoder=True)
             arguments[self._cache_name] = DynamicCache(config=config)
+        return arguments
+
+    def _with_encoder_outputs(self, ids: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Run the encoder on a prompt. Return the arguments with its outputs and with a cache."""
+        arguments = self._model._maybe_prepare_encoder_kwargs_for_generation(
+            ids, arguments, "input_ids", self._generation
+        )
+        if self._uses_cache:
+            # The model adds its cache to the arguments itself, because the cache of the
+            # cross-attention must not have a window. The length is only used for caches of a fixed
+            # size.
+            batch_size = 1
+            length = ids.shape[1]
+            self._model._prepare_cache_for_generation(
+                self._generation, arguments, GenerationMode.GREEDY_SEARCH, batch_size, length
+            )
         return arguments

@@ -43,7 +43,7 @@ class BlockTableRows:
         # For each group and row, the number of freed blocks. The null block replaces each freed
         # block in the row.
         self._num_dropped = [[0] * max_num_seqs for _ in range(num_groups)]
-        # For each row, the version of the block tables that the row contains.
+        # For each row, the value of `Sequence.table_version` when the row was filled.
         self._versions = [0] * max_num_seqs
 
     def update(self, plan: StepPlan) -> Integers:
@@ -64,6 +64,7 @@ class BlockTableRows:
             row = sequence.row
             assert row is not None
             rows.append(row)
+            # The version changes whenever a block table of the sequence changes.
             if is_first or sequence.table_version != versions[row]:
                 versions[row] = sequence.table_version
                 for group in range(self.num_groups):
@@ -113,12 +114,14 @@ class BlockTableRows:
         num_filled = self._num_filled[group][row]
         num_replaced = self._num_dropped[group][row]
         if is_first:
+            # Remove the blocks of the earlier sequence.
             table_row[:num_filled] = self._null_block
             num_filled = 0
             self._num_filled[group][row] = 0
             self._num_dropped[group][row] = 0
         elif num_freed > num_replaced:
-            # The freed blocks may already belong to another sequence.
+            # The freed blocks may already belong to another sequence, so the row must not contain
+            # them.
             table_row[num_replaced:num_freed] = self._null_block
             self._num_dropped[group][row] = num_freed
         if len(block_table) > num_filled:

@@ -69,15 +69,17 @@ class PackedPath:
             builder: converts step plans into tensors.
         """
         self._model = checkpoint.model
+        # Whether the model can leave out the logits of tokens that are not selected.
+        self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
+        self._positions = PositionEmbeddings(self._model)
         self._adapters = checkpoint.adapters
+        # Attention.
         self._hook = hook
         self._layers = layers
         self._cache = cache
         self._builder = builder
-        # Whether the model can leave out the logits of tokens that are not selected.
-        self._selects_logits = ModelCall(self._model).takes("logits_to_keep")
-        self._positions = PositionEmbeddings(self._model)
-        self._compiled: CompiledForward | None = None
+        self._compiled: CompiledForward | None = None  # set by `use`
+        # The caller sets these attributes if the model and the device support the feature.
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
         self.images: ImageSteps | None = None
@@ -121,12 +123,11 @@ class PackedPath:
                 with self.images.injecting(plan, batch):
                     return self._run_model(batch, self._attention(batch))
             if needs_hooks:
-                # Captured graphs and the compiled forward pass do not call the hooks of layers.
+                # Hooks of the layers compute the adapters of this step. Captured graphs and the
+                # compiled forward pass do not call these hooks.
                 return self._run_model(batch, self._attention(batch))
             logits = self._replay(batch)
-            if logits is None:  # no graph can replay the step
-                logits = self.run(batch)
-            return logits
+            return self.run(batch) if logits is None else logits
 
     def _replay(self, batch: StepBatch) -> Tensor | None:
         """Replay a step from CUDA graphs, and return its logits.

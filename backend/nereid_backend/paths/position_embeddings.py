@@ -55,12 +55,15 @@ def _replace_positions(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the positions in the arguments of a module, and return the new arguments.
 
-    A hook calls this function before each call of the module. The modules accept only positions
-    with one dimension, so all sequences are joined.
+    torch calls this function before each call of the module, and passes the last three arguments.
+    The modules accept only positions with one dimension, so all sequences are joined.
+
+    Example: num_before is 2, and the positional arguments are (shape, length, positions). Then the
+    result is (shape, length) and {"position_ids": the new positions}.
 
     Args:
         position_ids: [batch, num_tokens] int64, the positions of the step.
-        num_before: the number of positional arguments before the positions.
+        num_before: the number of the module's parameters before `position_ids`.
         module: the module.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.

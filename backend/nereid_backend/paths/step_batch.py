@@ -100,10 +100,10 @@ class _PackedChunks:
             chunks=chunks,
             num_decodes=int(np.count_nonzero(counts == 1)),
             rows=rows,
-            positions=_consecutive(starts, counts),
+            positions=_joined_ranges(starts, counts),
             token_rows=rows.repeat(counts),
             # The logits of the last num_logits tokens of each chunk are needed.
-            logits_index=_consecutive(counts.cumsum() - num_logits, num_logits),
+            logits_index=_joined_ranges(counts.cumsum() - num_logits, num_logits),
         )
 
     @property
@@ -274,7 +274,9 @@ class BatchBuilder:
     ) -> list[DecodeGroup]:
         """Build a `DecodeGroup` for each item of `groups` from tensors on the device.
 
-        `tensors` yields one tensor for each array that `_decode_arrays` returned, in that order.
+        `tensors` yields the copies of the arrays that `_decode_arrays` returned, in the same order.
+        This method reads two or three tensors for each group: the blocks, the lengths, and the
+        token indices unless they are a slice.
         """
         decode_groups = []
         for tokens, _ in groups:
@@ -303,14 +305,17 @@ class BatchBuilder:
         # In one group, every sequence would read as many blocks as the longest sequence.
         num_padded_blocks = len(lens) * max_blocks
         if max_blocks <= _SHORT_BLOCKS or num_padded_blocks <= 2 * num_blocks.sum():
-            return [_DecodeLengths(slice(len(lens)), lens)]
-        # Lengths with the same rounded logarithm differ by a factor of two at most.
+            all_decodes = slice(len(lens))
+            return [_DecodeLengths(all_decodes, lens)]
+        # Level n contains the decodes with more than 2^(n-1) and at most 2^n blocks, so the numbers
+        # of blocks in a level differ by less than a factor of two. All short sequences form one
+        # level.
         levels = np.ceil(np.log2(num_blocks.clip(min=_SHORT_BLOCKS))).astype(np.int64)
         groups = [np.flatnonzero(levels == level) for level in np.unique(levels)]
         return [_DecodeLengths(group, lens[group]) for group in groups]
 
 
-def _consecutive(starts: Integers, counts: Integers) -> Integers:
+def _joined_ranges(starts: Integers, counts: Integers) -> Integers:
     """Concatenate ranges of numbers. Range i has `counts[i]` numbers and begins at `starts[i]`.
 
     Example: the starts [20, 0] and the counts [1, 3] give [20, 0, 1, 2].
@@ -355,19 +360,19 @@ def _with_blocks(attention: AttentionBatch, tensors: Iterator[Tensor]) -> Attent
     """Return the attention metadata of another group of layers.
 
     Each group of layers has its own block tables and slots. All other metadata is that of the first
-    group, `attention`. `tensors` yields the tensors of the arrays that
-    `BatchBuilder._arrays_of_other_groups` returned.
+    group, `attention`.
+
+    `tensors` yields the copies of the arrays that `BatchBuilder._arrays_of_other_groups` returned,
+    in the same order. This function reads the slots of the tokens, the blocks of each group of
+    decodes, and the blocks of each prefill.
     """
-    return AttentionBatch(
-        slots=next(tensors),
-        num_decodes=attention.num_decodes,
-        decodes=[
-            DecodeGroup(group.tokens, next(tensors), group.lens, group.block_size)
-            for group in attention.decodes
-        ],
-        prefills=[replace(prefill, blocks=next(tensors)) for prefill in attention.prefills],
-        block_size=attention.block_size,
-    )
+    slots = next(tensors)
+    decodes = [
+        DecodeGroup(group.tokens, next(tensors), group.lens, group.block_size)
+        for group in attention.decodes
+    ]
+    prefills = [replace(prefill, blocks=next(tensors)) for prefill in attention.prefills]
+    return AttentionBatch(slots, attention.num_decodes, decodes, prefills, attention.block_size)
 
 
 def _prefills(chunks: list[Chunk], start: int, blocks: Iterator[Tensor]) -> list[Prefill]:

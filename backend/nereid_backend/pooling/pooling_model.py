@@ -251,14 +251,17 @@ class PoolingModel:
         for layer in layers.tokens:
             hidden = layer(hidden.float())
         starts = batch.starts
-        outputs = self._dense_outputs(hidden, starts, items)
+        dense = self._dense_outputs(hidden, starts, items)
+        outputs: list[Value | None] = []
         for i, prepared in enumerate(items):
             token_vectors = hidden[starts[i] : starts[i + 1]].float()
             if prepared.item.kind == "sparse":
-                outputs[i] = sparse_output(token_vectors, prepared.token_ids, layers)
+                outputs.append(sparse_output(token_vectors, prepared.token_ids, layers))
             elif prepared.item.kind == "multi_vector":
-                outputs[i] = multi_vector_output(token_vectors, prepared, layers)
-        return [outputs[i] for i in range(len(items))]
+                outputs.append(multi_vector_output(token_vectors, prepared, layers))
+            else:
+                outputs.append(dense[i])
+        return outputs
 
     def _dense_outputs(
         self, hidden: Tensor, starts: list[int], items: list[Prepared]

@@ -70,6 +70,7 @@ def prepare_images(
     try:
         token_ids, packed = process.ask([text, list(images)])
     except RequestError as error:
+        # Example: "messages: image 1: it is damaged." becomes "image: it is damaged."
         problem = str(error).removeprefix(_CHAT_FIELD).removeprefix(_FIRST_IMAGE)
         raise RequestError(f"image: {problem}") from error
     return token_ids, unpack_images(packed)

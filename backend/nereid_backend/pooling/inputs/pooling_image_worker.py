@@ -17,8 +17,8 @@ from nereid_backend.vision.image_worker import Prepare, run_worker
 
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares an image file."""
-    # This function contains imports, because declare_operators must run before transformers is
-    # imported.
+    # The modules are imported here, because declare_operators must run before transformers is
+    # imported. The context `importing` makes the import of torch and transformers faster.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()
@@ -37,8 +37,8 @@ def _load(folder: Path) -> Prepare:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     process = load_image_processor(folder, config)
 
-    def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - see the docstring
-        (data,) = images
+    def prepare(text: str, images: list[bytes]) -> list[Any]:  # noqa: ARG001 - the parameters of all workers
+        (data,) = images  # A request contains one image.
         token_ids, arguments = process(decode_image(data, "image", ImageLimits()))
         return ["done", token_ids, pack_images(ImageInputs(arguments, b"", 0))]
 

@@ -49,8 +49,9 @@ def describe_embedding(
 ) -> CheckpointSpec:
     """Return the description of an embedding checkpoint.
 
-    There are four kinds of embedding models: a model with sparse output (SPLADE), a model with a
-    text and an image tower, a model with only multi-vector output, and a model with dense output.
+    The checks below distinguish a model with sparse output (SPLADE), a vision-language model for
+    retrieval such as ColPali, a model with a text and an image tower such as CLIP, and a model that
+    returns or pools token vectors.
 
     Args:
         base: the fields that every task has.

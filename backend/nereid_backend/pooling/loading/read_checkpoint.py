@@ -69,10 +69,10 @@ def read_checkpoint_spec(settings: PoolingConfig) -> CheckpointSpec:
     base = replace(_read_base(folder, config, architecture, task, saved), has_modules=bool(modules))
     if task != "embed":
         return _describe_scoring(base, modules, saved)
-    # The setting `pooling` replaces the checkpoint's modules.
-    if settings.pooling is not None or not is_embedder(modules):
-        modules = []
-    return describe_embedding(base, settings, root, modules)
+    # The setting `pooling` replaces the checkpoint's modules. Modules for another task are ignored,
+    # too.
+    uses_modules = settings.pooling is None and is_embedder(modules)
+    return describe_embedding(base, settings, root, modules if uses_modules else [])
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

@@ -202,8 +202,8 @@ def _refusal(message: str) -> bytes:
 
 def _load(folder: Path) -> Prepare:
     """Load the processor of a checkpoint, and return a function that prepares a request."""
-    # This function contains imports, because declare_operators must run before transformers is
-    # imported.
+    # The modules are imported here, because declare_operators must run before transformers is
+    # imported. The context `importing` makes the import of torch and transformers faster.
     from nereid_backend.vision.torchvision_operators import declare_operators
 
     declare_operators()

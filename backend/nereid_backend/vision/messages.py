@@ -134,7 +134,8 @@ def _split_part(
         return {"type": "audio"}
     refused = refused_part(part)
     if refused is not None:
-        raise RequestError(f"{field}: the content part has the type {refused[0]}, but {refused[1]}")
+        kind, reason = refused
+        raise RequestError(f"{field}: the content part has the type {kind}, but {reason}")
     if part.get("type") not in IMAGE_TYPES:
         return dict(part)
     found.append(_read_image_part(part, field))

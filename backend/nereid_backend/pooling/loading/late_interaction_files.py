@@ -154,17 +154,15 @@ def read_late_interaction(
     expansion = _expansion(root, values.get("query_expansion"))
     query_length = _length(root, "query_length", values.get("query_length"))
     if expansion is not None and expansion.is_limit:
+        # Each query is expanded or truncated to the same length.
         query_length = expansion.length
-    skip_roles = values.get("skiplist_tasks") or (DOCUMENT,)
-    if isinstance(skip_roles, str):
-        skip_roles = (skip_roles,)
     return LateInteraction(
         query_length=query_length,
         document_length=_length(root, "document_length", values.get("document_length")),
         expansion=expansion,
         markers=tuple((role, text) for role, text in values.get("markers", ()) if text),
         skip_words=tuple(values.get("skiplist_words") or ()),
-        skip_roles=tuple(skip_roles),
+        skip_roles=_skip_roles(values.get("skiplist_tasks")),
     )
 
 
@@ -286,6 +284,17 @@ def _expansion(root: Path, value: Any) -> QueryExpansion | None:  # noqa: ANN401
         is_attended=bool(value.get("attend")),
         token=value.get("token"),
     )
+
+
+def _skip_roles(value: Any) -> tuple[str, ...]:  # noqa: ANN401 - JSON
+    """Convert the entry `skiplist_tasks` of a MultiVectorMask to `LateInteraction.skip_roles`.
+
+    Examples: ["query", "document"] returns ("query", "document"), "query" returns ("query",), and
+    None returns ("document",).
+    """
+    if not value:
+        return (DOCUMENT,)
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _length(root: Path, name: str, value: Any) -> int | None:  # noqa: ANN401 - JSON

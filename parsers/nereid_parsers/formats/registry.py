@@ -289,17 +289,17 @@ def _layout(
     """
     reasoning_part = reasoning.part if reasoning is not None else None
     tool_part = tools.part if tools is not None else None
+    # A format that describes whole messages can have a reasoning entry and a tool entry. The two
+    # entries then contain the same declaration.
+    if isinstance(reasoning_part, Messages) and tool_part in (None, reasoning_part):
+        return reasoning_part
+    if isinstance(tool_part, Messages) and reasoning_part is None:
+        return tool_part
     reasoning_name, _, tools_name = label.partition("+")
     if isinstance(reasoning_part, Messages):
-        # A format that describes whole messages has a reasoning entry and a tool entry, and the two
-        # entries contain the same declaration.
-        if tool_part is not None and tool_part != reasoning_part:
-            raise _not_combinable(label, reasoning_name)
-        return reasoning_part
+        raise _not_combinable(label, reasoning_name)
     if isinstance(tool_part, Messages):
-        if reasoning_part is not None:
-            raise _not_combinable(label, tools_name)
-        return tool_part
+        raise _not_combinable(label, tools_name)
     content = reasoning.content if reasoning is not None else None
     return Sections(reasoning=reasoning_part, content=content, tools=tool_part)
 

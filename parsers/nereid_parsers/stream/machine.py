@@ -60,8 +60,7 @@ class Machine:
     ) -> None:
         """Create the readers and writers, and enter the state CONTENT.
 
-        `_table` contains, for each state, the method that reads text in this state and returns the
-        next state. For the parameters see `StreamParser`.
+        The readers share one buffer and one list of events. For the parameters see `StreamParser`.
         """
         self._events: list[Event] = []
         self._buffer = TextBuffer()
@@ -74,7 +73,15 @@ class Machine:
         self._content_reader = ContentReader(
             context, self._call_reader, self._header_reader, self._reasoning_reader
         )
-        self._table: dict[State, Callable[[], State | None]] = {
+        self._read_methods = self._methods_by_state()
+        self._enter(State.CONTENT)
+
+    def _methods_by_state(self) -> dict[State, Callable[[], State | None]]:
+        """Return the table of the methods that read text, one for each state.
+
+        Each method returns the next state, or None if the method needs more text.
+        """
+        return {
             State.UNCLASSIFIED: self._reasoning_reader.read_unclassified,
             State.REASONING: self._reasoning_reader.read,
             State.INLINE_REASONING: self._reasoning_reader.read_inline,
@@ -89,14 +96,13 @@ class Machine:
             State.CALL_END: self._call_reader.read_end,
             State.BETWEEN_CALLS: self._call_reader.read_between,
         }
-        self._enter(State.CONTENT)
 
     def _enter(self, state: State) -> None:
         """Change the state to `state`, and select the method that reads text in this state."""
         self._state = state
         # The method is looked up here, not for each piece of text, because the state rarely
         # changes.
-        self._read = self._table[state]
+        self._read = self._read_methods[state]
 
     def start(self, start_point: StartPoint) -> None:
         """Enter the state in which the output starts. The state before this call is CONTENT.
@@ -176,28 +182,47 @@ class Machine:
         content or a tool call. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # The order of the following steps is important, because a step may enter a state that only
-        # a later step can end.
-        if self._state is State.UNCLASSIFIED:
-            self._enter(self._reasoning_reader.finish_unclassified())
-        if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
-            self._content_reader.finish_marker(self._state)
+        # The order of these steps is important, because a step may enter a state that only a later
+        # step can end.
+        self._finish_before_reading()
         self._run()
-        # In this state, the text of a tool call inside the reasoning is stored. The reasoning was
-        # never closed, so `finish_interrupted` puts the tool call back into the buffer.
-        if self._state is State.INTERRUPTED_REASONING:
-            self._enter(self._reasoning_reader.finish_interrupted())
-            self._run()
-        # `finish_body` may find the closing marker in the stored arguments. The text after this
-        # marker is then read again, and may contain another incomplete tool call.
-        while self._state is State.CALL_BODY:
-            self._enter(self._call_reader.finish_body())
-            self._run()
+        self._finish_interrupted_reasoning()
+        self._finish_incomplete_calls()
         self._finish_state()
         self._text_writer.finish_whitespace(
             is_reasoning=self._state is State.REASONING, has_calls=self._call_reader.has_calls()
         )
         return self._events
+
+    def _finish_before_reading(self) -> None:
+        """Classify the stored text, and remove an incomplete marker at the end of the message.
+
+        Stored text may be reasoning or content, and no more text can show which of the two it is.
+        """
+        if self._state is State.UNCLASSIFIED:
+            self._enter(self._reasoning_reader.finish_unclassified())
+        if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
+            self._content_reader.finish_marker(self._state)
+
+    def _finish_interrupted_reasoning(self) -> None:
+        """Read a tool call inside the reasoning if the reasoning was never closed.
+
+        In the state INTERRUPTED_REASONING, the text of the tool call has been stored.
+        `finish_interrupted` puts this text back into the buffer.
+        """
+        if self._state is State.INTERRUPTED_REASONING:
+            self._enter(self._reasoning_reader.finish_interrupted())
+            self._run()
+
+    def _finish_incomplete_calls(self) -> None:
+        """End an incomplete tool call at the end of the message.
+
+        `finish_body` may find the closing marker in the stored arguments. The text after this
+        marker is then read again, and may contain another incomplete tool call.
+        """
+        while self._state is State.CALL_BODY:
+            self._enter(self._call_reader.finish_body())
+            self._run()
 
     def _finish_state(self) -> None:
         """At the end of the message, end an incomplete tool call, header or tool section."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from nereid_parsers.declarations import Messages, Route, Stage
 from nereid_parsers.pattern_syntax import first_literal, split_pattern
@@ -21,6 +22,7 @@ from nereid_parsers.stream.pattern_matching import (
     Mismatch,
     Pattern,
     PatternMatch,
+    as_mismatch,
     compile_pattern,
     marker_parts,
     skip_whitespace,
@@ -80,7 +82,7 @@ class CompiledCall:
             return match
         body_start = self.match_body_start(text, match.end, is_final)
         if body_start < 0:
-            return NEED_MORE if body_start == NEED_MORE else NO_MATCH
+            return as_mismatch(body_start)
         call_id = _fill_in_id(self._id_template, match.fields)
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
@@ -207,26 +209,41 @@ def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
     if isinstance(call.body, NestedTags):
         prefix = call.body.tag_prefix
         return re.compile(re.escape(prefix)), re.compile(marker_prefix_regex(prefix))
-    first, second = _first_characters(call)
-    return re.compile(rf"{first}\s*{second}"), re.compile(rf"{first}\s*\Z")
+    start = _body_start(call)
+    complete = rf"{start.first_char}\s*{start.second_char}"
+    incomplete = rf"{start.first_char}\s*\Z"
+    return re.compile(complete), re.compile(incomplete)
 
 
-def _first_characters(call: Call) -> tuple[str, str]:
-    """Return the regexes for the first two characters of a body. White space is not counted.
+class _BodyStart(NamedTuple):
+    """The regexes for the first two characters of a body. White space is not counted.
 
-    The regex "" means that any character is accepted.
+    Attributes:
+        first_char: The regex for the first character.
+        second_char: The regex for the second character, or "" if any character is accepted.
+    """
+
+    first_char: str
+    second_char: str
+
+
+def _body_start(call: Call) -> _BodyStart:
+    """Return the regexes for the first two characters of the body of a tool call.
+
     Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
     """
     body = call.body
     if isinstance(body, PythonCalls):
-        return re.escape(body.open), r"[^\W\d]"  # A function's name starts with a letter or `_`.
+        name_start = r"[^\W\d]"  # A function's name starts with a letter or `_`.
+        return _BodyStart(re.escape(body.open), name_start)
     if isinstance(body, JsonArray):
-        return r"\[", r"[{\]]"
+        return _BodyStart(r"\[", r"[{\]]")
     if isinstance(body, JsonObject):
-        return r"\{", """["'}]"""  # A quote starts a key. Some models write single quotes.
+        key_quote_or_end = """["'}]"""  # Some models write single quotes around keys.
+        return _BodyStart(r"\{", key_quote_or_end)
     if isinstance(body, JsonArguments) and _ends_with_marker(call):
-        return "", ""  # The markers prove that any text is the body of a tool call.
-    return r"\{", ""
+        return _BodyStart("", "")  # The markers prove that any text is the body of a tool call.
+    return _BodyStart(r"\{", "")
 
 
 def _ends_with_marker(call: Call) -> bool:
@@ -312,11 +329,11 @@ class CompiledHeader:
             return match
         end = self._match_whitespace_end(text, match.end, is_final)
         if end < 0:
-            return NEED_MORE if end == NEED_MORE else NO_MATCH
+            return as_mismatch(end)
         if self.stage is Stage.CALLS:
-            body_start = self._message_call.match_body_start(text, end, is_final)
-            if body_start < 0:
-                return NEED_MORE if body_start == NEED_MORE else NO_MATCH
+            arguments_start = self._message_call.match_body_start(text, end, is_final)
+            if arguments_start < 0:
+                return as_mismatch(arguments_start)
         return Head(end, name=match.fields.get("name", ""), call_id=match.fields.get("id", ""))
 
     def _match_whitespace_end(self, text: str, pos: int, is_final: bool) -> int:

@@ -15,6 +15,15 @@ NEED_MORE: Final = -1  # More text could complete the match.
 NO_MATCH: Final = -2  # No further text could complete the match.
 Mismatch = Literal[-1, -2]  # The type of the two constants.
 
+
+def as_mismatch(negative_result: int) -> Mismatch:
+    """Return a negative result of a matching function as the constant NEED_MORE or NO_MATCH.
+
+    The value does not change. The type `int` of a result would also allow positions.
+    """
+    return NEED_MORE if negative_result == NEED_MORE else NO_MATCH
+
+
 # The maximum length of a tool call's header, in characters. Longer text is not a header.
 MAX_HEAD_CHARS = 2048
 
@@ -43,6 +52,7 @@ _NO_NAME_CHARS = r"""\s<>{}\[\]()"'`|=,;"""
 # The field `rest` matches the rest of a line, and this text may be empty. All other fields match at
 # least one character.
 _OPTIONAL_FIELD = "rest"
+_MAX_WORDS_ON_SECOND_LINE = 2  # The limit for a line break inside the field `rest`.
 # For each field, the characters that the field cannot contain, in the syntax of a regex character
 # class.
 _EXCLUDED_CHARS = {
@@ -79,17 +89,51 @@ class FieldStep:
         if is_at_text_end and not is_final:  # The field may continue in the next piece of text.
             is_too_long = end - pos >= MAX_HEAD_CHARS
             return NO_MATCH if is_too_long else NEED_MORE
-        value = text[pos:end]
-        if self.name == "name":
-            is_call_number = value.isdigit()  # Some models number the tool calls.
-            is_valid = bool(value) and not is_at_text_end and not is_call_number
-        else:
-            is_valid = bool(value) or self.name == _OPTIONAL_FIELD
-        return end if is_valid else NO_MATCH
+        may_be_cut_off = is_at_text_end and self.name == "name"
+        if may_be_cut_off or not self._accepts(text[pos:end]):
+            return NO_MATCH
+        return end
+
+    def _accepts(self, value: str) -> bool:
+        """Return whether the field may have this text. Only the field `rest` may be empty."""
+        if self.name == _OPTIONAL_FIELD:
+            return True
+        # Some models number the tool calls, so a number is not the name of a function.
+        is_call_number = self.name == "name" and value.isdigit()
+        return bool(value) and not is_call_number
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralStep:
+    """A literal of a compiled pattern, which matches exactly its own text."""
+
+    literal: str
+
+    def match(self, text: str, pos: int, is_final: bool) -> int:
+        """Match the literal at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
+
+        Example: for the literal `<f=`, the text `<f` gives NEED_MORE, because `=` may follow.
+        """
+        literal = self.literal
+        if text.startswith(literal, pos):
+            return pos + len(literal)
+        may_become_literal = not is_final and literal.startswith(text[pos:])
+        return NEED_MORE if may_become_literal else NO_MATCH
 
 
 class WhitespaceStep:
     """The part of a compiled pattern that matches white space of any length."""
+
+    __slots__ = ()
+
+    def match(self, text: str, pos: int, is_final: bool) -> int:  # noqa: ARG002 - as in other steps
+        """Skip the white space at `pos`, including `Ġ` and `Ċ`. Return the position after it."""
+        match = _WHITESPACE_IN_PATTERN(text, pos)
+        assert match is not None  # The regex also matches the empty text.
+        return match.end()
+
+
+Step = LiteralStep | WhitespaceStep | FieldStep
 
 
 class PatternMatch(NamedTuple):
@@ -108,7 +152,7 @@ class PatternMatch(NamedTuple):
 class Pattern:
     """A compiled pattern. Each step is a literal, white space or a field."""
 
-    steps: tuple[str | WhitespaceStep | FieldStep, ...]
+    steps: tuple[Step, ...]
 
     def match(self, text: str, pos: int, is_final: bool) -> PatternMatch | Mismatch:
         """Match the pattern at `pos`. Return the match, NEED_MORE or NO_MATCH.
@@ -119,14 +163,9 @@ class Pattern:
         """
         fields: dict[str, str] = {}
         for step in self.steps:
-            if isinstance(step, WhitespaceStep):
-                end = _skip_pattern_whitespace(text, pos)
-            elif isinstance(step, str):
-                end = _match_literal(step, text, pos, is_final)
-            else:
-                end = step.match(text, pos, is_final)
+            end = step.match(text, pos, is_final)
             if end < 0:
-                return NEED_MORE if end == NEED_MORE else NO_MATCH
+                return as_mismatch(end)
             if isinstance(step, FieldStep):
                 value = text[pos:end]
                 if step.name == "name" and fields.get("name", value) != value:
@@ -134,17 +173,6 @@ class Pattern:
                 fields[step.name] = value
             pos = end
         return PatternMatch(pos, fields)
-
-
-def _match_literal(literal: str, text: str, pos: int, is_final: bool) -> int:
-    """Match a literal at `pos`. Return the end of the match, NEED_MORE or NO_MATCH.
-
-    Example: for the literal `<f=`, the text `<f` gives NEED_MORE, because `=` may follow.
-    """
-    if text.startswith(literal, pos):
-        return pos + len(literal)
-    may_become_literal = not is_final and literal.startswith(text[pos:])
-    return NEED_MORE if may_become_literal else NO_MATCH
 
 
 def skip_whitespace(text: str, pos: int) -> int:
@@ -167,13 +195,6 @@ def skip_superfluous(text: str, pos: int) -> int:
     while pos < max_end and text[pos] in _SUPERFLUOUS_CHARS:
         pos += 1
     return skip_whitespace(text, pos)
-
-
-def _skip_pattern_whitespace(text: str, pos: int) -> int:
-    """Skip the white space at `pos`, including `Ġ` and `Ċ`. Return the position after it."""
-    match = _WHITESPACE_IN_PATTERN(text, pos)
-    assert match is not None  # The regex also matches the empty text.
-    return match.end()
 
 
 def marker_spellings(marker: str) -> tuple[str, ...]:
@@ -232,7 +253,7 @@ def compile_pattern(source: str) -> Pattern:
     `<call> <f= sum >`.
     """
     parts = split_pattern(source)
-    steps: list[str | WhitespaceStep | FieldStep] = []
+    steps: list[Step] = []
     for index, part in enumerate(parts):
         if steps:
             steps.append(WhitespaceStep())
@@ -251,18 +272,20 @@ def _literal_at(parts: tuple[str | PatternField, ...], index: int) -> str:
     return part if isinstance(part, str) else ""
 
 
-def _literal_steps(literal: str) -> list[str | WhitespaceStep]:
+def _literal_steps(literal: str) -> list[LiteralStep | WhitespaceStep]:
     r"""Split a literal into words. Add a `WhitespaceStep` where a model may write white space.
 
     Example: `"<call>\n<f="` gives `<call>`, white space, `<f`, white space and `=`. The literal
     has no white space before `=`, but a model may insert white space there.
     """
     first_word, *words = _WHITESPACE_OR_GAP.split(literal)
-    steps: list[str | WhitespaceStep] = [first_word] if first_word else []
+    steps: list[LiteralStep | WhitespaceStep] = []
+    if first_word:
+        steps.append(LiteralStep(first_word))
     for word in words:
         steps.append(WhitespaceStep())
         if word:
-            steps.append(word)
+            steps.append(LiteralStep(word))
     return steps
 
 
@@ -286,16 +309,17 @@ def _rest_regex(next_literal: str) -> re.Pattern[str]:
     """Return the regex of the field `{rest}`, which matches any text before the next literal.
 
     Example: in the pattern `{rest}<sep>`, the regex matches any text before `<sep>` on the same
-    line.
+    line. A model may insert one line break into this text. At most two words may follow the line
+    break, because a longer second line is content.
     """
     stop = re.escape(next_literal.strip())
     if not stop:
         return re.compile(".*")
-    rest_of_line = f"(?:(?!{stop}).)*"
-    # A model may insert one line break into a header. At most two words of the header follow this
-    # line break. If more words follow, these words are content.
-    last_words = r"(?:\n(?:[^\S\n]*\w+){0,2}[^\S\n]*)?"
-    return re.compile(rest_of_line + last_words)
+    rest_of_line = f"(?:(?!{stop}).)*"  # All characters of the line before `stop`.
+    spaces = r"[^\S\n]*"
+    words = rf"(?:{spaces}\w+){{0,{_MAX_WORDS_ON_SECOND_LINE}}}"
+    second_line = rf"\n{words}{spaces}"
+    return re.compile(f"{rest_of_line}(?:{second_line})?")
 
 
 def tag_parts(marker: str) -> list[str]:

@@ -61,15 +61,27 @@ def match_closing_marker(
         text: The text.
         pos: The position after the body of the tool call, or after the last closing marker.
     """
-    after_whitespace = skip_whitespace(text, pos)
-    after_brackets = skip_superfluous(text, after_whitespace)
-    for start in (after_whitespace, after_brackets):
-        for number, marker in enumerate(markers, start=1):
-            end = match_marker(marker, text, start)
-            if end == NEED_MORE:
-                return IncompleteMarker(start)
-            if end != NO_MATCH:
-                return ClosingMarker(end, later_markers=markers[number:])
+    start = skip_whitespace(text, pos)
+    match = _match_first_marker(markers, text, start)
+    if match is not None:
+        return match
+    start_after_brackets = skip_superfluous(text, start)
+    return _match_first_marker(markers, text, start_after_brackets)
+
+
+def _match_first_marker(
+    markers: tuple[str, ...], text: str, pos: int
+) -> ClosingMarker | IncompleteMarker | None:
+    """Return the match of the first of the markers that matches at `pos`, or None.
+
+    The text between `pos` and the end of the text may also be the beginning of a marker.
+    """
+    for index, marker in enumerate(markers):
+        end = match_marker(marker, text, pos)
+        if end == NEED_MORE:
+            return IncompleteMarker(pos)
+        if end != NO_MATCH:
+            return ClosingMarker(end, later_markers=markers[index + 1 :])
     return None
 
 

@@ -58,14 +58,17 @@ class CallReader:
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
         """Create a reader for the text in `context`. The reader passes tool calls to `writer`."""
+        # The declaration of the format and the policy.
         self._format = context.format
+        self._section_markers = SectionMarkers(context.format.tools)
+        self._starts = CallStarts(context.format.calls, writer)
+        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        # The objects that store and write text.
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_writer = writer
-        self._calls_first = context.calls_first
-        self._section_markers = SectionMarkers(context.format.tools)
+        # The position in the message.
         self._is_in_section = False  # Whether the text is between the markers of a tool section.
-        self._starts = CallStarts(context.format.calls, writer)
         self._expected = self._starts.in_section()  # The tool call that may start next.
         # The tool call whose body is being read in the states CALL_BODY and BROKEN_CALL.
         self._open_call: OpenCall | None = None
@@ -144,11 +147,12 @@ class CallReader:
     # ---- text that is not a tool call ------------------------------------------------------------
 
     def treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
-        """Write text as content, because the parser has found that the text is not a tool call.
+        """Write text as content, because the text looked like a tool call but is none.
 
-        This text is the pending text, and the next `num_unread_chars` characters of the buffer.
-        Pending text has been read, but has not been written, because it might have been a marker.
-        The open tool call, and the descriptions of its deviations from the format, are discarded.
+        The text consists of the pending text, which has been read but not written, and of the next
+        `num_unread_chars` characters of the buffer. The open tool call is discarded, including the
+        descriptions of its deviations from the format. If no tool call has started in the tool
+        section, the section is left, because its opening marker is a part of the pending text.
 
         Args:
             fault: The reason that the event gives for returning this text as content.
@@ -160,7 +164,7 @@ class CallReader:
         self._open_call = None
         self._call_writer.clear_deviations()
         if not self.has_calls():
-            self._is_in_section = False  # The opening marker of the section is content, too.
+            self._is_in_section = False
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
         if self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
@@ -169,14 +173,14 @@ class CallReader:
     def _drop_or_treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
         """Remove an incomplete tool call at the end of the message, or treat its text as content.
 
-        If the text of the tool call contains a tag, no client can use the text, so it is removed.
-        Otherwise it is content. Example: at the end of the message, `<tool_call>{"na` is removed,
-        and `{"na` is content.
+        If the text of the tool call contains a tag, no client can use the text, so the whole rest
+        of the message is removed. Otherwise the text is content. Example: at the end of the
+        message, `<tool_call>{"na` is removed, and `{"na` is content.
 
         Args:
             fault: The reason that the event gives for returning this text as content.
-            num_unread_chars: The number of unread characters that are content if the text has no
-                tag.
+            num_unread_chars: For `treat_as_content`: the number of unread characters that are
+                content.
 
         Returns:
             The next state.
@@ -337,9 +341,10 @@ class CallReader:
             The next state, or None if no tool call starts here.
         """
         variant = self._last_variant
+        if variant is None or not self._may_repeat_object(variant):
+            return None
         object_start = skip_whitespace(self._buffer.text, self._buffer.pos)
-        starts_object = self._buffer.text.startswith("{", object_start)
-        if variant is None or not starts_object or not self._may_repeat_object(variant):
+        if not self._buffer.text.startswith("{", object_start):
             return None
         self._text_writer.store_whitespace(self._buffer.take_until(object_start))
         # No marker precedes this object, so its name must be the name of an offered tool.
@@ -368,17 +373,29 @@ class CallReader:
         if not buffer.has_unread():
             return None
         close_end = self._match_section_close()
-        separator_end = self._match_separator() if close_end == NO_MATCH else NO_MATCH
-        if NEED_MORE in (close_end, separator_end):
+        if close_end == NEED_MORE:
             return self._wait_or_drop(buffer.pos)
         if close_end != NO_MATCH:
             return self._end_section(buffer.text[buffer.pos : close_end])
+        separator_end = self._match_separator()
+        if separator_end == NEED_MORE:
+            return self._wait_or_drop(buffer.pos)
         if separator_end != NO_MATCH:
             self._text_writer.write_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
+        return self._start_call_or_content()
+
+    def _start_call_or_content(self) -> State:
+        """Return the state that reads the text after a tool call or an opening marker.
+
+        This text starts neither with a separator nor with a closing marker. Inside a tool section,
+        only a tool call can follow. Otherwise a tool call without a marker or content follows.
+        """
         if self._is_in_section:
-            return self._expect(self._starts.in_section())
-        return self._expect(self._starts.after_call(buffer)) or State.CONTENT
+            expected: ExpectedCall | None = self._starts.in_section()
+        else:
+            expected = self._starts.after_call(self._buffer)
+        return self._expect(expected) or State.CONTENT
 
     def _match_section_close(self) -> int:
         """Match the section's closing marker. Return the end position, NEED_MORE or NO_MATCH."""
@@ -408,11 +425,10 @@ class CallReader:
         removed.
         """
         self._is_in_section = False
-        is_empty = self._is_section_empty()
-        may_be_content = self._calls_first or not is_special_token(close)
-        if is_empty and may_be_content:
-            return self.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
-        if is_empty:
+        if self._is_section_empty():
+            may_be_content = self._calls_first or not is_special_token(close)
+            if may_be_content:
+                return self.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
             self._text_writer.drop_pending()  # This text is the opening marker of the section.
         self._text_writer.write_markup(self._buffer.take(len(close)))
         return State.CONTENT

@@ -72,23 +72,26 @@ class CallWriter:
             policy: The rules for unknown functions and for arguments that are not valid JSON.
             new_id: A function that generates an id for a tool call to which the model gave no id.
         """
+        # The settings of the writer, which do not change.
         self.tools = tools
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
-        self.is_open = False
-        self.last_index = -1
-        self.num_started = 0
         self._events = events
         self._new_id = new_id
         self._broken_arguments = policy.broken_arguments
         self._unknown_tool = policy.unknown_tool
+        # The state of the whole message.
+        self.is_open = False
+        self.last_index = -1
+        self.num_started = 0
         self._num_cuts = 0  # The number of calls of `cut_arguments_at` that removed text.
-        # These attributes describe the open tool call.
+        # The open tool call. `_open` sets these attributes when a tool call starts.
         self._name = ""
-        self._call_id = ""
-        self._is_discarded = False
+        self._call_id = ""  # The id that the model wrote, or "".
+        self._is_discarded = False  # Whether the policy discards calls of this function.
         self._arguments: list[str] = []  # The stored arguments, if `stores_arguments` is true.
         self._has_written = False  # Whether an event with arguments has been appended.
-        self._filter = WrapperFilter(is_passing=True)
+        self._filter = WrapperFilter(is_passing=True)  # Removes an extra outer object.
+        # Descriptions of deviations from the format, for the end event of the tool call.
         self._deviations: list[str] = []
 
     def add_deviation(self, deviation: str) -> None:
@@ -289,6 +292,8 @@ class CallWriter:
         prompt are no longer counted, so the next tool call gets the index 0. If a tool call is open
         at the end of the prompt, this tool call gets the index 0.
 
+        Changes `num_started` and `last_index`.
+
         Args:
             events: All events of the prompt. The list is not changed.
 
@@ -296,18 +301,25 @@ class CallWriter:
             Copies of the open tool call's events with the index 0. The list is empty if no tool
             call is open, or if the events of the open tool call have not been appended yet.
         """
-        index_in_prompt = self.last_index
         self.num_started = 1 if self.is_open else 0
-        appends_events = not self.stores_arguments and not self._is_discarded
-        has_open_call_events = self.is_open and appends_events
-        if not has_open_call_events:
+        if not self._has_appended_start():
             self.last_index = -1
             return []
+        index_in_prompt = self.last_index
         self.last_index = 0
-        call_events = [
-            event for event in events if isinstance(event, ToolCallStart | ArgumentsDelta)
+        return [
+            replace(event, index=0)
+            for event in events
+            if isinstance(event, ToolCallStart | ArgumentsDelta) and event.index == index_in_prompt
         ]
-        return [replace(event, index=0) for event in call_events if event.index == index_in_prompt]
+
+    def _has_appended_start(self) -> bool:
+        """Return whether a tool call is open whose start event has been appended.
+
+        The start event is missing if the policy discards the tool call, or if the writer stores the
+        arguments and appends all events when the tool call ends.
+        """
+        return self.is_open and not self.stores_arguments and not self._is_discarded
 
 
 def _is_json_object(text: str) -> bool:

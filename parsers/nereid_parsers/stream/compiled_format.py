@@ -254,12 +254,15 @@ def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> Compi
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
     may_be_unmarked = allows_unmarked and not tools.opens
-    unmarked = [variant for variant in variants if variant.is_unmarked] if may_be_unmarked else []
+    unmarked = [variant for variant in variants if may_be_unmarked and variant.is_unmarked]
     by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
+    # If a text starts a variant with a marker and a variant without its marker, the first variant
+    # has precedence.
+    groups_without_marker = _group_by_trigger(_variants_without_marker(tools))
     by_head = {
         head_start: group
-        for head_start, group in _group_by_trigger(_variants_without_marker(tools)).items()
-        if head_start not in by_trigger  # A variant with a marker has precedence.
+        for head_start, group in groups_without_marker.items()
+        if head_start not in by_trigger
     }
     kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
     kinds |= _call_kinds(tools, variants, by_trigger, unmarked)
@@ -356,15 +359,23 @@ def _call_kinds(
         opening_markers: The markers with which a tool call may start in the content.
         unmarked: The variants that start without a marker in the content.
     """
-    closing_markers = [marker for variant in variants for marker in variant.closing_markers]
-    # Content often contains short texts such as `}`, so a short closing marker is ignored.
-    long_closing_markers = [
-        marker for marker in closing_markers if len(marker) >= _MIN_CLOSING_MARKER_CHARS
-    ]
-    kinds = dict.fromkeys(long_closing_markers, MarkerKind.CLOSE_CALLS)
+    kinds = dict.fromkeys(_long_closing_markers(variants), MarkerKind.CLOSE_CALLS)
     for variant in unmarked:
         kinds |= dict.fromkeys(variant.body_openings(), MarkerKind.UNMARKED_CALL)
     kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
     kinds |= dict.fromkeys(opening_markers, MarkerKind.OPEN_CALL)
     kinds |= _kinds(tools.opens, MarkerKind.OPEN_SECTION)
     return kinds
+
+
+def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
+    """Return the closing markers of the variants, without short markers such as `}`.
+
+    Content often contains such short texts.
+    """
+    return [
+        marker
+        for variant in variants
+        for marker in variant.closing_markers
+        if len(marker) >= _MIN_CLOSING_MARKER_CHARS
+    ]

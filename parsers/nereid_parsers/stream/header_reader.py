@@ -47,12 +47,14 @@ class HeaderReader:
         """
         buffer = self._buffer
         marker = self._format.message_start
-        is_output_start = not self._text_writer.pending  # No marker has been read.
-        # At the start of the output, the marker is optional, because the prompt may contain it.
-        if is_output_start and buffer.starts_with(marker):
-            return self.start(marker)
-        if is_output_start and not buffer.is_final and buffer.is_prefix_of(marker):
-            return None
+        has_read_marker = bool(self._text_writer.pending)
+        if not has_read_marker:
+            # The output has just started. The marker is optional, because the prompt may contain
+            # the marker.
+            if buffer.starts_with(marker):
+                return self.start(marker)
+            if buffer.is_prefix_of(marker) and not buffer.is_final:
+                return None
         for route in self._format.routes:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
             if isinstance(head, Head):

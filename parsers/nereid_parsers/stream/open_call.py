@@ -87,18 +87,18 @@ class OpenCall:
         """
         body_reader = self._body_reader
         buffer = self._buffer
-        was_open = self._call_writer.is_open
         if buffer.is_final:
             body_reader.is_final = True
-        start = buffer.pos
-        buffer.pos = body_reader.read(buffer.text, start)
-        if self._call_writer.is_open:  # The whole text belongs to the open tool call.
-            text = buffer.text[start : buffer.pos]
+        was_open = self._call_writer.is_open
+        part_start = buffer.pos
+        buffer.pos = body_reader.read(buffer.text, part_start)
+        if self._call_writer.is_open:  # The whole part belongs to the open tool call.
+            part = buffer.text[part_start : buffer.pos]
             # `end_at_stored_marker` may remove text from the end of the stored arguments. The
             # parser then reads the removed text again.
-            self._text_writer.write_call(text, may_be_reread=self._call_writer.stores_arguments)
+            self._text_writer.write_call(part, may_be_reread=self._call_writer.stores_arguments)
         else:
-            self._classify_outside_call(start, was_open)
+            self._classify_outside_call(part_start, was_open)
         return None if body_reader.status is MORE else self._leave_body()
 
     def _classify_outside_call(self, start: int, was_open: bool) -> None:
@@ -121,6 +121,7 @@ class OpenCall:
         """
         buffer_text = self._buffer.text
         text_end = self._buffer.pos
+        # The end of a tool call in a list, or None if no member of a list has ended in this text.
         list_item_end = self._body_reader.last_call_end
         has_call_ended = was_open or self._body_reader.status is DONE
         if list_item_end is not None:
@@ -210,13 +211,13 @@ class OpenCall:
             members of a list, as in `[{"name": "f", "arguments": {}},`. The text `{"na` is not a
             tool call.
         """
-        was_open = self._call_writer.is_open
+        is_call = self._call_writer.is_open
         # `BodyReader.finish` ends the open tool call. If no tool call is open, `finish` sets the
         # status BROKEN, unless the text that has been read already contains a valid tool call.
         self._body_reader.finish()
         has_started_call = self._call_writer.num_started > 0
-        is_valid_list = has_started_call and self._body_reader.status is not BROKEN
-        if not was_open and not is_valid_list:
+        is_list_of_calls = has_started_call and self._body_reader.status is not BROKEN
+        if not is_call and not is_list_of_calls:
             return False
         self._text_writer.end_call()
         self._text_writer.drop_pending()

@@ -53,19 +53,22 @@ class ReasoningReader:
 
         `calls` and `headers` read the tool calls and the message headers that may follow.
         """
-        self.has_reasoned = False
-        self.is_reasoning_by_default = False
-        self._format = context.format
-        self._declaration = context.format.reasoning
+        # The objects that store, read and write text.
         self._buffer = context.buffer
         self._text_writer = context.text
         self._call_reader = calls
         self._header_reader = headers
-        self._calls_first = context.calls_first
-        self._stray_close = context.policy.stray_close
+        # The declaration of the format and the policy.
+        self._format = context.format
+        self._declaration = context.format.reasoning
+        self._calls_first = context.calls_first  # Whether no tool call may follow content.
+        self._stray_close = context.policy.stray_close  # The rule for `</think>` without `<think>`.
         # Whether the client receives the reasoning as a part of the content.
         self._is_inline = self._declaration is not None and self._declaration.shown is Shown.INLINE
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
+        # The position in the message.
+        self.has_reasoned = False
+        self.is_reasoning_by_default = False
         # Text that has been read in the state UNCLASSIFIED or INTERRUPTED_REASONING.
         self._stored_text: list[str] = []
         # Whether a tool call, or the opening marker of the content, has ended the reasoning. The
@@ -165,7 +168,8 @@ class ReasoningReader:
             self._text_writer.write(self._buffer.take_until(text_end), ReasoningDelta)
         if not marker:
             return None
-        match self._format.reasoning_kinds[marker]:
+        kind = self._format.reasoning_kinds[marker]
+        match kind:
             case MarkerKind.INTERRUPT:
                 return self._read_interrupt(marker)
             case MarkerKind.START_MESSAGE:
@@ -174,9 +178,9 @@ class ReasoningReader:
                 return self._read_content_opening(marker)
             case MarkerKind.OPEN_REASONING:
                 return self._read_second_opening(marker)
-            case MarkerKind.CLOSE_REASONING:
-                self.has_reasoned = True
-        # The marker ends the reasoning, the message or the model's turn.
+        # Any other marker ends the reasoning, the message or the model's turn.
+        if kind is MarkerKind.CLOSE_REASONING:
+            self.has_reasoned = True
         self._text_writer.write_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
@@ -386,14 +390,13 @@ class ReasoningReader:
 
         Examples: `</think>Hi` becomes `Hi`, and `Hi</think>` stays `Hi</think>`.
         """
-        if not self._has_output():
-            # The policy CALLS_FIRST allows only one closing marker before the content.
-            is_second_close = self.has_reasoned and self._calls_first
-            return not is_second_close
+        precedes_output = not self._has_output()
+        if self._calls_first:
+            # This policy allows only one closing marker before the output.
+            return not self.has_reasoned if precedes_output else self._is_interrupted
         # If a tool call has interrupted the reasoning, the closing marker of the reasoning may
-        # follow later. Content never contains special tokens, except with the policy CALLS_FIRST.
-        is_never_content = is_special_token(marker) and not self._calls_first
-        return self._is_interrupted or is_never_content
+        # follow later. A special token, such as `<|end_think|>`, is never a part of the content.
+        return precedes_output or self._is_interrupted or is_special_token(marker)
 
     def _has_output(self) -> bool:
         """Return whether the message has content or a tool call before the current position."""

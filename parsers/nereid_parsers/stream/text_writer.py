@@ -108,12 +108,15 @@ class TextWriter:
             self._whitespace.append(trailing_whitespace)
 
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        """Append an event for text that ends with a visible character.
+        r"""Append an event for `text`, which ends with a visible character. Trace `text`.
 
-        White space between earlier content and a marker has been removed. If `text` is content that
-        follows the marker, the event starts with this white space. The trace, which receives each
-        piece of the model's text once, has already received the white space as "markup", so the
-        trace receives only `text`.
+        The event of content also restores the white space that was removed between the previous
+        content and a marker. The trace does not receive this white space again, because it has
+        already received the white space as "markup". Example: in `One\n<call>..</call>Two`, the
+        last event is `ContentDelta("\nTwo")`, and the trace receives `Two`.
+
+        Changes `has_text`, `has_content`, `is_after_marker` and `_is_last_text_content`, which
+        describe the last text.
         """
         is_content = event_type is ContentDelta
         if self.is_after_marker:
@@ -121,9 +124,11 @@ class TextWriter:
         if self._trace is not None:
             self._trace(CONTENT if is_content else REASONING, text)
         if is_content:
-            text = self._take_removed_whitespace() + text
+            restored_whitespace = self._take_removed_whitespace()
+            self._events.append(ContentDelta(restored_whitespace + text))
             self.has_content = True
-        self._events.append(event_type(text))
+        else:
+            self._events.append(ReasoningDelta(text))
         self.has_text = True
         self._is_last_text_content = is_content
 
@@ -274,8 +279,9 @@ class TextWriter:
             return
         content = self._take_whitespace() + new_text
         self._classify(CONTENT, content)
-        # The trace function has already received the removed white space, classified as "markup".
-        self._events.append(ContentDelta(self._take_removed_whitespace() + content, fault))
+        # The trace has already received the restored white space, classified as "markup".
+        restored_whitespace = self._take_removed_whitespace()
+        self._events.append(ContentDelta(restored_whitespace + content, fault))
         self.is_after_marker = False
         self.has_content = True
         self.has_text = True
@@ -286,21 +292,21 @@ class TextWriter:
     def write_call(self, text: str, *, may_be_reread: bool) -> None:
         """Classify the text of a tool call as "call", and remove the pending text before it.
 
-        The trace function receives the text and its classification. The CallWriter appends the
-        events of the tool call.
+        Only the trace receives this text. The CallWriter appends the events of the tool call.
 
         Args:
             text: The text.
-            may_be_reread: Whether the text may be read again. If so, the text is stored until
-                `end_call`.
+            may_be_reread: Whether the parser may read the end of the text again, as other text. If
+                so, the trace receives the text only when `end_call` is called.
         """
         if self.pending:
             self.drop_pending()
-        has_trace = self._trace is not None
-        if has_trace and may_be_reread:
+        if self._trace is None:
+            if self._num_prompt_chars:
+                self._without_prompt(text)  # Only counts the characters of the prompt.
+        elif may_be_reread:
             self._call_text.append(text)
-        elif has_trace or self._num_prompt_chars:
-            # If there is no trace function, `_classify` only counts the characters of the prompt.
+        else:
             self._classify(CALL, text)
 
     def shorten_call(self, num_chars: int) -> None:

@@ -14,7 +14,7 @@ follow the reasoning, and must have the form that the format declares. Three det
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.constrain_answer import report_unenforced
 from nereid_parsers.constrain_calls import (
@@ -117,7 +117,14 @@ def gate_of(fmt: FormatData, start: OutputStart) -> ReasoningGate | None:
     return ReasoningGate(opening, closing, is_open=is_open, may_open=may_open)
 
 
-def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
+class _ReasoningMarkers(NamedTuple):
+    """The marker that opens the reasoning, and the marker that closes the reasoning."""
+
+    opening: str
+    closing: str
+
+
+def _reasoning_markers(layout: Sections | Messages) -> _ReasoningMarkers | None:
     """Return the opening marker and the closing marker of the reasoning.
 
     Return None if the format has no reasoning, or if no marker closes the reasoning.
@@ -127,11 +134,13 @@ def _reasoning_markers(layout: Sections | Messages) -> tuple[str, str] | None:
     """
     if isinstance(layout, Sections):
         declaration = layout.reasoning
-        return (declaration.open, declaration.close) if declaration is not None else None
+        if declaration is None:
+            return None
+        return _ReasoningMarkers(declaration.open, declaration.close)
     route = first_route(layout, Stage.REASONING)
     if route is None or not layout.ends:
         return None
-    return header_text(layout, route), layout.ends[0]
+    return _ReasoningMarkers(header_text(layout, route), layout.ends[0])
 
 
 # ---- the layout Sections -------------------------------------------------------------------------

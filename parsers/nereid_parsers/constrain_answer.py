@@ -273,13 +273,12 @@ def _required_triggers(value: object) -> list[str]:
     Raises:
         ConstraintError: `value` is not a list of non-empty strings, or the list is empty.
     """
-    is_valid = isinstance(value, list) and bool(value) and all(_is_text(item) for item in value)
-    if not isinstance(value, list) or not is_valid:
-        raise ConstraintError(
-            "response_format.triggers: the value must be a list of non-empty strings, but it is "
-            f"{shorten(value)}"
-        )
-    return value
+    if isinstance(value, list) and value and all(_is_text(item) for item in value):
+        return value
+    raise ConstraintError(
+        "response_format.triggers: the value must be a list of non-empty strings, but it is "
+        f"{shorten(value)}"
+    )
 
 
 def _legacy_tag(structure: object, triggers: list[str], path: str) -> Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_parsers.constrain_arguments import (
     nested_arguments,
@@ -124,15 +124,19 @@ def trigger_of(section: ToolSection) -> str:
     if call.trigger:
         return call.trigger
     if isinstance(call.body, JsonObject) and isinstance(call.body.keys, Keys):
-        # `before_arguments` is `{"name": "{name}", "arguments": `.
-        before_arguments, _ = _object_around_arguments(call.body.keys, _NAME_PLACEHOLDER)
-        before_name, _, _ = before_arguments.partition(_NAME_PLACEHOLDER)
-        return before_name
+        return _text_before_name(call.body.keys)
     raise ConstraintError(
         "The format writes tool calls without a marker, so constrained output cannot separate "
         "them from other text. Set tool_choice to 'required', so that the output contains only "
         "tool calls."
     )
+
+
+def _text_before_name(keys: Keys) -> str:
+    """Return the JSON text before the function's name, for example `{"name": "`."""
+    text = _object_around_arguments(keys, _NAME_PLACEHOLDER)
+    before_name, _, _ = text.before.partition(_NAME_PLACEHOLDER)
+    return before_name
 
 
 def call_node(call: Call, tool: ToolSchema) -> Node:
@@ -244,13 +248,12 @@ def _object_node(keys: Keys | NameIsKey, tool: ToolSchema) -> Node:
     if isinstance(keys, NameIsKey):
         name = json.dumps(tool.name, ensure_ascii=False)
         return sequence(const("{" + name + ": "), arguments, const("}"))
-    # The JSON text around the arguments, such as `{"name": "f", "arguments": ` and `}`.
-    before, after = _object_around_arguments(keys, tool.name)
+    text = _object_around_arguments(keys, tool.name)
     if keys.id is not None and _is_id_optional(keys, keys.id):
-        return _object_with_optional_id(keys.id, before, arguments, after)
-    # If the id is required, `before` or `after` contains the placeholder `"{id}"`. `_fill_in_id`
-    # replaces the placeholder with a node that matches any id.
-    return sequence(*_fill_in_id(before), arguments, *_fill_in_id(after))
+        return _object_with_optional_id(keys.id, text.before, arguments, text.after)
+    # A required id is a placeholder in the text. `_fill_in_id` replaces the placeholder with a node
+    # that matches any id.
+    return sequence(*_fill_in_id(text.before), arguments, *_fill_in_id(text.after))
 
 
 def _is_id_optional(keys: Keys, id_path: str) -> bool:
@@ -327,10 +330,17 @@ def _json_text_with_whitespace(json_text: str, whitespace: Node) -> Node:
     return sequence(*parts)
 
 
-def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
+class _TextAroundArguments(NamedTuple):
+    """The JSON text before the arguments of a tool call, and the JSON text after them."""
+
+    before: str
+    after: str
+
+
+def _object_around_arguments(keys: Keys, name: str) -> _TextAroundArguments:
     """Return the JSON text before the arguments of a tool call, and the JSON text after them.
 
-    Example: the default keys and the name `f` give `('{"name": "f", "arguments": ', '}')`.
+    Example: the default keys and the name `f` give the texts `{"name": "f", "arguments": ` and `}`.
     `keys.order` defines the order of the members. If `keys.order` contains the id, the result
     contains the placeholder `"{id}"` instead of the id.
 
@@ -348,7 +358,7 @@ def _object_around_arguments(keys: Keys, name: str) -> tuple[str, str]:
     for member in keys.order:
         _insert(tree, paths[member], values[member])
     before, _, after = _object_text(tree).partition(_ARGUMENTS_PLACEHOLDER)
-    return before, after
+    return _TextAroundArguments(before, after)
 
 
 def _insert(tree: dict[str, Any], path: str, value: str) -> None:

@@ -163,12 +163,10 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
             f"The tool calls of the format {fmt.name!r} cannot be constrained, because the model "
             "writes them inside messages that also contain other text"
         )
-    calls = [
-        sequence(
-            _call_header(layout, call_routes, tool.name), _message_arguments(layout.body, tool)
-        )
-        for tool in request.tools
-    ]
+    calls: list[Node] = []
+    for tool in request.tools:
+        header = _call_header(layout, call_routes, tool.name)
+        calls.append(sequence(header, _message_arguments(layout.body, tool)))
     # Some formats have an end marker that occurs only after tool calls. Such a marker also ends the
     # model's turn, so no second tool call can follow.
     has_only_one_call = request.is_single or bool(layout.call_end)
@@ -191,9 +189,10 @@ def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:
         routes: The routes of messages that are tool calls.
         name: The name of the function.
     """
-    first_route_of_calls, *other_routes = routes
-    allowed_routes = [first_route_of_calls, *(route for route in other_routes if route.written)]
-    return one_of(*(const(header_text(layout, route, name)) for route in allowed_routes))
+    first, *others = routes
+    others_with_text = [route for route in others if route.written]
+    headers = [header_text(layout, route, name) for route in (first, *others_with_text)]
+    return one_of(*(const(header) for header in headers))
 
 
 def _message_arguments(body: JsonArguments | TaggedArguments, tool: ToolSchema) -> Node:

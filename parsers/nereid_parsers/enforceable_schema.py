@@ -380,15 +380,17 @@ def _check_is_enforced(merged: dict[str, Any]) -> None:
 
     Example: xgrammar ignores `minLength` if the schema also has the keyword `pattern`.
     """
+    has_no_values = merged.get("enum") == []
+    if has_no_values:
+        raise _CannotMergeError
+    has_length = "minLength" in merged or "maxLength" in merged
+    if has_length and "pattern" in merged:
+        raise _CannotMergeError
+    # If a schema has a keyword such as `anyOf`, xgrammar ignores all other keywords.
     restrictions = merged.keys() - ANNOTATIONS
     if "enum" in restrictions and isinstance(merged.get("type"), str):
         restrictions -= {"type"}  # All values of `enum` already have this type.
-    has_length = bool({"minLength", "maxLength"} & restrictions)
-    is_length_ignored = has_length and "pattern" in merged
-    # If a schema has a keyword such as `anyOf`, xgrammar ignores all other keywords.
-    is_other_keyword_ignored = bool(_ALTERNATIVES & restrictions) and len(restrictions) > 1
-    has_no_values = merged.get("enum") == []
-    if is_length_ignored or is_other_keyword_ignored or has_no_values:
+    if _ALTERNATIVES & restrictions and len(restrictions) > 1:
         raise _CannotMergeError
 
 

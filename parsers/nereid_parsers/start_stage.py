@@ -66,8 +66,8 @@ def _find_start_in_sections(fmt: FormatData, layout: Sections, prompt: str | Non
     """
     reasoning = layout.reasoning
     if not prompt:
-        is_opened_by_prompt = reasoning is not None and not reasoning.is_opened_by_model
-        first_stage = Stage.REASONING if is_opened_by_prompt else Stage.CONTENT
+        starts_in_reasoning = reasoning is not None and not reasoning.is_opened_by_model
+        first_stage = Stage.REASONING if starts_in_reasoning else Stage.CONTENT
         return StartPoint(first_stage, is_prompt_known=False)
     prefill = _text_after_turn(fmt, prompt)
     if prefill is None:  # The start of the model's turn is not known.

@@ -41,10 +41,12 @@ class Keys:
     order: tuple[str, ...] = ("name", "arguments")
 
     def __post_init__(self) -> None:
-        """Raise FormatError if a path or the order of the keys is not valid.
+        """Raise FormatError if a path or the order of the keys is not valid."""
+        self._check_paths()
+        self._check_order()
 
-        Example: the path `function..name` is not valid, because it has an empty part.
-        """
+    def _check_paths(self) -> None:
+        """Raise FormatError if a path has an empty part. Example: `function..name`."""
         paths = [self.name, self.arguments, *self.also]
         if self.id:
             paths.append(self.id)
@@ -55,6 +57,9 @@ class Keys:
                     f"Keys: the path {path!r} has an empty part. A path is a list of key names "
                     "that are separated by dots, such as 'function.name'."
                 )
+
+    def _check_order(self) -> None:
+        """Raise FormatError if `order` has wrong members, or contains an id without a key."""
         members_without_id = set(self.order) - {"id"}
         if members_without_id != {"name", "arguments"}:
             raise FormatError(

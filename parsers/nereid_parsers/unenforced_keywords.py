@@ -35,7 +35,7 @@ def unenforced(schema: object) -> list[str]:
 
 
 def _describe_all(schema: object, path: str, depth: int) -> Iterator[str]:
-    """Yield a description of each keyword that is not enforced, in `schema` and inside `schema`.
+    """Yield a description of each keyword of `schema` and its parts that xgrammar does not enforce.
 
     Example: `{"items": {"not": {}}}` at the path `$` yields "not at $.items".
 

@@ -52,15 +52,18 @@ class ObjectReader(StepReader):
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
         self._is_confirmed = is_confirmed
+        # The position in the object.
         # The keys of the objects that enclose the current position, for example ["function"]. The
         # key of an object with the role WRAPPER is stored as "", because declared paths do not
         # contain this key.
         self._outer_keys: list[str] = []
         self._key = ""  # The key of the member that is being read.
+        # The parts of the tool call that have been read.
         self._name: str | None = None
         self._call_id = ""
         self._has_arguments = False  # Whether the arguments have started.
         self._early_arguments: list[str] = []  # Arguments that precede the name.
+        # The readers of the current value.
         self._scanner = JsonScanner()  # Finds the end of the value that is being read.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
         self._string = JsonStringReader()  # Reads the current string.
@@ -210,14 +213,21 @@ class ObjectReader(StepReader):
         if isinstance(keys, NameIsKey):
             is_first_member = not self._has_arguments
             return KeyRole.ARGUMENTS if is_first_member else KeyRole.INVALID
-        all_keys = (*self._outer_keys, self._key)
-        path = ".".join(key for key in all_keys if key)  # The key "" is an undeclared object.
+        path = self._path_of_key()
         role = declared_roles(keys).get(path)
         if role is None:
             return self._role_of_undeclared_key(path, keys, first_char)
         is_second_name = role is KeyRole.NAME and self._name is not None
         is_second_arguments = role is KeyRole.ARGUMENTS and self._has_arguments
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
+
+    def _path_of_key(self) -> str:
+        """Return the path of the current key, for example `function.name`.
+
+        Keys of undeclared outer objects, which are stored as "", are omitted.
+        """
+        all_keys = (*self._outer_keys, self._key)
+        return ".".join(key for key in all_keys if key)
 
     def _role_of_undeclared_key(self, path: str, keys: Keys, first_char: str) -> KeyRole:
         """Return the role of a key that the format does not declare.
@@ -277,13 +287,16 @@ class ObjectReader(StepReader):
 
     def _skip_value(self, text: str, pos: int) -> int:
         """Skip the value of an ignored member."""
-        return self._after_scan(self._scanner.scan(text, pos))
+        return self._leave_complete_value(self._scanner.scan(text, pos))
 
-    def _after_scan(self, end: int) -> int:
-        """Select the next step. `end` is the position at which the scan of a value has stopped.
+    def _leave_complete_value(self, end: int) -> int:
+        """Select the step that reads the next key, if the scan of a value has reached its end.
 
-        If the value is complete, the next step reads the next key. If the value is not valid JSON,
-        the status becomes BROKEN. Otherwise the step does not change.
+        If the value is not valid JSON, the status becomes BROKEN. If more text is required, the
+        step does not change.
+
+        Args:
+            end: The position at which the scan has stopped.
 
         Returns:
             The position `end`.
@@ -350,8 +363,8 @@ class ObjectReader(StepReader):
                 return self._reject(pos)
         if isinstance(self._keys, NameIsKey):  # The object is `{"f": {..arguments..}}`.
             self._name = self._key
-        is_name_known = self._name is not None
-        if is_name_known and not self.writer.is_open and not self._start_call():
+        may_start = self._name is not None and not self.writer.is_open
+        if may_start and not self._start_call():
             return self._reject(pos)
         self._has_arguments = True
         self._select_arguments_step(text[pos])
@@ -374,7 +387,7 @@ class ObjectReader(StepReader):
         end = self._scanner.scan(text, pos)
         if end > pos:
             self._write(text[pos:end])
-        return self._after_scan(end)
+        return self._leave_complete_value(end)
 
     def _read_null(self, text: str, pos: int) -> int:
         """Read arguments that start with `n`. If the arguments are `null`, write `{}`."""
@@ -383,7 +396,7 @@ class ObjectReader(StepReader):
         if self._scanner.status is not MORE:
             word = "".join(self._word_pieces)
             self._write("{}" if word == "null" else word)
-        return self._after_scan(end)
+        return self._leave_complete_value(end)
 
     def _write_decoded_arguments(self, text: str) -> None:
         r"""Write `text`, the arguments that the model has encoded as a JSON string.

@@ -209,20 +209,38 @@ class NestedReader(StepReader):
         has_text = skip_whitespace(text, pos) < prefix_start
         if has_text:
             return self._start_text(element, pos)
-        if not is_prefix_complete:
-            return self._start_text(element, pos) if self.is_final else NEED_MORE
+        if is_prefix_complete:
+            return self._decide_kind_at_tag(element, text, pos, prefix_start)
+        if self.is_final:
+            return self._start_text(element, pos)
+        return NEED_MORE
+
+    def _decide_kind_at_tag(self, element: Element, text: str, pos: int, prefix_start: int) -> int:
+        """Decide the kind of an element if a tag directly follows the element's opening tag.
+
+        The closing tag of the element shows that the element is empty. The opening tag of a child
+        shows that the element has children. A malformed tag is treated like the tag of a child, so
+        that `_read_tag` reads and rejects the tag.
+
+        Args:
+            element: The innermost open element.
+            text: The text.
+            pos: The position after the element's opening tag.
+            prefix_start: The position of the next tag's prefix. Only white space precedes it.
+
+        Returns:
+            The result of `_decide_kind`.
+        """
         tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
         is_element_empty = text.startswith(_CLOSING_TAG_START, tag_start)
         if is_element_empty:
             return self._start_text(element, pos)
         child_tag = _TAG(text, tag_start)
-        if child_tag is not None:
-            self._open_container(element, child_tag.group(2))
-            return prefix_start
-        may_become_tag = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
-        if may_become_tag:
+        may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
+        if child_tag is None and may_be_completed:
             return NEED_MORE
-        self._open_container(element, first_child="")  # `_read_tag` rejects the malformed tag.
+        first_child = child_tag.group(2) if child_tag is not None else ""
+        self._open_container(element, first_child)
         return prefix_start
 
     def _start_text(self, element: Element, pos: int) -> int:
@@ -244,16 +262,22 @@ class NestedReader(StepReader):
         name of the element's first child.
         """
         if not element.is_key_written:
-            # `_open_element` expected that this element and its siblings of the same name form one
-            # array. Such an array cannot contain an element with children, so the key of
-            # this element is written separately.
-            parent = self._elements[-2]
-            self._write_delayed_values(parent)
-            self._write_key(parent, element.name)
-            element.is_key_written = True
+            self._write_omitted_key(element)
         types = json_types_of(element.schema, self._root_schema)
         element.kind = container_kind(types, first_child)
         self.writer.write("[" if element.kind is ElementKind.ARRAY else "{")
+
+    def _write_omitted_key(self, element: Element) -> None:
+        """Write the key of an element for which `_open_element` has not written a key.
+
+        `_open_element` expected that the element and its earlier siblings of the same name become
+        the items of one array. An element with children cannot be an item of this array, so the
+        values of the siblings are written first, and the element gets a key of its own.
+        """
+        parent = self._elements[-2]  # `element` is the innermost element.
+        self._write_delayed_values(parent)
+        self._write_key(parent, element.name)
+        element.is_key_written = True
 
     def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
         """Find the prefix of the next tag. At the end of the text, the prefix may be incomplete.
@@ -307,9 +331,10 @@ class NestedReader(StepReader):
         """Write the value of a closed element. Store the value instead if it may be an array item.
 
         Several siblings with the same name become an array if the schema allows an array. The
-        stored values are written when an element with another name opens.
+        stored values are written when an element with another name opens. Example: after
+        `~<tag>a~</tag>`, the value `"a"` is stored, because another `~<tag>` may follow.
         """
-        parent = self._elements[-1]
+        parent = self._elements[-1]  # The closed element is no longer in the list.
         value = self._take_value_as_json(element)
         types = json_types_of(element.schema, self._root_schema)
         allows_array = types is None or "array" in types

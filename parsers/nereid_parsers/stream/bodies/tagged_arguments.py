@@ -113,7 +113,9 @@ class TaggedReader(StepReader):
             return NEED_MORE
         if not self._may_become_tag(text, pos):
             return self._reject(pos)  # There is text between the arguments.
-        return len(text) if self.is_final else NEED_MORE
+        if self.is_final:
+            return len(text)  # The incomplete tag is ignored.
+        return NEED_MORE
 
     def _may_become_tag(self, text: str, pos: int) -> bool:
         """Return whether more text could complete a stop marker or an opening tag at `pos`.
@@ -158,13 +160,12 @@ class TaggedReader(StepReader):
         tag_declares_string = _declares_string(fields)
         if tag_declares_string is None:  # The tag declares nothing.
             return schema_types
+        if not self.writer.tools.is_known:  # Only the tag declares the type.
+            return _STRING_ONLY if tag_declares_string else _NOT_STRING
         if tag_declares_string:
             schema_allows_string = schema_types is None or "string" in schema_types
             return _STRING_ONLY if schema_allows_string else schema_types
-        # If the tools are unknown, `argument_types` returns "string" for every argument. This
-        # default is ignored here, because the opening tag declares that the value is not a string.
-        schema_demands_string = self.writer.tools.is_known and schema_types == _STRING_ONLY
-        return _STRING_ONLY if schema_demands_string else _NOT_STRING
+        return _STRING_ONLY if schema_types == _STRING_ONLY else _NOT_STRING
 
     def _skip_padding(self, text: str, pos: int) -> int:
         r"""Skip the declared white space before a value, and select the step that reads the value.
@@ -222,18 +223,19 @@ class TaggedReader(StepReader):
             text: The text.
         """
         text_end = match.start()  # The match starts with the white space before the marker.
+        needs_more_text = _ValueEnd(text_end, None)
         is_closing_marker = match.group("close") is not None
         if is_closing_marker:
             return _ValueEnd(text_end, match.end())
         is_cut_off = match.group("early") is None
         if is_cut_off:
-            return _ValueEnd(text_end, None)
+            return needs_more_text
         marker_start = match.start("early")
-        role = self._role_of_marker(text, marker_start)
-        if role is MarkerRole.PART_OF_VALUE:
-            return None
-        if role is MarkerRole.UNDECIDED:
-            return _ValueEnd(text_end, None)
+        match self._role_of_marker(text, marker_start):
+            case MarkerRole.PART_OF_VALUE:
+                return None
+            case MarkerRole.UNDECIDED:
+                return needs_more_text
         self.writer.add_deviation(_MISSING_CLOSE)
         return _ValueEnd(text_end, marker_start)
 

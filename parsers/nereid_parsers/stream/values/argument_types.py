@@ -82,11 +82,15 @@ class Tools:
             return frozenset({"string"})  # Without a schema, every value is read as a string.
         cache_key = (function, key)
         if cache_key not in self._argument_types:
-            root = self.parameters.get(function, {})
-            properties = root.get("properties")
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
-            self._argument_types[cache_key] = json_types_of(schema, root)
+            self._argument_types[cache_key] = self._declared_argument_types(function, key)
         return self._argument_types[cache_key]
+
+    def _declared_argument_types(self, function: str, key: str) -> frozenset[str] | None:
+        """Return the JSON types that the schema of `function` declares for the argument `key`."""
+        parameters = self.parameters.get(function, {})
+        properties = parameters.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return json_types_of(schema, root=parameters)
 
 
 def json_types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
@@ -131,6 +135,14 @@ def _declared_types(
         parts = schema.get(keyword)
         if isinstance(parts, list):
             return combine([json_types_of(part, root, depth + 1) for part in parts])
+    return _implied_type(schema)
+
+
+def _implied_type(schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the JSON type of a schema with a keyword that occurs only in schemas of one type.
+
+    Example: `{"items": {}}` gives `{"array"}`. Without such a keyword, the result is None.
+    """
     for keyword, json_type in _TYPE_OF_KEYWORD:
         if keyword in schema:
             return frozenset({json_type})

@@ -60,16 +60,18 @@ class LiteralReader:
             types_of: A function that returns the JSON types which the schema allows for a member of
                 the outermost object. None if there is no schema.
         """
-        self.status = MORE
         self._dialect = dialect
         self._types_of = types_of
+        # The result.
+        self.status = MORE
         self._json_parts: list[str] = []  # The JSON text that `take_json` has not returned yet.
+        # The position in the value.
         self._expected = Expected.VALUE  # The kind of token that may come next.
         self._containers: list[Container] = []  # The open brackets. The last is the innermost.
         self._key: KeyOrItem | None = None  # The last key, if its colon has not been read.
-        self._string: StringReader | None = None  # The open string.
-        # The text of an unfinished string. A key or a converted value is written only when it is
-        # complete.
+        # The open string.
+        self._string: StringReader | None = None
+        # The text of a key or a converted value, which is written only when it is complete.
         self._stored_string: list[str] = []
         self._types: frozenset[str] | None = None  # The types of the next value.
         # The types to which the current string may be converted, or None if the schema allows a
@@ -118,17 +120,24 @@ class LiteralReader:
         result is `null}`.
         """
         closing_brackets = "".join(container.json_close for container in reversed(self._containers))
+        return self._rest_of_value() + closing_brackets
+
+    def _rest_of_value(self) -> str:
+        """Return the JSON text that completes the innermost value, without closing brackets.
+
+        Example: after `{"a": ["x`, the result is `"`.
+        """
         if self._expected is Expected.VALUE:
-            return "null" + closing_brackets
+            return "null"
         if self._expected in (Expected.FIRST_KEY, Expected.COLON):
             # `{` may start an object or a set. So no bracket is written until the first key or item
             # is complete.
             is_brace_missing = not self._containers[-1].num_items
-            return "{" + closing_brackets if is_brace_missing else closing_brackets
+            return "{" if is_brace_missing else ""
         if self._converted_types is not None:
-            return self._converted_value(self._converted_types) + closing_brackets
-        closing_quote = "" if self._string is None else '"'
-        return closing_quote + closing_brackets
+            return self._converted_value(self._converted_types)
+        is_string_open = self._string is not None
+        return '"' if is_string_open else ""
 
     def _read_token(self, text: str, pos: int, is_final: bool) -> int:
         """Read one token: white space, a value, or the punctuation after a value.
@@ -166,10 +175,10 @@ class LiteralReader:
             return pos + 1
         is_first_key = not self._containers[-1].num_items
         is_set = is_first_key and text[pos] in ",}"
-        if not is_set:
-            return self._reject(pos)
-        self._turn_into_set(first_item=key)
-        return self._read_comma_or_bracket(text, pos)
+        if is_set:
+            self._turn_into_set(first_item=key)
+            return self._read_comma_or_bracket(text, pos)
+        return self._reject(pos)
 
     def _begin_member(self, key: KeyOrItem) -> None:
         """Write the key of an object's member. Example: in `{'a': 1}`, `{"a": ` is written.
@@ -337,6 +346,7 @@ class LiteralReader:
 
         A key is stored, because a colon must follow the key. The value of an argument is stored if
         the schema does not allow a string, because the value is then converted to another type.
+        `_close_string` writes the stored text.
 
         Args:
             quote: The quote that has opened the string.
@@ -344,17 +354,16 @@ class LiteralReader:
         is_key = self._expected in _KEYS
         is_member_value = self._expected is Expected.VALUE
         schema_forbids_string = self._types is not None and "string" not in self._types
-        if is_member_value and schema_forbids_string:
+        is_converted = is_member_value and schema_forbids_string
+        if is_converted:
             self._converted_types = self._types
         self._begin_value()
-        must_store_string = is_key or self._converted_types is not None
-        if must_store_string:
+        output = self._json_parts  # The StringReader appends the text of the string to this list.
+        if is_key or is_converted:
             self._stored_string = []
             output = self._stored_string
         else:
             self._json_parts.append('"')
-            output = self._json_parts
-        # The StringReader appends the text of the string to `output`.
         self._string = StringReader(quote, self._dialect, self._matcher_after_string(), output)
 
     def _matcher_after_string(self) -> Callable[..., re.Match[str] | None]:

@@ -124,17 +124,18 @@ class StringReader:
             The position after the quote, or `pos` if more text is required to decide.
         """
         quote_end = pos + len(self._quote)
-        if self._is_nesting:  # This quote may also occur inside its own strings.
-            max_end = quote_end + _MAX_LOOKAHEAD_CHARS
-            text_after_quote = self._can_follow(text, quote_end, max_end)
-            if text_after_quote is None:
-                self._output.append(escape_json(self._quote))
-                return quote_end
-            # If the match reaches the end of `text`, the match may be incomplete. More text must
-            # then show whether the quote closes the string.
-            may_continue = not is_final and len(text) < max_end
-            if may_continue and text_after_quote.end() == len(text):
-                return pos
+        if not self._is_nesting:  # The quote cannot occur inside its own strings.
+            self.is_closed = True
+            return quote_end
+        max_end = quote_end + _MAX_LOOKAHEAD_CHARS
+        text_after_quote = self._can_follow(text, quote_end, max_end)
+        if text_after_quote is None:  # The quote is a part of the string.
+            self._output.append(escape_json(self._quote))
+            return quote_end
+        # If the match reaches the end of `text`, more text may show that the match is wrong.
+        may_continue = not is_final and len(text) < max_end
+        if may_continue and text_after_quote.end() == len(text):
+            return pos
         self.is_closed = True
         return quote_end
 

@@ -130,8 +130,9 @@ class WrapperFilter:
         if not visible.startswith("{"):
             return self._stop_filtering(text)
         self._waits_for = _WaitsFor.FIRST_KEY
-        whitespace, _, after_brace = text.partition("{")
-        return whitespace + "{" + self._read_key(after_brace)
+        whitespace, brace, after_brace = text.partition("{")
+        passed_on_after_brace = self._read_key(after_brace)
+        return whitespace + brace + passed_on_after_brace
 
     def _read_key(self, text: str) -> str:
         """Look for the first key in `text`. Return the text that can now be passed on.
@@ -140,8 +141,10 @@ class WrapperFilter:
         `"arguments"` gives "" too, and all text that follows is delayed. The text `"age` is
         returned, and the filter stops.
 
+        Changes `_delayed`, which becomes the text that is not passed on, and `_waits_for`.
+
         Args:
-            text: The text after the opening brace.
+            text: All text after the opening brace that has been delayed.
         """
         key_start = text.lstrip()
         num_whitespace_chars = len(text) - len(key_start)
@@ -152,7 +155,9 @@ class WrapperFilter:
             self._waits_for = _WaitsFor.END
             return ""
         is_incomplete = any(quoted_key.startswith(key_start) for quoted_key in _QUOTED_KEYS)
-        return "" if is_incomplete else self._stop_filtering(text)
+        if is_incomplete:
+            return ""
+        return self._stop_filtering(text)
 
     def _stop_filtering(self, text: str) -> str:
         """Stop the filter, so that `add` returns all later text unchanged. Return `text`."""

@@ -229,17 +229,23 @@ def _answer_or_calls(fmt: FormatData, layout: Sections, request: Request) -> Nod
         # and does not call this function. So `content` is not None here.
         assert content is not None
         return content
+    tools = _declared_tools(fmt, layout)
+    if request.must_call:
+        return _only_calls(tools, layout.content, request)
+    if content is None:
+        return _text_with_calls(tools, request)
+    calls = section_node(tools, request.tools, is_single=request.is_single)
+    return one_of(calls, content)
+
+
+def _declared_tools(fmt: FormatData, layout: Sections) -> ToolSection:
+    """Return the declaration of the tool calls. Raise ConstraintError if there is none."""
     if layout.tools is None:
         raise ConstraintError(
             f"The format {fmt.name!r} does not define how the model writes tool calls. Use a "
             "format that defines tool calls, or send a request without tools."
         )
-    if request.must_call:
-        return _only_calls(layout.tools, layout.content, request)
-    if content is None:
-        return _text_with_calls(layout.tools, request)
-    calls = section_node(layout.tools, request.tools, is_single=request.is_single)
-    return one_of(calls, content)
+    return layout.tools
 
 
 def _only_calls(tools: ToolSection, wrapper: Wrapper | None, request: Request) -> Node:

@@ -164,8 +164,9 @@ def _tagged_json(
     """
     # Some opening tags declare the type, as in `<p name="a" string="false">` or `type="integer"`.
     field_values = {"key": [key], "string": ["false"], "type": _declared_type_names(types)}
-    all_variants = (declaration, *declaration.also)
-    variants = _scalar_variants(all_variants) if types <= _SCALARS else all_variants
+    variants = (declaration, *declaration.also)
+    if types <= _SCALARS:
+        variants = _scalar_variants(variants)
     python_words = [const(word) for word in _python_words(schema, types)]
     options: list[Node] = []
     for variant in variants:

@@ -170,11 +170,17 @@ def _call_messages(fmt: FormatData, layout: Messages, request: Request) -> Node:
     # Some formats have an end marker that occurs only after tool calls. Such a marker also ends the
     # model's turn, so no second tool call can follow.
     has_only_one_call = request.is_single or bool(layout.call_end)
-    # The first marker in `layout.ends` ends only the message. The other markers also end the
-    # model's turn.
+    return repeated(calls, _message_boundary(layout), is_single=has_only_one_call)
+
+
+def _message_boundary(layout: Messages) -> Node:
+    """Return the grammar node for the end marker of a message and the next message's start marker.
+
+    Example of matching text: `<|end|><|start|>assistant`. The first marker in `layout.ends` ends
+    only the message. The other markers also end the model's turn.
+    """
     message_end = layout.ends[0] if layout.ends else ""
-    between_messages = const(message_end + layout.start)
-    return repeated(calls, between_messages, is_single=has_only_one_call)
+    return const(message_end + layout.start)
 
 
 def _call_header(layout: Messages, routes: list[Route], name: str) -> Node:

@@ -80,6 +80,7 @@ def _multiples(schema: Schema, multiple: int) -> list[int]:
     if num_multiples > _MAX_MULTIPLES:
         return []
     multiples = [factor * multiple for factor in range(first_factor, last_factor + 1)]
+    # `_finite_bounds` treats exclusive bounds as allowed values.
     excluded = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
     return [value for value in multiples if value not in excluded]
 
@@ -94,8 +95,8 @@ class _Bounds(NamedTuple):
 def _finite_bounds(schema: Schema) -> _Bounds | None:
     """Return the bounds of a schema, or None if a bound is missing or is not a number.
 
-    Exclusive bounds are returned like inclusive bounds. Example: the bounds of
-    `{"minimum": 1, "exclusiveMaximum": 15}` are 1 and 15.
+    An exclusive bound is returned like an inclusive bound, although it is not an allowed value.
+    Example: the bounds of `{"minimum": 1, "exclusiveMaximum": 15}` are 1 and 15.
     """
     bounds = [schema[keyword] for keyword in _BOUNDS if keyword in schema]
     if not all(is_number(bound) for bound in bounds):

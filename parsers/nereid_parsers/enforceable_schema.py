@@ -124,11 +124,23 @@ def _without_all_of(schema: Schema, root: object, inlined: frozenset[str]) -> _R
         # annotations.
         return _Resolved({**parts[0], **others}, inlined)
     try:
-        resolved_parts = [_resolve(part, root, inlined) for part in (others, *parts)]
-        merged = functools.reduce(_merge, [part.schema for part in resolved_parts])
+        return _merge_parts([others, *parts], root, inlined)
     except (_CannotMergeError, TypeError, AttributeError):
         # TypeError and AttributeError show that the value of a keyword has a wrong type.
         return _Resolved(schema, inlined)
+
+
+def _merge_parts(parts: list[object], root: object, inlined: frozenset[str]) -> _Resolved:
+    """Merge several schemas into one schema that accepts the values which all schemas accept.
+
+    References in `parts` are replaced by their definitions. For the other arguments and the result
+    see `_without_all_of`.
+
+    Raises:
+        _CannotMergeError: The parts cannot be merged.
+    """
+    resolved_parts = [_resolve(part, root, inlined) for part in parts]
+    merged = functools.reduce(_merge, [part.schema for part in resolved_parts])
     all_inlined = frozenset().union(*(part.inlined for part in resolved_parts))
     return _Resolved(merged, all_inlined)
 
@@ -345,10 +357,11 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         first_schema = first_properties.get(name, first_rest)
         second_schema = second_properties.get(name, second_rest)
         merged = _merge_or_forbid(first_schema, second_schema)
-        if merged is not False:
-            properties[name] = merged
-        elif name in required:  # The property is required, but forbidden.
+        is_forbidden = merged is False
+        if is_forbidden and name in required:
             raise _CannotMergeError
+        if not is_forbidden:
+            properties[name] = merged
     if first_rest is True and second_rest is True:
         return {"properties": properties}  # `additionalProperties` is true by default.
     rest = _merge_or_forbid(first_rest, second_rest)

@@ -114,13 +114,12 @@ class SectionMarkers:
         Returns:
             The end of the marker, NEED_MORE or NO_MATCH.
         """
-        allows_incomplete = not (buffer.is_final and is_empty)
+        ignores_incomplete = is_empty and buffer.is_final
         for close in self.closes:
             end = match_marker(close, buffer.text, buffer.pos)
-            if end >= 0:
+            is_ignored = end == NEED_MORE and ignores_incomplete
+            if end != NO_MATCH and not is_ignored:
                 return end
-            if end == NEED_MORE and allows_incomplete:
-                return NEED_MORE
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:

@@ -213,12 +213,10 @@ class CallReader:
         if match == NEED_MORE:
             return None
         # No tool call starts here, so the text that was taken for the opening marker is content.
-        num_marker_chars = len(self._expected.opening)
+        num_chars = len(self._expected.opening)
         if self._is_start_cut_off():
-            return self._drop_or_treat_as_content(
-                _NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars
-            )
-        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_marker_chars)
+            return self._drop_or_treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_chars)
+        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_chars)
 
     def _is_start_cut_off(self) -> bool:
         """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.

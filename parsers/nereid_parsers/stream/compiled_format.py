@@ -166,14 +166,10 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers enclose the reasoning, the content and the tool calls.
 
     The compiled format contains the markers for which the parser searches. In the dicts, the keys
-    are markers and the values are their meanings. If a format declares one text as several markers,
-    the last dict in each union below decides the meaning of the text. For example, an end-of-turn
-    token in the content always ends the turn. If one text is both the opening and the closing
-    marker of the reasoning, this text opens the reasoning when the parser reads content, and closes
-    the reasoning when the parser reads reasoning.
+    are markers and the values are their meanings.
     """
     reasoning = layout.reasoning
-    wrapper = layout.content
+    wrapper = layout.content  # The markers around the content, or None.
     calls = _compile_calls(layout.tools, allows_unmarked=True)
     opens = _kinds(reasoning.opens if reasoning else (), MarkerKind.OPEN_REASONING)
     closes = _kinds(reasoning.closes if reasoning else (), MarkerKind.CLOSE_REASONING)
@@ -181,6 +177,10 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = _kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = _kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = _kinds(fmt.ends, MarkerKind.END)
+    # If a format declares one text as several markers, the last dict in each union decides the
+    # meaning of the text. An end-of-turn token in the content always ends the turn. A text that
+    # both opens and closes the reasoning opens the reasoning when the parser reads content, and
+    # closes the reasoning when the parser reads reasoning.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes

@@ -66,19 +66,21 @@ class CompiledTag:
             declaration: The declaration of the opening tag and the closing marker.
             early_ends: The markers that follow the value if its closing marker is missing.
         """
+        # The opening tag of the value.
         opening_tag = declaration.open.rstrip()
         self.opening: Pattern = compile_pattern(opening_tag)
         self.padding = declaration.open[len(opening_tag) :]
+        # The end of the value, which is a closing marker or an early end.
         self.close = declaration.close.strip()
         whitespace_before_close = declaration.close.removesuffix(declaration.close.lstrip())
+        end_regex = _value_end_regex(self.close, early_ends, whitespace_before_close)
         end_markers = (self.close, *early_ends)
+        incomplete_end_regexes = _value_end_prefixes(end_markers, whitespace_before_close)
+        possible_end_regex = "|".join([end_regex, *incomplete_end_regexes])
         # The look-ahead makes the search faster, because it rejects most characters with one test.
         lookahead = _first_char_lookahead((*end_markers, whitespace_before_close))
-        end = _value_end_regex(self.close, early_ends, whitespace_before_close)
-        incomplete_ends = _value_end_prefixes(end_markers, whitespace_before_close)
-        possible_end = "|".join([end, *incomplete_ends])
-        self.find_end = re.compile(lookahead + end).search
-        self.find_possible_end = re.compile(f"{lookahead}(?:{possible_end})").search
+        self.find_end = re.compile(lookahead + end_regex).search
+        self.find_possible_end = re.compile(f"{lookahead}(?:{possible_end_regex})").search
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
@@ -169,12 +171,14 @@ class CompiledTags:
         self.stop_markers = stop_markers
         self.variants = tuple(CompiledTag(variant, early_ends) for variant in variants)
         self._head = head
+        # Finds the closing markers of values (group "close") and the opening tags of values.
         closes = _any_of(variant.close for variant in self.variants)
         self._find_close_or_opening = re.compile(
             f"(?P<close>{closes})|{_any_of(openings)}"
         ).finditer
+        # Matches any number of markers between two tool calls, and white space around them.
         markers = _any_of(markers_between_calls)
-        self._match_markers = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
+        self._match_markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
         """Match the opening tag of a value at `pos`, or return NEED_MORE or NO_MATCH.
@@ -206,10 +210,10 @@ class CompiledTags:
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return pos
-        may_become_stop_marker = not is_final and self.may_become_stop_marker(text, pos)
-        if opening == NEED_MORE or may_become_stop_marker:
+        if opening == NEED_MORE:
             return NEED_MORE
-        return NO_MATCH
+        may_become_stop_marker = not is_final and self.may_become_stop_marker(text, pos)
+        return NEED_MORE if may_become_stop_marker else NO_MATCH
 
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether a stop marker is a part of the current value, or follows this value.
@@ -248,7 +252,7 @@ class CompiledTags:
         If the tools are known, the request must offer the function that the header names.
         Example: `</function></call><call><function=f>` contains the header of a call of f.
         """
-        markers = self._match_markers(text, start, end)
+        markers = self._match_markers_between_calls(text, start, end)
         head_start = markers.end() if markers else start
         head = self._head.match(text, head_start, is_final=False)
         if not isinstance(head, PatternMatch):

@@ -162,8 +162,8 @@ class NestedReader(StepReader):
         array, so no second key is written.
         """
         parent = self._elements[-1]
-        has_delayed_values = bool(parent.delayed_values)
-        may_become_array_item = has_delayed_values and name == parent.last_child
+        is_same_name = name == parent.last_child
+        may_become_array_item = is_same_name and bool(parent.delayed_values)
         if not may_become_array_item:
             self._write_delayed_values(parent)
             self._write_key(parent, name)

@@ -199,15 +199,15 @@ class TaggedReader(StepReader):
         from the format is added to the writer.
         """
         variant = self._variant
-        find = variant.find_end if self.is_final else variant.find_possible_end
-        match = find(text, pos)
+        find_marker = variant.find_end if self.is_final else variant.find_possible_end
+        match = find_marker(text, pos)
         while match is not None:
             value_end = self._value_end_at(match, text)
             if value_end is not None:
                 return value_end
-            # The marker is a part of the value, so the search continues inside the marker.
-            search_start = match.start("early") + 1
-            match = find(text, search_start)
+            # The marker is a part of the value. Another marker may start inside this marker, so the
+            # search continues at the second character of the marker.
+            match = find_marker(text, match.start("early") + 1)
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:

@@ -74,15 +74,16 @@ class CallWriter:
         """
         # The settings of the writer, which do not change.
         self.tools = tools
+        # A policy that repairs or discards arguments needs the complete arguments.
         self.stores_arguments = policy.broken_arguments is not BrokenArguments.RAW
         self._events = events
         self._new_id = new_id
         self._broken_arguments = policy.broken_arguments
         self._unknown_tool = policy.unknown_tool
         # The state of the whole message.
-        self.is_open = False
-        self.last_index = -1
-        self.num_started = 0
+        self.is_open = False  # Whether a tool call has started and not ended.
+        self.last_index = -1  # The index of the last tool call with events, or -1.
+        self.num_started = 0  # The number of tool calls, including discarded tool calls.
         self._num_cuts = 0  # The number of calls of `cut_arguments_at` that removed text.
         # The open tool call. `_open` sets these attributes when a tool call starts.
         self._name = ""

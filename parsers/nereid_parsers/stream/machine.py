@@ -122,6 +122,7 @@ class Machine:
             self._forget_prompt(self.feed(start_point.prefill))
         elif self._delays_first_text(start_point):
             # The first text may be reasoning or content. A marker will show which of the two it is.
+            # If no marker follows, the text is reasoning if the output starts in the reasoning.
             self._reasoning_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:

@@ -67,7 +67,8 @@ class ReasoningReader:
         self._is_inline = self._declaration is not None and self._declaration.shown is Shown.INLINE
         self._reasoning_state = State.INLINE_REASONING if self._is_inline else State.REASONING
         # The position in the message.
-        self.has_reasoned = False
+        self.has_reasoned = False  # Whether the reasoning has ended.
+        # Whether stored text is reasoning if no marker shows whether it is reasoning or content.
         self.is_reasoning_by_default = False
         # Text that has been read in the state UNCLASSIFIED or INTERRUPTED_REASONING.
         self._stored_text: list[str] = []

@@ -49,18 +49,20 @@ class TextWriter:
     )  # fmt: skip
 
     def __init__(self, events: list[Event]) -> None:
-        """Create a writer that appends to `events`. For the attributes see the class."""
-        self.has_content = False
-        self.is_after_marker = False
-        self.has_text = False
-        self.pending: list[str] = []
+        """Create a writer that appends to `events`, and that has no trace function."""
         self._events = events
         self._trace: Trace | None = None
+        # The text that precedes the next text.
+        self.has_content = False  # Whether the message has content other than white space.
+        self.has_text = False  # Whether text has been written since the last marker.
+        self._is_last_text_content = False  # If false, the last text was reasoning.
+        self.is_after_marker = False  # Whether a marker directly precedes the next text.
+        # Text that has been read, but not classified.
+        self.pending: list[str] = []  # Text that looks like the start of a tool call or message.
         # White space that follows the last text. More text or a marker will classify it.
         self._whitespace: list[str] = []
         # The white space between the last content and the marker that followed this content.
         self._removed_whitespace = ""
-        self._is_last_text_content = False  # If false, the last text was reasoning.
         self._call_text: list[str] = []  # The text of a tool call that may be read again.
         # The number of characters at the start of the next text that belong to the prompt.
         self._num_prompt_chars = 0
@@ -108,7 +110,9 @@ class TextWriter:
             self._whitespace.append(trailing_whitespace)
 
     def _append(self, text: str, event_type: type[ReasoningDelta] | type[ContentDelta]) -> None:
-        r"""Append an event for `text`, which ends with a visible character. Trace `text`.
+        r"""Append an event for `text`, and pass `text` to the trace function.
+
+        The last character of `text` is not white space.
 
         The event of content also restores the white space that was removed between the previous
         content and a marker. The trace does not receive this white space again, because it has

@@ -128,6 +128,16 @@ def _run_parse(options: argparse.Namespace) -> int:
             f"--stream {chars_per_piece}: the number of characters in each piece must be at least 1"
         )
     paint = command.paint_for(options.colour)
+    if chars_per_piece is None:
+        _print_whole_text(paint, options)
+    else:
+        parser = _create_stream_parser(options)
+        _print_stream(paint, parser, _read(options.file), chars_per_piece)
+    return 0
+
+
+def _print_whole_text(paint: Paint, options: argparse.Namespace) -> None:
+    """Parse the whole text, and print the coloured text and the parsed message."""
     coloured_pieces: list[str] = []
     parser = _create_stream_parser(
         options,
@@ -135,17 +145,13 @@ def _run_parse(options: argparse.Namespace) -> int:
         trace=lambda kind, piece: coloured_pieces.append(paint(kind, piece)),
     )
     text = _read(options.file)
-    if chars_per_piece is not None:
-        _print_stream(paint, parser, text, chars_per_piece)
-        return 0
     message = fold([*parser.feed(text), *parser.finish()])
     _print("".join(coloured_pieces))
     _print()
     _print_message(paint, message)
-    return 0
 
 
-def _create_stream_parser(options: argparse.Namespace, trace: Trace) -> StreamParser:
+def _create_stream_parser(options: argparse.Namespace, trace: Trace | None = None) -> StreamParser:
     """Return the parser that the options of the command `parse` select.
 
     The parser numbers the generated ids of tool calls (`call_0`, `call_1`), so that the output is

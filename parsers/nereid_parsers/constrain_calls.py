@@ -69,14 +69,14 @@ def section_node(section: ToolSection, tools: tuple[ToolSchema, ...], *, is_sing
     call = section.calls[0]
     separator = const(section.separator) if section.separator.strip() else WHITESPACE
     if isinstance(call.body, ListBody):
-        content = _list_or_object(section, call.body, tools, is_single=is_single)
+        items = [_list_or_object(section, call.body, tools, is_single=is_single)]
+        # If each list has its own markers, some models write one list for each tool call.
         has_own_markers = bool(call.open.strip() and call.close.strip())
-        if has_own_markers:
-            # Some models write one list for each tool call, and write the markers around each list.
-            content = repeated([content], separator, is_single=is_single)
+        has_one_item = is_single or not has_own_markers
     else:
-        calls = [call_node(call, tool) for tool in tools]
-        content = repeated(calls, separator, is_single=is_single)
+        items = [call_node(call, tool) for tool in tools]
+        has_one_item = is_single
+    content = repeated(items, separator, is_single=has_one_item)
     return sequence(const(section.open), content, const(section.close))
 
 

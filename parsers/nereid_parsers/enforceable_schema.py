@@ -349,10 +349,11 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         raise _CannotMergeError
     first_properties = first.get("properties") or {}
     second_properties = second.get("properties") or {}
-    # `additionalProperties` is the schema of all properties that `properties` does not declare.
+    # `additionalProperties` is the schema of all properties that `properties` does not declare. The
+    # schema `true`, which is the default, accepts every value.
     first_rest = first.get("additionalProperties", True)
     second_rest = second.get("additionalProperties", True)
-    properties = {}
+    properties: dict[str, object] = {}
     for name in dict.fromkeys([*first_properties, *second_properties]):
         first_schema = first_properties.get(name, first_rest)
         second_schema = second_properties.get(name, second_rest)
@@ -363,7 +364,7 @@ def _merge_properties(first: Schema, second: Schema, required: list[str]) -> dic
         if not is_forbidden:
             properties[name] = merged
     if first_rest is True and second_rest is True:
-        return {"properties": properties}  # `additionalProperties` is true by default.
+        return {"properties": properties}
     rest = _merge_or_forbid(first_rest, second_rest)
     return {"properties": properties, "additionalProperties": rest}
 

@@ -119,8 +119,8 @@ class ArrayReader(BodyReader):
         if char == ",":
             return pos + 1
         if char == "]":
-            contains_calls = self._is_confirmed or self.writer.num_started > 0
-            self.status = DONE if contains_calls else BROKEN
+            is_call_list = self._is_confirmed or self.writer.num_started > 0
+            self.status = DONE if is_call_list else BROKEN
             return pos + 1
         if char == "{":
             self._member = ObjectReader(self.writer, self._keys, is_confirmed=self._is_confirmed)

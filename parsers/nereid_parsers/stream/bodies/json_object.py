@@ -52,7 +52,6 @@ class ObjectReader(StepReader):
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
         self._is_confirmed = is_confirmed
-        # The position in the object.
         # The keys of the objects that enclose the current position, for example ["function"]. The
         # key of an object with the role WRAPPER is stored as "", because declared paths do not
         # contain this key.

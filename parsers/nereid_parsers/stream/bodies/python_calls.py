@@ -127,20 +127,27 @@ class PythonCallsReader(StepReader):
         """
         if text[pos] == ")":
             return self._end_call(pos + 1)
-        match = _KEYWORD(text, pos)
-        if match is None:
+        keyword = _KEYWORD(text, pos)
+        if keyword is None:
             return self._reject(pos)
-        equals_pos = skip_whitespace(text, match.end())
+        equals_pos = skip_whitespace(text, keyword.end())
         if equals_pos == len(text):
             return self._wait_or_reject(text, pos)
         if text[equals_pos] != "=":
             return self._reject(pos)
+        self._start_argument(keyword.group())
+        return equals_pos + 1
+
+    def _start_argument(self, name: str) -> None:
+        """Write the key of an argument, and select the step that reads the value of the argument.
+
+        Example: for the first argument `city`, `{"city": ` is written.
+        """
         separator = ", " if self._num_arguments else "{"
-        self.writer.write(f"{separator}{quote_json(match.group())}: ")
+        self.writer.write(f"{separator}{quote_json(name)}: ")
         self._num_arguments += 1
         self._literal = LiteralReader(PYTHON)
         self._step = self._read_value
-        return equals_pos + 1
 
     def _read_value(self, text: str, pos: int) -> int:
         """Read a piece of an argument's value, and write the piece as JSON.

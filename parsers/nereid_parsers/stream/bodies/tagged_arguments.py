@@ -76,8 +76,8 @@ class TaggedReader(StepReader):
         self._keys: set[str] = set()  # The names of the arguments that have been read.
         # These attributes describe the current value. A string is written as it arrives. The text
         # of any other value is stored in `_value_pieces` until the closing marker of the value.
-        self._variant = tags.variants[0]
-        self._types: frozenset[str] | None = None
+        self._variant = tags.variants[0]  # The variant of the tags around the value.
+        self._types: frozenset[str] | None = None  # The JSON types that the value may have.
         self._value_pieces: list[str] = []
 
     def begin(self) -> None:

@@ -44,38 +44,22 @@ class _Call(NamedTuple):
 class _Group:
     """Linear layers that the model calls one after the other with the same input.
 
-    The first layer has a buffer with the concatenated weights of all layers. The weight of each
-    layer is a view into this buffer.
+    The first layer computes the outputs of all layers with `compute`. Each layer then gets its own
+    output from `take`.
     """
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        """Merge the weights of several layers.
+    def __init__(self, sizes: list[int], *, is_native: bool) -> None:
+        """Create a group without stored outputs.
 
-        The class of each layer is changed to a subclass of `_Merged`. Each layer also gets a
-        reference to this group, and its index in the group. Mutates: the layers.
+        Args:
+            sizes: the number of outputs of each layer.
+            is_native: whether the weights have the packed layout of the CPU kernels.
         """
-        self._sizes = [layer.out_features for layer in layers]
-        # The input of the last product, and the outputs that `take` has not yet returned.
+        self._sizes = sizes
+        self._is_native = is_native
+        # The input of the last `compute`, and the outputs that `take` has not yet returned.
         self._input: Tensor | None = None
-        self._parts: list[Tensor | None] = []
-        self._is_native = isinstance(layers[0], NativeLinear)
-        weights = [_weight_of(layer) for layer in layers]
-        merged = torch.cat(weights)
-        bias = _merged_bias(layers)
-        parts = torch.split(merged, [len(weight) for weight in weights])
-        for index, (layer, part) in enumerate(zip(layers, parts, strict=True)):
-            if isinstance(layer, NativeLinear):
-                layer.packed = part
-            else:
-                layer.weight = nn.Parameter(part, requires_grad=False)
-            kind: type[_Merged] = MergedNativeLinear if self._is_native else MergedLinear
-            merged_layer = change_class(layer, kind)
-            merged_layer.group = self
-            merged_layer.place = index
-        # The tensors are registered as buffers, so that torch.export treats them as part of the
-        # model.
-        layers[0].register_buffer("merged", merged, persistent=False)
-        layers[0].register_buffer("merged_bias", bias, persistent=False)
+        self._outputs: list[Tensor | None] = []
 
     def compute(self, x: Tensor, merged: Tensor, bias: Tensor | None) -> None:
         """Compute and store the outputs of all layers of the group.
@@ -95,25 +79,35 @@ class _Group:
             output = linear(x, merged, bias, size)
         # `take` compares its argument with this tensor object.
         self._input = x
-        self._parts = list(torch.split(output, self._sizes, dim=-1))
+        self._outputs = list(torch.split(output, self._sizes, dim=-1))
 
     def take(self, place: int, x: Tensor) -> Tensor | None:
-        """Remove and return the stored output of one layer of the group.
+        """Remove the output of one layer from the outputs that `compute` has stored, and return it.
 
-        Return None if `x` is not the input for which the outputs were computed.
+        Return None if `x` is not the tensor object for which the outputs were computed, or if the
+        output was already returned. The layer must then compute its output itself.
+
+        Args:
+            place: the index of the layer in the group. After the last layer, the group forgets the
+                input and the outputs, so that their memory is freed.
+            x: the input of the layer.
         """
         if self._input is not x:
             return None
-        part = self._parts[place]
-        self._parts[place] = None
-        if place == len(self._sizes) - 1:
+        output = self._outputs[place]
+        self._outputs[place] = None
+        is_last_layer = place == len(self._sizes) - 1
+        if is_last_layer:
             self._input = None
-            self._parts = []
-        return part
+            self._outputs = []
+        return output
 
 
 class _Merged(nn.Linear):
     """A linear layer of a merged group. Only one forward pass may run at a time.
+
+    The first layer has a buffer with the concatenated weights of all layers. The weight of each
+    layer is a view into this buffer.
 
     Attributes:
         group: the group of the layer.
@@ -131,8 +125,8 @@ class _Merged(nn.Linear):
         """Compute the layer. An input [..., in_features] gives an output [..., out_features]."""
         if self.place == 0:
             self.group.compute(input, self.merged, self.merged_bias)
-        part = self.group.take(self.place, input)
-        return super().forward(input) if part is None else part
+        output = self.group.take(self.place, input)
+        return super().forward(input) if output is None else output
 
 
 class MergedLinear(_Merged):
@@ -151,8 +145,16 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
         run: runs the model once.
 
     Returns:
-        The number of groups.
+        The number of groups of merged layers.
     """
+    groups = _layers_with_same_input(_record_calls(model, run))
+    for layers in groups:
+        _merge(layers)
+    return len(groups)
+
+
+def _record_calls(model: nn.Module, run: Callable[[], object]) -> list[_Call]:
+    """Return the calls of linear layers while `run` runs the model, in the order of the calls."""
     calls: list[_Call] = []
     hooks = [
         module.register_forward_pre_hook(_call_recorder(calls, name.rpartition(".")[0]))
@@ -164,10 +166,30 @@ def merge_linears(model: nn.Module, run: Callable[[], object]) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    groups = _layers_with_same_input(calls)
-    for layers in groups:
-        _Group(layers)  # The constructor merges the layers, and each layer refers to the group.
-    return len(groups)
+    return calls
+
+
+def _merge(layers: list[nn.Linear]) -> None:
+    """Merge the weights of layers with the same input, and change the class of each layer.
+
+    Afterwards, the first layer contains the merged weights, and the weight of each layer is a view
+    into the merged weights. Mutates: the layers.
+    """
+    is_native = isinstance(layers[0], NativeLinear)
+    merged_class: type[_Merged] = MergedNativeLinear if is_native else MergedLinear
+    group = _Group([layer.out_features for layer in layers], is_native=is_native)
+    weights = [_weight_of(layer) for layer in layers]
+    merged = torch.cat(weights)
+    merged_bias = _merged_bias(layers)
+    views = torch.split(merged, [len(weight) for weight in weights])
+    for place, (layer, view) in enumerate(zip(layers, views, strict=True)):
+        _set_weight(layer, view)
+        merged_layer = change_class(layer, merged_class)
+        merged_layer.group = group
+        merged_layer.place = place
+    # The tensors are registered as buffers, so that torch.export treats them as part of the model.
+    layers[0].register_buffer("merged", merged, persistent=False)
+    layers[0].register_buffer("merged_bias", merged_bias, persistent=False)
 
 
 def _layers_with_same_input(calls: list[_Call]) -> list[list[nn.Linear]]:
@@ -243,6 +265,14 @@ def _weight_of(layer: nn.Linear) -> Tensor:
     selects a panel of outputs.
     """
     return layer.packed if isinstance(layer, NativeLinear) else layer.weight.detach()
+
+
+def _set_weight(layer: nn.Linear, weight: Tensor) -> None:
+    """Replace the weight of a layer. `weight` has the layout that `_weight_of` returns."""
+    if isinstance(layer, NativeLinear):
+        layer.packed = weight
+    else:
+        layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def _merged_bias(layers: list[nn.Linear]) -> Tensor | None:

@@ -9,6 +9,7 @@ hook that calls the same code.
 """
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -50,6 +51,19 @@ AdapterWeights = Mapping[str, LayerPair]
 """The matrices of one adapter. The keys are the names of linear layers."""
 
 
+class _StoredAdapter(NamedTuple):
+    """An adapter in the layout that the CPU kernels read.
+
+    Attributes:
+        structs: one struct for each layer, in the order of the layer numbers. A layer that the
+            adapter does not change has an empty struct.
+        matrices: the matrices to which the structs point.
+    """
+
+    structs: ctypes.Array[NativeAdapterMatrices]
+    matrices: list[LayerPair]
+
+
 class NativeAdapters:
     """Stores LoRA adapters in the layout that the CPU kernels read."""
 
@@ -59,49 +73,27 @@ class NativeAdapters:
         The memory addresses of the model's weights must not change afterwards. If the model is not
         on a CPU, or if this CPU has no kernels, the object contains no layers.
         """
-        # Maps the name of each layer to a number. Merged layers have consecutive numbers.
-        self._numbers: dict[str, int] = {}
-        # Maps the name of each layer that needs a hook to a key. The kernels identify such a layer
-        # by this key instead of the address of its weights.
-        self._hook_keys: dict[str, int] = {}
+        groups = _groups(model)
+        layers = {name: layer for group in groups for name, layer in group.items()}
+        # The number of each layer, by name. Merged layers have consecutive numbers.
+        self._layer_numbers = {name: number for number, name in enumerate(layers)}
         # The number of outputs of each layer, in the order of the layer numbers.
-        sizes: list[int] = []
-        # The matrix products of the layers and of the merged groups. The kernels find a product by
-        # the address of its weights, and then add the products of the adapters to its output.
-        products: list[NativeAdaptedProduct] = []
-        for group in _groups(model):
-            first_number = len(sizes)
-            for name, layer in group.items():
-                key = _address(layer)
-                if key is None:
-                    key = id(layer)
-                    self._hook_keys[name] = key
-                number = len(sizes)
-                num_outputs = _num_outputs(layer)
-                products.append(NativeAdaptedProduct(key, num_outputs, number, 1))
-                self._numbers[name] = number
-                sizes.append(num_outputs)
-            if len(group) > 1:
-                merged = next(iter(group.values())).merged
-                assert isinstance(merged, Tensor)
-                num_outputs = sum(sizes[first_number:])
-                products.append(
-                    NativeAdaptedProduct(merged.data_ptr(), num_outputs, first_number, len(group))
-                )
-        products.sort(key=lambda product: product.weight)
-        self._products = (NativeAdaptedProduct * len(products))(*products)
-        self._sizes = (ctypes.c_int64 * len(sizes))(*sizes)
-        # Whether the matrices are bfloat16; otherwise, they are float32.
+        sizes = [_num_outputs(layer) for layer in layers.values()]
+        self._layer_outputs = (ctypes.c_int64 * len(sizes))(*sizes)
+        # The keys by which the kernels identify the layers that need a hook, by layer name.
+        self._hook_keys = {
+            name: _kernel_key(layer) for name, layer in layers.items() if _address(layer) is None
+        }
+        self._products = _matrix_products(groups)
+        self._stored: dict[Adapter, _StoredAdapter] = {}
+        # Whether the matrices of the adapters are bfloat16; otherwise, they are float32.
         self._is_bfloat16 = False
+        # Whether a step with adapters is running.
         self._is_serving = False
-        # For each adapter, `_arrays` contains the structs that the kernels read. The structs point
-        # to the matrices in `_matrices`.
-        self._arrays: dict[Adapter, ctypes.Array[NativeAdapterMatrices]] = {}
-        self._matrices: dict[Adapter, list[LayerPair]] = {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether this object contains the linear layer with this name."""
-        return name in self._numbers
+        return name in self._layer_numbers
 
     def needs_hook(self, name: str) -> bool:
         """Return whether the layer `name` needs a forward hook. The hook must call `adapt`."""
@@ -112,7 +104,8 @@ class NativeAdapters:
     ) -> None:
         """Add the products of the adapters to the output of a layer. Mutates: `output`.
 
-        If no step with adapters is running, the output stays unchanged.
+        The forward hook of a layer calls this method. If no step with adapters is running, the
+        output stays unchanged.
 
         Args:
             name: the name of the layer. `needs_hook` must be True for this layer.
@@ -126,18 +119,21 @@ class NativeAdapters:
         dtype = output.dtype if output.dtype in _DTYPES else torch.float32
         x = inputs[0].to(dtype).contiguous()
         out = output.to(dtype).contiguous()
+        num_inputs = x.shape[-1]
         num_outputs = out.shape[-1]
+        num_rows = out.numel() // num_outputs
         kernels().nereid_adapt(
             out.dtype == torch.bfloat16,
             self._hook_keys[name],
             x.data_ptr(),
             out.data_ptr(),
-            out.numel() // num_outputs,
-            x.shape[-1],
+            num_rows,
+            num_inputs,
             num_outputs,
             torch.get_num_threads(),
         )
-        if out.data_ptr() != output.data_ptr():
+        is_copy = out.data_ptr() != output.data_ptr()
+        if is_copy:
             output.copy_(out)
 
     def add(self, adapter: Adapter, weights: AdapterWeights) -> None:
@@ -147,20 +143,20 @@ class NativeAdapters:
             adapter: the adapter.
             weights: the matrices of the adapter. This object must contain all their layers.
         """
-        pairs = {self._numbers[name]: _kernel_layout(pair) for name, pair in weights.items()}
-        array = (NativeAdapterMatrices * len(self._sizes))()
-        for number, pair in pairs.items():
-            array[number] = NativeAdapterMatrices(
-                pair.down.data_ptr(), pair.up.data_ptr(), len(pair.down)
+        matrices = [_kernel_layout(pair) for pair in weights.values()]
+        structs = (NativeAdapterMatrices * len(self._layer_outputs))()
+        for name, pair in zip(weights, matrices, strict=True):
+            structs[self._layer_numbers[name]] = NativeAdapterMatrices(
+                down=pair.down.data_ptr(), up=pair.up.data_ptr(), rank=len(pair.down)
             )
+        self._stored[adapter] = _StoredAdapter(structs, matrices)
+        if matrices:
             # The matrices of all adapters have the data type of the model.
-            self._is_bfloat16 = pair.down.dtype == torch.bfloat16
-        self._arrays[adapter] = array
-        self._matrices[adapter] = list(pairs.values())
+            self._is_bfloat16 = matrices[0].down.dtype == torch.bfloat16
 
     def remove(self, adapter: Adapter) -> None:
         """Free the matrices of an adapter."""
-        del self._arrays[adapter], self._matrices[adapter]
+        del self._stored[adapter]
 
     @contextmanager
     def serving(self, owners: Sequence[Adapter | None], counts: Sequence[int]) -> Iterator[None]:
@@ -174,20 +170,45 @@ class NativeAdapters:
             RuntimeError: if a layer has computed a number of rows that cannot be divided over the
                 chunks. In this case, the outputs of the step are wrong.
         """
-        if not self._numbers:
+        if not self._layer_numbers:
             yield
             return
+        # The buffers must stay in memory during the step, because the struct has their addresses.
+        struct, _buffers = self._describe_step(owners, counts)
+        kernels().nereid_serve_adapters(ctypes.byref(struct))
+        self._is_serving = True
+        try:
+            yield
+        finally:
+            self._is_serving = False
+            kernels().nereid_serve_adapters(None)
+        if struct.unfit_rows:
+            raise RuntimeError(
+                f"a linear layer has computed {struct.unfit_rows} rows, which cannot be divided "
+                f"over the {len(owners)} chunks of the step, so the rows of each adapter are not "
+                "known"
+            )
+
+    def _describe_step(
+        self, owners: Sequence[Adapter | None], counts: Sequence[int]
+    ) -> tuple[NativeAdapterStep, tuple[object, ...]]:
+        """Return the description of a step for the kernels, and the buffers to which it points.
+
+        `serving` describes the arguments. Example of the buffers: the chunks have the adapters
+        [a, None, b] and the counts [1, 1, 2]. The owners of the chunks are [0, -1, 1], and the
+        owners of the rows are [0, -1, 1, 1].
+        """
         adapters = [adapter for adapter in dict.fromkeys(owners) if adapter is not None]
         indices: dict[Adapter | None, int] = {None: -1}
         indices |= {adapter: index for index, adapter in enumerate(adapters)}
         chunk_owners = np.array([indices[owner] for owner in owners], dtype=np.int64)
         row_owners = chunk_owners.repeat(counts)
-        addresses = [ctypes.addressof(self._arrays[adapter]) for adapter in adapters]
+        addresses = [ctypes.addressof(self._stored[adapter].structs) for adapter in adapters]
         pointers = (ctypes.c_void_p * len(adapters))(*addresses)
-        step = NativeAdapterStep(
+        struct = NativeAdapterStep(
             products=ctypes.addressof(self._products),
             num_products=len(self._products),
-            layer_outputs=ctypes.addressof(self._sizes),
+            layer_outputs=ctypes.addressof(self._layer_outputs),
             adapters=ctypes.addressof(pointers),
             num_adapters=len(adapters),
             is_bfloat16=self._is_bfloat16,
@@ -196,19 +217,7 @@ class NativeAdapters:
             num_tokens=len(row_owners),
             num_chunks=len(chunk_owners),
         )
-        kernels().nereid_serve_adapters(ctypes.byref(step))
-        self._is_serving = True
-        try:
-            yield
-        finally:
-            self._is_serving = False
-            kernels().nereid_serve_adapters(None)
-        if step.unfit_rows:
-            raise RuntimeError(
-                f"a linear layer has computed {step.unfit_rows} rows, which cannot be divided over "
-                f"the {len(chunk_owners)} chunks of the step, so the rows of each adapter are not "
-                "known"
-            )
+        return struct, (chunk_owners, row_owners, pointers)
 
 
 def adapter_bytes(pair: LayerPair) -> int:
@@ -249,16 +258,55 @@ def _groups(model: nn.Module) -> list[dict[str, nn.Module]]:
     device = next(model.parameters()).device
     if device.type != "cpu" or not native_linear.is_available():
         return []
-    groups: dict[object, dict[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        if _num_outputs(module):
-            key = id(module.group) if isinstance(module, MergedNativeLinear) else name
-            groups.setdefault(key, {})[name] = module
+    groups: defaultdict[object, dict[str, nn.Module]] = defaultdict(dict)
+    for name, layer in model.named_modules():
+        if _num_outputs(layer) == 0:
+            continue  # not a linear layer
+        # Merged layers have the same object `group`.
+        key = layer.group if isinstance(layer, MergedNativeLinear) else layer
+        groups[key][name] = layer
+    return [dict(sorted(group.items(), key=_merge_position)) for group in groups.values()]
 
-    def place_in_group(item: tuple[str, nn.Module]) -> int:
-        return int(getattr(item[1], "place", 0))
 
-    return [dict(sorted(group.items(), key=place_in_group)) for group in groups.values()]
+def _merge_position(item: tuple[str, nn.Module]) -> int:
+    """Return the index of a layer in its merged group; 0 if the layer is not merged.
+
+    `item` is the name of the layer, and the layer.
+    """
+    _name, layer = item
+    return layer.place if isinstance(layer, MergedNativeLinear) else 0
+
+
+def _matrix_products(groups: list[dict[str, nn.Module]]) -> ctypes.Array[NativeAdaptedProduct]:
+    """Return the matrix products to which the kernels add the products of the adapters.
+
+    Each layer has one product. Merged layers also have a common product, because the kernels can
+    compute the whole group at once. The kernels search for the address of the weights, so the
+    products are sorted by this address.
+
+    Args:
+        groups: the result of `_groups`. The layers are numbered in this order.
+    """
+    products: list[NativeAdaptedProduct] = []
+    first_number = 0
+    for group in groups:
+        layers = list(group.values())
+        sizes = [_num_outputs(layer) for layer in layers]
+        products += [
+            NativeAdaptedProduct(_kernel_key(layer), size, first_layer=number, num_layers=1)
+            for number, (layer, size) in enumerate(zip(layers, sizes, strict=True), first_number)
+        ]
+        if len(layers) > 1:
+            assert isinstance(layers[0], MergedNativeLinear)
+            address = layers[0].merged.data_ptr()
+            products.append(
+                NativeAdaptedProduct(
+                    address, sum(sizes), first_layer=first_number, num_layers=len(layers)
+                )
+            )
+        first_number += len(layers)
+    products.sort(key=lambda product: product.weight)
+    return (NativeAdaptedProduct * len(products))(*products)
 
 
 def _num_outputs(module: nn.Module) -> int:
@@ -270,6 +318,16 @@ def _num_outputs(module: nn.Module) -> int:
         if isinstance(size, int):
             return size
     return 0
+
+
+def _kernel_key(layer: nn.Module) -> int:
+    """Return the number by which the kernels identify a layer.
+
+    The number is the address of the layer's weights. If the kernels do not compute the layer, the
+    number is any number that is different from all addresses.
+    """
+    address = _address(layer)
+    return id(layer) if address is None else address
 
 
 def _address(layer: nn.Module) -> int | None:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins the matrices of several LoRA adapters, and masks the adapters that a row does not use.
+
+The docstring of lora_layers.py explains the computation.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from nereid_backend.device_transfer import upload
+from nereid_backend.linear import native_linear
+from nereid_backend.linear.native_adapters import LayerPair
+from nereid_backend.linear.native_linear import NativeLinear
+from nereid_backend.linear.prepack import prepack_linears
+
+Ranks = tuple[tuple[int, ...], ...]
+"""For each linear layer of a group, the rank of each joined adapter."""
+
+
+@dataclass(slots=True, eq=False)
+class JoinedGroup:
+    """Linear layers with the same input, and the adapters' first matrices for these layers.
+
+    Attributes:
+        down: a layer whose weight contains the first matrices of all linear layers and adapters.
+        ranks: one tuple for each linear layer. The tuple contains the rank of each joined adapter.
+        input: the last input of the linear layers in this step; None before the first call.
+        hidden: the masked output of `down` for `input`, [rows, sum of ranks].
+    """
+
+    down: nn.Linear
+    ranks: Ranks
+    input: Tensor | None = None
+    hidden: Tensor | None = None
+
+    def clear(self) -> None:
+        """Delete the last input and the last product, so that their memory is freed."""
+        self.input = self.hidden = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLayer:
+    """The concatenated matrices of several adapters for one linear layer.
+
+    Attributes:
+        group: the group of the linear layer.
+        columns: the columns of `JoinedGroup.hidden` that belong to the linear layer.
+        up: a layer whose weight contains the second matrices of all adapters.
+    """
+
+    group: JoinedGroup
+    columns: slice
+    up: nn.Linear
+
+
+def join_group(pairs: list[list[LayerPair | None]]) -> list[JoinedLayer]:
+    """Join the matrices of several adapters for linear layers with the same input.
+
+    The first matrices (`down`) of all linear layers are concatenated to one matrix. The second
+    matrices (`up`) are concatenated separately for each linear layer. Example: two adapters with
+    the ranks 2 and 3 change q_proj and k_proj. The joined first matrix has 10 rows, and each joined
+    second matrix has 5 columns.
+
+    Args:
+        pairs: one list for each linear layer. The list contains the matrices of each adapter, or
+            None for each adapter that does not change the layer.
+
+    Returns:
+        The joined matrices of each linear layer.
+    """
+    present = [[pair for pair in layer_pairs if pair is not None] for layer_pairs in pairs]
+    joined_down = torch.cat([pair.down for layer_pairs in present for pair in layer_pairs])
+    joined_ups = [torch.cat([pair.up for pair in layer_pairs], dim=1) for layer_pairs in present]
+    down, *ups = _packed_linears([joined_down, *joined_ups])
+    ranks = tuple(
+        tuple(0 if pair is None else len(pair.down) for pair in layer_pairs)
+        for layer_pairs in pairs
+    )
+    group = JoinedGroup(down, ranks)
+    # The outputs of `down` are first the numbers for the first linear layer, and so on.
+    ends = accumulate(up.in_features for up in ups)
+    return [
+        JoinedLayer(group, slice(end - up.in_features, end), up)
+        for up, end in zip(ups, ends, strict=True)
+    ]
+
+
+def _packed_linears(matrices: list[Tensor]) -> list[nn.Linear]:
+    """Return a linear layer for each matrix, [out_features, in_features].
+
+    The matrices have few rows or few columns. On a CPU, packed layers multiply such matrices
+    several times as fast as torch.
+    """
+    layers = nn.ModuleList(map(_linear, matrices))
+    prepack_linears(layers)
+    return cast("list[nn.Linear]", list(layers))
+
+
+class AdapterStep:
+    """The adapters of the rows of a running step.
+
+    An adapter is represented by its index among the joined adapters. The number -1 represents a row
+    or a chunk without an adapter.
+    """
+
+    def __init__(self, row_adapters: Tensor, chunk_adapters: NDArray[np.int64]) -> None:
+        """Create the description of a step.
+
+        Args:
+            row_adapters: the adapter of each row, [num_rows] int64. A single number applies to all
+                rows.
+            chunk_adapters: the adapter of each chunk, [num_chunks] int64.
+        """
+        self._row_adapters = row_adapters
+        self._chunk_adapters = chunk_adapters
+        # The masks that this step has already computed. The keys are the arguments of `mask`.
+        self._masks: dict[tuple[Ranks, int], Tensor] = {}
+
+    def mask(self, ranks: Ranks, num_rows: int) -> Tensor:
+        """Return a mask of the numbers that must be set to 0. The mask is computed only once.
+
+        A number is masked if its row does not use the adapter to which its column belongs. Example:
+        the rows have the adapters [0, 1], and `ranks` is ((1, 2),). The mask is
+        [[False, True, True], [True, False, False]].
+
+        Args:
+            ranks: the ranks of the joined adapters, for each linear layer of a group.
+            num_rows: the number of rows that the layer computes.
+
+        Returns:
+            Booleans, [num_rows or 1, sum of ranks].
+        """
+        key = (ranks, num_rows)
+        if key not in self._masks:
+            row_adapters = self._adapters_of_rows(num_rows)
+            column_adapters = torch.cat([_adapters_of_columns(one_layer) for one_layer in ranks])
+            self._masks[key] = row_adapters[:, None] != column_adapters.to(row_adapters.device)
+        return self._masks[key]
+
+    def _adapters_of_rows(self, num_rows: int) -> Tensor:
+        """Return the adapter of each row of a layer that computes `num_rows` rows.
+
+        Most layers compute one row for each token of the step. A model that stores compressed keys
+        and values has a layer that expands the keys and values of the whole context in every step.
+        This layer computes the same number of rows for each chunk.
+        """
+        if len(self._row_adapters) in (1, num_rows):
+            return self._row_adapters
+        rows_per_chunk = num_rows // len(self._chunk_adapters)
+        return upload(self._chunk_adapters.repeat(rows_per_chunk), self._row_adapters.device)
+
+
+def _adapters_of_columns(ranks: tuple[int, ...]) -> Tensor:
+    """Return the index of the adapter to which each column of a joined product belongs.
+
+    `ranks` contains the number of columns of each adapter. Example: (1, 2) gives [0, 1, 1].
+    """
+    return torch.arange(len(ranks)).repeat_interleave(torch.tensor(ranks))
+
+
+def masked_down(group: JoinedGroup, layer_input: Tensor, step: AdapterStep) -> Tensor:
+    """Return the masked product of a layer's input and the `down` matrices of the adapters.
+
+    The layers of a group have the same input, so the product is computed for the first layer, and
+    stored in `group` for the other layers. Mutates: `group`.
+    """
+    if group.input is layer_input and group.hidden is not None:
+        return group.hidden
+    down = group.down
+    hidden = product(down, layer_input.reshape(-1, down.in_features).to(down.weight.dtype))
+    # Set the masked numbers to 0. A multiplication by 0 would turn NaN and infinity into NaN.
+    hidden.masked_fill_(step.mask(group.ranks, len(hidden)), 0)
+    group.input = layer_input
+    group.hidden = hidden
+    return hidden
+
+
+def product(layer: nn.Linear, rows: Tensor) -> Tensor:
+    """Return the output of a layer for `rows`. The layer must have no bias.
+
+    A step calls packed layers hundreds of times. Therefore, the kernel is called directly, without
+    the overhead of a module call.
+    """
+    if isinstance(layer, NativeLinear):
+        return native_linear.linear(rows, layer.packed, None, layer.out_features)
+    output: Tensor = layer(rows)
+    return output
+
+
+def _linear(matrix: Tensor) -> nn.Linear:
+    """Return a linear layer with the weight `matrix`, [out_features, in_features], and no bias."""
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.out_features, layer.in_features = matrix.shape
+    layer.weight = nn.Parameter(matrix, requires_grad=False)
+    return layer

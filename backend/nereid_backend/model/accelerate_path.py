@@ -52,24 +52,41 @@ def use_compiled_forward(
         ConfigError: if the GPU cannot be used any more after the attempt.
     """
     try:
-        if not isinstance(path, PackedPath):
-            raise UnfitError(
-                "torch.compile supports only the forward path packed, but this model uses the "
-                f"forward path {chosen.spec.name}"
-            )
-        compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
-        check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
+        compiled = _compile(path, checkpoint, hook, chosen, progress)
     except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
-        _check_device(
-            checkpoint.device, error, "compile_forward", "the compiled forward pass failed"
-        )
+        problem = "the compiled forward pass failed"
+        _check_device(checkpoint.device, error, "compile_forward", problem)
         progress(f"the forward pass is not compiled: {first_line(error)}")
         if checkpoint.device.type == "cuda":
             use_fused_norms(checkpoint, chosen, progress)
         return None
+    progress("the forward pass is compiled")
+    return compiled
+
+
+def _compile(
+    path: ForwardPath,
+    checkpoint: Checkpoint,
+    hook: AttentionHook,
+    chosen: ChosenPath,
+    progress: Progress,
+) -> CompiledForward:
+    """Compile the forward pass of a model, check its logits, and let `path` use it.
+
+    The arguments are those of `use_compiled_forward`.
+
+    Raises:
+        Exception: of any class, if the compilation fails or the logits are wrong.
+    """
+    if not isinstance(path, PackedPath):
+        raise UnfitError(
+            "torch.compile supports only the forward path packed, but this model uses the "
+            f"forward path {chosen.spec.name}"
+        )
+    compiled = compile_forward(checkpoint.model, hook, progress, is_native=path.is_native)
+    check_path(path_for_check(chosen, compiled), chosen.trial, checkpoint.model.dtype)
     compiled.confirm()
     path.use(compiled)
-    progress("the forward pass is compiled")
     return compiled
 
 
@@ -207,12 +224,20 @@ def use_fastest_attention(
 ) -> None:
     """Use an external attention library for each layer that it computes faster than Nereid.
 
-    Do nothing if no GPU kernel is used. The arguments are those of `use_compiled_forward`.
+    Do nothing if no GPU kernel is used. First, a new path chooses the libraries and computes the
+    test sequences. The path of the engine chooses the libraries only if these logits are correct.
+
+    Args:
+        path: the forward path with the sizes of the engine. Mutated.
+        checkpoint: the model.
+        chosen: the chosen forward path, with the test sequences and the expected logits.
+        progress: called with one line about the result.
     """
     test_path = chosen.spec.build(chosen.trial.sizes)
     if not isinstance(path, PackedPath) or not isinstance(test_path, PackedPath):
         return
-    if not test_path.choose_attention():
+    num_test_uses = test_path.choose_attention()
+    if num_test_uses == 0:
         return
     try:
         check_path(test_path, chosen.trial, checkpoint.model.dtype)
@@ -281,8 +306,8 @@ def _check_graphs(
         )
     if compiled is not None:
         path.use(compiled)
-    failures: list[str] = []
-    graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, failures.append)
+    messages: list[str] = []  # the messages about failed captures
+    graphs = DecodeGraphs(path.run, capture, test_sizes, checkpoint.device, messages.append)
     path.graphs = graphs
     # The first round captures each step as a graph, and also computes the step without the graph.
     # The computation without the graph stores correct keys and values, which could hide an error of
@@ -291,8 +316,9 @@ def _check_graphs(
     for _ in range(2):
         path.empty()
         check_path(path, chosen.trial, checkpoint.model.dtype, is_rounded=is_rounded)
+    if messages:
+        raise UnfitError(graphs.failure or messages[0])
     # After each capture, the captured step is replayed once.
     has_replayed_later_steps = graphs.num_replays > graphs.num_captures
-    if failures or not has_replayed_later_steps:
-        first_failure = failures[0] if failures else "the check had no decode step"
-        raise UnfitError(graphs.failure or first_failure)
+    if not has_replayed_later_steps:
+        raise UnfitError(graphs.failure or "the check had no decode step")

@@ -15,9 +15,10 @@ refused with the reasons. The chosen candidate is also tested with videos and wi
 logits for one of these kinds are not correct, requests with this kind are refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
@@ -26,7 +27,8 @@ from nereid_backend.errors import NereidError
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.media_trials import describe, make_trials
 from nereid_backend.model.path_variants import PathSpec
-from nereid_backend.model.self_check import Trial, check_path
+from nereid_backend.model.self_check import check_path
+from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
 from nereid_backend.paths.single_sequence import SinglePath
@@ -44,8 +46,19 @@ _FEATURE_BYTES = 256 * 2**20
 
 
 _Add = Callable[[ForwardPath], ForwardPath]
-# The name of a candidate, and the function that adds the support for images to a forward path.
-_Candidate = tuple[str, _Add]
+"""Adds the support for images to the forward path for texts, and returns the new path."""
+
+
+class _Candidate(NamedTuple):
+    """A way to compute prompts with images; see the module's docstring.
+
+    Attributes:
+        name: "packed", "single" or "generated".
+        add: adds the support for images to the forward path for texts, and returns the new path.
+    """
+
+    name: str
+    add: _Add
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +133,7 @@ def choose_image_path(
     with attention.used():
         trials = make_trials(checkpoint, processor, block_size, refused)
     features = FeatureCache(checkpoint.model, _FEATURE_BYTES)
-    candidates = list(_candidates(checkpoint, spec, features, attention))
+    candidates = _candidates(checkpoint, spec, features, attention)
 
     def measure(add: _Add, trial: Trial) -> float:
         return check_path(add(spec.build(trial.sizes)), trial, checkpoint.model.dtype)
@@ -171,33 +184,69 @@ def _choose(
     refused: dict[str, str],
     measure: Callable[[_Add, Trial], float],
 ) -> _Choice | None:
-    """Return the first candidate with correct logits for one kind of media.
+    """Return the first candidate with correct logits for one kind of media, such as "images".
 
-    The kinds are tried in the order of `trials`. The result is None if no candidate has correct
-    logits for any kind.
+    The kinds are tried in the order of `trials`. The candidate that is found for one kind is also
+    used for the later kinds. The result is None if no candidate has correct logits for any kind.
 
-    Mutates: `refused`. The reason is added for each kind whose logits are not correct.
+    Args:
+        candidates: the candidates in order of preference.
+        trials: the test prompts and the expected logits for each kind.
+        refused: maps each refused kind to the reason. Mutated: the reason is added for each kind
+            whose logits are not correct.
+        measure: returns the difference between the logits of a candidate and the logits of a trial,
+            or raises an exception if the difference is too large.
     """
-    for main, trial in trials.items():
-        problems: list[str] = []
-        for name, add in candidates:
-            try:
-                difference = measure(add, trial)
-            except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
-                problems.append(f"{name}: {describe(error)}")
-                continue
-            for kind, other in trials.items():
-                if kind != main and kind not in refused:
-                    try:
-                        difference = max(difference, measure(add, other))
-                    except Exception as error:  # noqa: BLE001 - as above
-                        refused[kind] = describe(error)
-            return _Choice(name, add, difference, problems)
-        refused[main] = (
-            f"no way to compute {main} gives the same logits as transformers' generate: "
+    for kind, trial in trials.items():
+        choice, problems = _first_correct(candidates, trial, measure)
+        if choice is not None:
+            others = {other: trials[other] for other in trials if other not in (kind, *refused)}
+            return _check_other_kinds(choice, others, refused, measure)
+        refused[kind] = (
+            f"no way to compute {kind} gives the same logits as transformers' generate: "
             f"{'; '.join(problems)}"
         )
     return None
+
+
+def _first_correct(
+    candidates: list[_Candidate], trial: Trial, measure: Callable[[_Add, Trial], float]
+) -> tuple[_Choice | None, list[str]]:
+    """Return the first candidate with correct logits for one trial, and the problems of the others.
+
+    The list has one text for each candidate that was tried without success: its name and its
+    problem. The candidate is None if no candidate has correct logits.
+    """
+    problems: list[str] = []
+    for name, add in candidates:
+        try:
+            difference = measure(add, trial)
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+            problems.append(f"{name}: {describe(error)}")
+        else:
+            return _Choice(name, add, difference, problems), problems
+    return None, problems
+
+
+def _check_other_kinds(
+    choice: _Choice,
+    trials: Mapping[str, Trial],
+    refused: dict[str, str],
+    measure: Callable[[_Add, Trial], float],
+) -> _Choice:
+    """Check the chosen candidate with other kinds of media than the kind it was chosen for.
+
+    Return `choice` with the largest difference of all accepted kinds.
+
+    Mutates: `refused`. The reason is added for each kind whose logits are not correct.
+    """
+    difference = choice.difference
+    for kind, trial in trials.items():
+        try:
+            difference = max(difference, measure(choice.add, trial))
+        except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
+            refused[kind] = describe(error)
+    return replace(choice, difference=difference)
 
 
 def _report(choice: _Choice | None, refused: Mapping[str, str], progress: Progress) -> None:
@@ -224,25 +273,31 @@ def refuse_images(config: PretrainedConfig, reason: str) -> ImageSupport:
 
 def _candidates(
     checkpoint: Checkpoint, spec: PathSpec, features: FeatureCache, attention: OwnAttention
-) -> Iterator[_Candidate]:
-    """Yield each candidate as a pair (name, function).
+) -> list[_Candidate]:
+    """Return the ways to compute prompts with images, in order of preference.
 
-    The function takes the forward path for texts, and returns a forward path that also computes
-    images.
+    Args:
+        checkpoint: the model.
+        spec: the forward path for texts.
+        features: the cache of image features.
+        attention: the attention of the model's own code, which computes the images.
     """
 
-    def packed(path: ForwardPath) -> ForwardPath:
+    def add_packed(path: ForwardPath) -> ForwardPath:
         if not isinstance(path, PackedPath):
             raise UnfitError(f"the forward path of texts is {spec.name}")
         path.images = PackedImages(checkpoint.model, features, attention)
         return path
 
-    yield "packed", packed
-    yield (
-        "single",
-        lambda path: SplitPath(path, SinglePath(checkpoint, uses_cache=True), features, attention),
-    )
-    yield (
-        "generated",
-        lambda path: SplitPath(path, GeneratedPath(checkpoint), features, attention),
-    )
+    def add_single(path: ForwardPath) -> ForwardPath:
+        single_path = SinglePath(checkpoint, uses_cache=True)
+        return SplitPath(path, single_path, features, attention)
+
+    def add_generated(path: ForwardPath) -> ForwardPath:
+        return SplitPath(path, GeneratedPath(checkpoint), features, attention)
+
+    return [
+        _Candidate("packed", add_packed),
+        _Candidate("single", add_single),
+        _Candidate("generated", add_generated),
+    ]

@@ -27,14 +27,9 @@ from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.length_limits import LengthLimit, model_limit
 from nereid_backend.model.path_variants import PathSpec, path_variants, set_attention
-from nereid_backend.model.self_check import (
-    Trial,
-    check_generation,
-    check_path,
-    make_generated_trial,
-    make_trial,
-)
+from nereid_backend.model.self_check import check_generation, check_path
 from nereid_backend.model.snapshot_check import NO_SNAPSHOTS, has_exact_snapshots
+from nereid_backend.model.trials import Trial, make_generated_trial, make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.recurrent import RowsPath
 from nereid_backend.paths.single_sequence import SinglePath
@@ -119,11 +114,11 @@ class Trials:
         limit = model_limit(checkpoint.text_config).num_tokens
         self._max_len = min(limit, config.max_model_len or limit)
         # Maps each value of `is_generated` (see `get`) to the test sequences, or to the error that
-        # `get` raises.
-        self._trials: dict[bool, Trial | UnfitError] = {}
+        # `get` raises each time.
+        self._results: dict[bool, Trial | UnfitError] = {}
 
     def get(self, layers: list[LayerSpec], *, is_generated: bool) -> Trial:
-        """Return the test sequences and the expected logits.
+        """Return the test sequences and the expected logits. They are computed only once.
 
         Args:
             layers: the attention layers of the path. The sequences must be longer than the windows
@@ -137,31 +132,32 @@ class Trials:
             UnfitError: if the logits of one forward pass over a sequence differ from the logits of
                 token-by-token generation.
         """
-        if is_generated not in self._trials:
+        if is_generated not in self._results:
             set_attention(self._checkpoint, None)
-            self._trials[is_generated] = self._make(layers, is_generated)
-        trial = self._trials[is_generated]
-        if isinstance(trial, Exception):
-            raise trial
-        return trial
+            try:
+                self._results[is_generated] = self._make(layers, is_generated)
+            except UnfitError as error:
+                self._results[is_generated] = error
+        result = self._results[is_generated]
+        if isinstance(result, UnfitError):
+            raise result
+        return result
 
-    def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial | UnfitError:
-        """Make the test sequences and the logits that a correct forward path must compute for them.
+    def _make(self, layers: list[LayerSpec], is_generated: bool) -> Trial:
+        """Compute the test sequences and the logits that a correct forward path must compute.
 
-        The logits come from one pass over each sequence, or from transformers' generate if
-        `is_generated` is True. If the expected logits differ from the logits of token-by-token
-        generation, return an error instead. `get` raises this error.
+        `get` describes the arguments and the errors.
         """
         if is_generated:
             return make_generated_trial(self._checkpoint, self._max_len, self._block_size)
         trial = make_trial(self._checkpoint, layers, self._max_len, self._block_size)
         try:
             check_generation(self._checkpoint, trial)
-        except UnfitError as error:
-            return error
+        except UnfitError:
+            raise
         except Exception:  # noqa: BLE001 - a model's code can raise any exception
-            # The model cannot generate token by token, so there is nothing to compare.
-            return trial
+            # The model cannot generate token by token, so there are no logits to compare with.
+            pass
         return trial
 
 
@@ -184,15 +180,13 @@ def try_variants(
     last_error: Exception = UnfitError("it has no variant")
     for spec in variants:
         try:
-            return _check_variant(checkpoint, spec, trials)
+            return check_variant(checkpoint, spec, trials)
         except Exception as error:  # noqa: BLE001 - a model's code can raise any exception
             last_error = error
     raise last_error
 
 
-def _check_variant(
-    checkpoint: Checkpoint, spec: PathSpec, trials: Trials
-) -> tuple[PathSpec, float]:
+def check_variant(checkpoint: Checkpoint, spec: PathSpec, trials: Trials) -> tuple[PathSpec, float]:
     """Check the logits of one variant of a forward path.
 
     Return the variant, with values that were measured during the check, and the difference of the
@@ -232,17 +226,17 @@ def _with_measurements(
         difference: the relative difference of the logits of `path`.
         dtype: the data type of the model.
     """
-    if isinstance(path, RowsPath):
-        spec = replace(spec, bytes_per_sequence=path.state_bytes())
-        if spec.whole_prefill:
-            return spec
-        if has_exact_snapshots(path, trial, difference, dtype):
-            return replace(spec, has_snapshots=True)
-        return replace(spec, detail=NO_SNAPSHOTS)
     if isinstance(path, SinglePath):
         num_tokens = sum(len(tokens) for tokens, _ in trial.sequences)
         return replace(spec, bytes_per_token=math.ceil(path.stored_bytes() / num_tokens))
-    return spec
+    if not isinstance(path, RowsPath):
+        return spec
+    spec = replace(spec, bytes_per_sequence=path.state_bytes())
+    if spec.whole_prefill:
+        return spec  # A prompt is computed in one pass, so it cannot continue from a snapshot.
+    if has_exact_snapshots(path, trial, difference, dtype):
+        return replace(spec, has_snapshots=True)
+    return replace(spec, detail=NO_SNAPSHOTS)
 
 
 def _reason(error: Exception) -> str:

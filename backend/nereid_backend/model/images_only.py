@@ -20,7 +20,7 @@ from nereid_backend.model.choose_image_path import ImageSupport, choose_image_pa
 from nereid_backend.model.choose_path import ChosenPath
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.path_variants import PathSpec, set_attention
-from nereid_backend.model.self_check import Trial
+from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import Sizes
 
 _SPEC = PathSpec(

@@ -19,6 +19,7 @@ import torch
 from nereid_backend.attention.layers import LayerGroups, LayerSpec, LayerWindow, single_group
 from nereid_backend.config import EngineConfig
 from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
+from nereid_backend.model.limits import BlockShape
 from nereid_backend.model.path_variants import PathSpec
 
 # Each group adds a block table for every sequence. Each block table costs time in every step.
@@ -74,6 +75,58 @@ def describe_windows(layers: Sequence[LayerSpec], groups: LayerGroups, reason: s
         f"{count}. The layers form {len(groups.windows)} groups with {groups.num_places} layers "
         "each, and the blocks of the layers with windows are freed when they leave the windows."
     )
+
+
+def block_shape(
+    config: EngineConfig,
+    spec: PathSpec,
+    groups: LayerGroups,
+    dtype: torch.dtype,
+    max_step_tokens: int,
+    draft_bytes: int,
+) -> BlockShape:
+    """Return the properties of blocks that determine how much memory a sequence needs.
+
+    Args:
+        config: the settings.
+        spec: the forward path of the model.
+        groups: the groups of the attention layers.
+        dtype: the data type of the model.
+        max_step_tokens: the largest number of tokens in a step.
+        draft_bytes: the memory of one token in the cache of the draft model, which shares the
+            memory of the KV cache.
+    """
+    if config.kv_cache_dtype == "auto":
+        itemsize = dtype.itemsize
+        scale_bytes = 0
+    else:
+        # The cache stores 8-bit numbers. Each key vector and each value vector also has one float32
+        # scale.
+        itemsize = torch.int8.itemsize
+        scale_bytes = torch.float32.itemsize
+    layer_bytes = [
+        layer.bytes_per_token(itemsize, scale_bytes)
+        for layer in _layers_with_own_memory(spec.layers, groups)
+    ]
+    return BlockShape(
+        bytes_per_token=spec.bytes_per_token + sum(layer_bytes) + draft_bytes,
+        block_size=config.block_size,
+        windows=groups.windows,
+        # A prompt that is computed in one pass needs all its blocks at the same time.
+        max_step_tokens=None if spec.whole_prefill else max_step_tokens,
+    )
+
+
+def _layers_with_own_memory(layers: Sequence[LayerSpec], groups: LayerGroups) -> list[LayerSpec]:
+    """Return one layer for each place in a block.
+
+    The first layers of all groups use the same memory, the second layers of all groups use the same
+    memory, and so on.
+    """
+    layer_at_place: dict[int, LayerSpec] = {}
+    for layer, (_group, place) in zip(layers, groups.places, strict=True):
+        layer_at_place[place] = layer
+    return list(layer_at_place.values())
 
 
 def _obstacle(config: EngineConfig, spec: PathSpec, device: torch.device) -> str | None:

@@ -197,23 +197,18 @@ def _longest_request(
     configured_len = _configured_len(config, limit)
     num_blocks = _num_fitting_blocks(num_bytes, block)
     fitting_len = block.longest_sequence(num_blocks, limit.num_tokens)
-    if configured_len is None:
-        # The memory must be enough for at least one block.
-        required_len = min(config.block_size, limit.num_tokens)
-        longest_len = min(limit.num_tokens, fitting_len)
-    else:
-        required_len = configured_len
-        longest_len = configured_len
+    # If max_model_len is not set, the memory must be enough for at least one block.
+    required_len = configured_len or min(config.block_size, limit.num_tokens)
     if fitting_len < required_len:
-        alternative = "" if configured_len is None else " or lower max_model_len"
         num_needed_blocks = block.num_sequence_blocks(configured_len or 1) + 1  # one for padding
         needed_bytes = num_needed_blocks * block.num_bytes
+        alternative = " or lower max_model_len" if configured_len else ""
         raise ConfigError(
             f"kv_cache_memory: {format_bytes(num_bytes)} is enough for {fitting_len} tokens, but a "
             f"max_model_len of {configured_len or config.block_size} needs "
             f"{format_bytes(needed_bytes)}. Raise kv_cache_memory{alternative}."
         )
-    return longest_len
+    return configured_len or min(limit.num_tokens, fitting_len)
 
 
 def _num_fitting_blocks(num_bytes: int, block: BlockShape) -> int:
@@ -229,15 +224,26 @@ def _plan_without_blocks(
 ) -> MemoryPlan:
     """Return the memory plan for a model that stores no keys and values in blocks.
 
-    The blocks of such a model need no memory. They only limit the number of running sequences.
-    `limit` is the length limit of the model, and `num_states` is the number of recurrent states
-    that fit into the memory.
+    The blocks of such a model need no memory, but the scheduler still assigns blocks to sequences.
+    There are enough blocks for `max_num_seqs` sequences of the largest length, but at most
+    `_MAX_EMPTY_BLOCKS` blocks, or the blocks of one sequence if one sequence needs more.
+
+    Args:
+        config: the settings.
+        limit: the length limit of the model.
+        max_num_seqs: the largest number of running sequences.
+        num_states: the number of recurrent states that fit into the memory.
     """
     max_model_len = _configured_len(config, limit) or limit.num_tokens
     blocks_per_sequence = _num_blocks(max_model_len, config.block_size)
-    num_blocks = min(max_num_seqs * blocks_per_sequence, _MAX_EMPTY_BLOCKS)
-    num_blocks = max(num_blocks, blocks_per_sequence)
-    return MemoryPlan(num_blocks, max_model_len, 0, max_num_seqs, num_states)
+    max_num_blocks = max(blocks_per_sequence, _MAX_EMPTY_BLOCKS)
+    return MemoryPlan(
+        num_blocks=min(max_num_seqs * blocks_per_sequence, max_num_blocks),
+        max_model_len=max_model_len,
+        num_bytes=0,
+        max_num_seqs=max_num_seqs,
+        num_states=num_states,
+    )
 
 
 def _num_blocks(num_tokens: int, block_size: int) -> int:

@@ -169,7 +169,7 @@ def _are_equal(before: Tensor, after: Tensor | None) -> bool:
 
 
 def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> Checkpoint:
-    """Round the weights of the linear layers to 4 or 8 bits. Return the changed checkpoint.
+    """Round the weights of the linear layers to the type weight_dtype. Return the new checkpoint.
 
     Args:
         checkpoint: the model. Mutated.
@@ -192,11 +192,11 @@ def _quantise(checkpoint: Checkpoint, weight_dtype: str, progress: Progress) -> 
             f"which {checkpoint.architecture} does not have. Set weight_dtype=auto."
         )
     root_mean_square = (after - before).square().mean().sqrt()
-    difference = (root_mean_square / before.std()).item()
+    relative_difference = (root_mean_square / before.std()).item()
     warning = "" if weight_dtype == "fp8" else slow_integers_warning()
     progress(
         f"the weights of {num_layers} linear layers are stored as {weight_dtype}, which changes "
-        f"the logits by {difference:.2g} of their standard deviation{warning}"
+        f"the logits by {relative_difference:.2g} of their standard deviation{warning}"
     )
     return replace(checkpoint, weights_bytes=model_bytes(checkpoint.model))
 

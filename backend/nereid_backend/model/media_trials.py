@@ -2,17 +2,16 @@
 """Test prompts with images, videos or audio, and the logits of transformers' generate for them."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nereid_backend.errors import NereidError, first_line
 from nereid_backend.load_checkpoint import Checkpoint
-from nereid_backend.model.self_check import GENERATE_ARGUMENTS, NUM_STEPS, Trial
+from nereid_backend.model.trials import GENERATE_ARGUMENTS, NUM_STEPS, Trial, TrialSequence
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.vision.chat_processor import ChatProcessor, ImagePrompt
 from nereid_backend.vision.image_tensors import place_images
@@ -28,6 +27,23 @@ _NUM_FRAMES = (4, 2)
 _DURATIONS_S = (0.6, 0.9)
 _RATE = 16_000
 
+_MediaPart = dict[str, Any]
+"""A content part of a chat message with one medium, such as {"type": "image", "image": image}."""
+
+
+class _Answer(NamedTuple):
+    """The answer of transformers' generate to a test prompt.
+
+    Attributes:
+        prompt: the prompt, whose images, videos or audio are on the device of the model.
+        token_ids: the generated tokens without the last one.
+        logits: the logits before each generated token, float32 [len(token_ids) + 1, vocab_size].
+    """
+
+    prompt: ImagePrompt
+    token_ids: list[int]
+    logits: torch.Tensor
+
 
 def make_trials(
     checkpoint: Checkpoint, processor: ChatProcessor, block_size: int, refused: dict[str, str]
@@ -37,10 +53,11 @@ def make_trials(
     Mutates: `refused`. The reason is added for each kind that transformers cannot compute.
     """
     trials = {}
-    for kind, make_prompts in _PROMPTS.items():
+    for kind, make_contents in _CONTENTS.items():
         if kind not in refused:
             try:
-                trial = _make_trial(checkpoint, processor, make_prompts, block_size)
+                answers = _generate_answers(checkpoint, processor, make_contents())
+                trial = _trial_of(answers, block_size)
                 if kind == "audio":
                     _check_dependence(trial)
                 trials[kind] = trial
@@ -50,61 +67,87 @@ def make_trials(
 
 
 @torch.inference_mode()
-def _make_trial(
-    checkpoint: Checkpoint,
-    processor: ChatProcessor,
-    make_prompts: Callable[[ChatProcessor], list[Callable[[], ImagePrompt]]],
-    block_size: int,
-) -> Trial:
-    """Return test prompts, and the logits of transformers' generate for these prompts.
+def _generate_answers(
+    checkpoint: Checkpoint, processor: ChatProcessor, contents: Iterable[list[_MediaPart]]
+) -> list[_Answer]:
+    """Return the answers of transformers' generate to some test prompts.
 
-    The last prompt equals the first prompt, so that stored features are tested, too.
+    If transformers cannot answer a prompt after the first prompt, the prompt is left out, because
+    some models accept only one image.
 
     Args:
         checkpoint: the model.
         processor: prepares the prompts.
-        make_prompts: returns functions that return the prompts. If transformers cannot answer a
-            prompt after the first prompt, the prompt is left out. Some models accept only one
-            image.
-        block_size: the number of tokens in one block.
+        contents: the media of each prompt.
+
+    Raises:
+        Exception: of any class, if transformers cannot answer the first prompt.
     """
-    prompts: list[ImagePrompt] = []
-    answers: list[tuple[list[int], torch.Tensor]] = []
-    for make_prompt in make_prompts(processor):
+    answers: list[_Answer] = []
+    for media in contents:
         try:
-            prompt = _placed(make_prompt(), checkpoint)
+            prompt = _placed(_test_prompt(processor, media), checkpoint)
             answers.append(_generate(checkpoint, prompt, processor.placeholder_ids))
-            prompts.append(prompt)
         except Exception:
             # A model's code can raise any exception.
-            if not prompts:
+            if not answers:
                 raise
-    prompts.append(prompts[0])
-    answers.append(answers[0])
-    sequences = [
-        (prompt.token_ids + tokens, len(prompt.token_ids))
-        for prompt, (tokens, _) in zip(prompts, answers, strict=True)
-    ]
-    expected = torch.cat([logits for _, logits in answers])
-    images = tuple(prompt.images for prompt in prompts)
-    return Trial(sequences, expected, block_size, images)
+    return answers
 
 
-def _image_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
-    """Return two functions: one returns a prompt with one image, the other one with two images."""
+def _trial_of(answers: list[_Answer], block_size: int) -> Trial:
+    """Return a trial with the prompts, the tokens and the logits of some answers.
+
+    The first answer is repeated at the end of the trial. A forward path that stores the features of
+    images then computes the last sequence from the stored features.
+    """
+    repeated = [*answers, answers[0]]
+    return Trial(
+        sequences=[
+            TrialSequence(answer.prompt.token_ids + answer.token_ids, len(answer.prompt.token_ids))
+            for answer in repeated
+        ],
+        expected=torch.cat([answer.logits for answer in repeated]),
+        block_size=block_size,
+        images=tuple(answer.prompt.images for answer in repeated),
+    )
+
+
+def _image_contents() -> list[list[_MediaPart]]:
+    """Return the media of two test prompts: one image, and two images."""
     rng = random.Random(0)
-    parts = [{"type": "image", "image": _random_image(rng, size)} for size in _SIZES]
-    return [partial(_test_prompt, processor, parts[:number]) for number in (1, 2)]
+    first, second = ({"type": "image", "image": _random_image(rng, size)} for size in _SIZES)
+    return [[first], [first, second]]
 
 
-def _video_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
-    """Return two functions: one returns a prompt with one video, the other one with two videos."""
+def _video_contents() -> list[list[_MediaPart]]:
+    """Return the media of two test prompts: one video, and two videos. A video is a list of images.
+
+    The videos have different sizes and different numbers of frames.
+    """
     rng = random.Random(0)
-    parts = [
-        {"type": "video", "video": [_random_image(rng, size) for _ in range(number)]}
-        for size, number in zip(_SIZES, _NUM_FRAMES, strict=True)
-    ]
-    return [partial(_test_prompt, processor, parts[:number]) for number in (1, 2)]
+    first, second = (
+        {"type": "video", "video": [_random_image(rng, size) for _ in range(num_frames)]}
+        for size, num_frames in zip(_SIZES, _NUM_FRAMES, strict=True)
+    )
+    return [[first], [first, second]]
+
+
+def _audio_contents() -> list[list[_MediaPart]]:
+    """Return the media of three test prompts: one audio, two audios, and one different audio.
+
+    The audio of the last prompt has the duration of the audio of the first prompt.
+    `_check_dependence` compares the answers to these two prompts.
+    """
+    rng = np.random.default_rng(0)
+    first_duration_s, second_duration_s = _DURATIONS_S
+    first = _random_audio(rng, first_duration_s)
+    second = _random_audio(rng, second_duration_s)
+    different = _random_audio(rng, first_duration_s)
+    return [[first], [first, second], [different]]
+
+
+_CONTENTS = {"images": _image_contents, "videos": _video_contents, "audio": _audio_contents}
 
 
 def _check_dependence(trial: Trial) -> None:
@@ -118,24 +161,6 @@ def _check_dependence(trial: Trial) -> None:
         raise UnfitError("the logits do not depend on the audio")
 
 
-def _audio_prompts(processor: ChatProcessor) -> list[Callable[[], ImagePrompt]]:
-    """Return functions that return a prompt with one audio, with two, and with another one."""
-    rng = np.random.default_rng(0)
-    parts = [
-        {
-            "type": "audio",
-            "audio": rng.uniform(-1, 1, int(seconds * _RATE)).astype(np.float32),
-            "sampling_rate": _RATE,
-        }
-        for seconds in (*_DURATIONS_S, _DURATIONS_S[0])
-    ]
-    chosen = (parts[:1], parts[:2], parts[2:])
-    return [partial(_test_prompt, processor, each) for each in chosen]
-
-
-_PROMPTS = {"images": _image_prompts, "videos": _video_prompts, "audio": _audio_prompts}
-
-
 def _random_image(rng: random.Random, size: tuple[int, int]) -> "Image":
     """Return an image with random pixels. `size` is the width and the height."""
     import PIL.Image
@@ -143,10 +168,16 @@ def _random_image(rng: random.Random, size: tuple[int, int]) -> "Image":
     return PIL.Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1]))
 
 
-def _test_prompt(processor: ChatProcessor, parts: list[dict[str, Any]]) -> ImagePrompt:
-    """Return a prompt that consists of content parts and a short text."""
+def _random_audio(rng: np.random.Generator, duration_s: float) -> _MediaPart:
+    """Return a content part with random noise. `duration_s` is the duration in seconds."""
+    samples = rng.uniform(-1, 1, int(duration_s * _RATE)).astype(np.float32)
+    return {"type": "audio", "audio": samples, "sampling_rate": _RATE}
+
+
+def _test_prompt(processor: ChatProcessor, media: list[_MediaPart]) -> ImagePrompt:
+    """Return a prompt that consists of images, videos or audio, and a short text."""
     text = {"type": "text", "text": "What is shown here?"}
-    return processor.prepare([{"role": "user", "content": [*parts, text]}])
+    return processor.prepare([{"role": "user", "content": [*media, text]}])
 
 
 def _placed(prompt: ImagePrompt, checkpoint: Checkpoint) -> ImagePrompt:
@@ -156,14 +187,13 @@ def _placed(prompt: ImagePrompt, checkpoint: Checkpoint) -> ImagePrompt:
     return replace(prompt, images=images)
 
 
-def _generate(
-    checkpoint: Checkpoint, prompt: ImagePrompt, placeholder_ids: set[int]
-) -> tuple[list[int], torch.Tensor]:
+def _generate(checkpoint: Checkpoint, prompt: ImagePrompt, placeholder_ids: set[int]) -> _Answer:
     """Generate tokens with transformers' generate, and return the tokens and their logits.
 
     The last token is not returned, because a forward path computes all these logits from the
-    earlier tokens. The tokens contain no placeholder, because the code of some models would replace
-    the embedding of a generated placeholder by an image. The logits are those before this choice.
+    earlier tokens. No placeholder of an image is generated, because the code of some models would
+    replace the embedding of a generated placeholder by an image. The returned logits are the
+    model's logits before the placeholders are excluded.
 
     Raises:
         UnfitError: if the model generated fewer tokens than requested.
@@ -181,7 +211,8 @@ def _generate(
     logits = torch.cat(output.logits).float()
     if len(logits) != NUM_STEPS + 1:
         raise UnfitError(f"generate returned {len(logits)} tokens instead of {NUM_STEPS + 1}")
-    return output.sequences[0, -len(logits) : -1].tolist(), logits
+    token_ids = output.sequences[0, -len(logits) : -1].tolist()
+    return _Answer(prompt, token_ids, logits)
 
 
 def describe(error: Exception) -> str:

@@ -9,7 +9,6 @@ after another.
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from transformers import AttentionMaskInterface
@@ -193,12 +192,13 @@ def _rows(checkpoint: Checkpoint, hook: AttentionHook) -> Iterator[PathSpec]:
         blocks = make_blocks(checkpoint, layers, sizes) if layers else None
         return HookedKeys(checkpoint.model.config, hook, layers, blocks)
 
-    build = _row_path(checkpoint, make_keys)
-    yield from _row_variants(build, PathSpec("rows", build, layers, hook))
+    yield from _row_variants(checkpoint, make_keys, layers, hook)
 
 
 def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[PathSpec]:
     """Yield the variants of the forward path `rows` that use the model's own attention.
+
+    This attention gets copies of the keys and values in blocks.
 
     Args:
         checkpoint: the model.
@@ -223,51 +223,46 @@ def _gathered_rows(checkpoint: Checkpoint, hook_error: Exception) -> Iterator[Pa
         return GatheredKeys(checkpoint.model.config, layout, kv_cache)
 
     detail = "keys and values are copied from blocks"
-    build = _row_path(checkpoint, make_keys)
-    yield from _row_variants(build, PathSpec("rows", build, layout.layers, detail=detail))
+    yield from _row_variants(checkpoint, make_keys, layout.layers, detail=detail)
 
 
-def _row_path(
-    checkpoint: Checkpoint, make_keys: Callable[[Sizes], RowKeys]
-) -> Callable[..., RowsPath]:
-    """Return a function that builds the forward path `rows`, which has one row for each sequence.
-
-    The returned function takes the sizes as its first argument, and settings of `RowsPath` as
-    keyword arguments. It calls `make_keys` to create the storage of the keys and values.
-    """
-
-    def build(sizes: Sizes, **settings: bool) -> RowsPath:
-        return RowsPath(checkpoint, make_keys(sizes), **settings)
-
-    return build
-
-
-def _row_variants(build: Callable[..., RowsPath], spec: PathSpec) -> Iterator[PathSpec]:
+def _row_variants(
+    checkpoint: Checkpoint,
+    make_keys: Callable[[Sizes], RowKeys],
+    layers: list[LayerSpec],
+    hook: AttentionHook | None = None,
+    detail: str = "",
+) -> Iterator[PathSpec]:
     """Yield three variants of the forward path `rows`, from the fastest to the slowest.
 
     The first variant divides prompts into chunks. The second variant computes each prompt in one
     pass. The third variant also computes a preempted sequence again in the same passes as before.
 
     Args:
-        build: builds the path; see `_row_path`.
-        spec: the values that all variants have in common.
+        checkpoint: the model.
+        make_keys: creates the storage of the keys and values.
+        layers: the attention layers whose keys and values are stored in blocks.
+        hook: the attention that the model must use, or None for the model's own attention.
+        detail: a note about all variants for the log; "" if there is none.
     """
-    in_chunks = partial(build, computes_from_start=False)
-    yield replace(spec, build=in_chunks, shares_blocks=False)
+
+    def build_chunked(sizes: Sizes) -> RowsPath:
+        return RowsPath(checkpoint, make_keys(sizes), computes_from_start=False)
+
+    def build_whole(sizes: Sizes) -> RowsPath:
+        return RowsPath(checkpoint, make_keys(sizes), computes_from_start=True)
+
+    def build_replaying(sizes: Sizes) -> RowsPath:
+        keys = make_keys(sizes)
+        return RowsPath(checkpoint, keys, computes_from_start=True, replays_preempted=True)
+
+    chunked = PathSpec("rows", build_chunked, layers, hook, detail, shares_blocks=False)
+    yield chunked
     one_pass = "each prompt is computed in one pass, because chunks give other logits"
-    with_whole_prefill = replace(
-        spec,
-        build=partial(build, computes_from_start=True),
-        detail=f"{spec.detail}; {one_pass}" if spec.detail else one_pass,
-        shares_blocks=False,
-        whole_prefill=True,
-    )
-    yield with_whole_prefill
-    yield replace(
-        with_whole_prefill,
-        build=partial(build, computes_from_start=True, replays_preempted=True),
-        is_generated=True,
-    )
+    whole_detail = f"{detail}; {one_pass}" if detail else one_pass
+    whole = replace(chunked, build=build_whole, detail=whole_detail, whole_prefill=True)
+    yield whole
+    yield replace(whole, build=build_replaying, is_generated=True)
 
 
 def _padded(checkpoint: Checkpoint) -> Iterator[PathSpec]:
@@ -287,13 +282,16 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
         spec = _padded_spec(checkpoint, "single", batches_sequences=False)
         yield replace(spec, detail="with keys and values in blocks", is_batched=False)
 
-    def build(sizes: Sizes, *, uses_cache: bool) -> ForwardPath:  # noqa: ARG001 - there are no blocks
-        return SinglePath(checkpoint, uses_cache=uses_cache)
+    def build_with_cache(_sizes: Sizes) -> ForwardPath:
+        return SinglePath(checkpoint, uses_cache=True)
+
+    def build_without_cache(_sizes: Sizes) -> ForwardPath:
+        return SinglePath(checkpoint, uses_cache=False)
 
     with_cache = PathSpec(
         "single",
-        partial(build, uses_cache=True),
-        [],
+        build_with_cache,
+        layers=[],  # Nothing is stored in blocks.
         detail="with the model's own cache",
         shares_blocks=False,
         whole_prefill=True,
@@ -302,15 +300,18 @@ def _single(checkpoint: Checkpoint) -> Iterator[PathSpec]:
     )
     yield with_cache
     detail = "each token requires a pass over its whole sequence"
-    yield replace(with_cache, build=partial(build, uses_cache=False), detail=detail)
+    yield replace(with_cache, build=build_without_cache, detail=detail)
 
 
 def _padded_spec(checkpoint: Checkpoint, name: str, *, batches_sequences: bool = True) -> PathSpec:
-    """Return the specification of a forward path that is implemented by `PaddedPath`.
+    """Select the model's own attention, and return the specification of a `PaddedPath`.
 
-    `name` is the name of the path. If `batches_sequences` is False, each pass computes one
-    sequence. `PaddedPath` needs the model's own attention, so this function selects the model's own
-    attention.
+    A `PaddedPath` gives the model a cache object that copies keys and values from blocks.
+
+    Args:
+        checkpoint: the model. Mutated, because its attention is set.
+        name: the name of the path.
+        batches_sequences: whether a pass computes several sequences.
 
     Raises:
         UnfitError: if the model's cache cannot be stored in blocks.

@@ -9,7 +9,7 @@ from torch import Tensor
 from nereid_backend.core.sampling_params import SamplingParams
 from nereid_backend.core.sequence import Sequence
 from nereid_backend.core.step import Chunk, SnapshotPlan, StepPlan
-from nereid_backend.model.self_check import Trial
+from nereid_backend.model.trials import Trial
 from nereid_backend.paths.recurrent import RowsPath
 
 # The log contains this text if the snapshots of a model are not exact.

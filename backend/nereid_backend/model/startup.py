@@ -38,9 +38,8 @@ from nereid_backend.model.choose_image_path import ImageSupport, choose_image_pa
 from nereid_backend.model.choose_path import ChosenPath, choose_path
 from nereid_backend.model.forward_swap import ForwardSwap, use_fast_forward
 from nereid_backend.model.images_only import choose_images_only
-from nereid_backend.model.layer_groups import choose_layer_groups, describe_windows
+from nereid_backend.model.layer_groups import block_shape, choose_layer_groups, describe_windows
 from nereid_backend.model.limits import (
-    BlockShape,
     MemoryPlan,
     describe_memory,
     kv_cache_budget,
@@ -149,6 +148,7 @@ def open_model(
     try:
         chosen = choose_path(checkpoint, hook, config, progress)
     except UnsupportedModelError as error:
+        # Some models compute only prompts with images.
         chosen, images = choose_images_only(checkpoint, folder, config.block_size, progress, error)
     else:
         images = choose_image_path(checkpoint, folder, chosen.spec, config.block_size, progress)
@@ -191,7 +191,8 @@ def load(
     draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
     max_model_len = config.max_model_len or opened.chosen.limit.num_tokens
     groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
-    block = _block_shape(config, opened, groups, num_tokens, draft_bytes)
+    dtype = checkpoint.model.dtype
+    block = block_shape(config, spec, groups, dtype, num_tokens, draft_bytes)
     memory = plan_memory(
         config,
         block,
@@ -237,7 +238,6 @@ def load(
             path, checkpoint, opened.chosen, compiled, sizes, step_bytes or 0, progress
         )
     clock.end("graphs")
-    dtype = checkpoint.model.dtype
     make_adapter_store = partial(
         AdapterStore,
         checkpoint.adapters,
@@ -320,46 +320,6 @@ def _measure_step(config: EngineConfig, opened: OpenedModel, num_tokens: int) ->
         num_tokens=min(num_tokens, opened.chosen.limit.num_tokens),
         num_seqs=config.max_num_seqs,
         block_size=config.block_size,
-    )
-
-
-def _block_shape(
-    config: EngineConfig,
-    opened: OpenedModel,
-    groups: LayerGroups,
-    num_tokens: int,
-    draft_bytes: int,
-) -> BlockShape:
-    """Return the properties of blocks that determine how much memory a sequence needs.
-
-    Args:
-        config: the settings.
-        opened: the model and its forward path.
-        groups: the groups of the attention layers.
-        num_tokens: the largest number of tokens in one step.
-        draft_bytes: the memory of one token in the cache of the draft model, which shares the
-            memory of the KV cache.
-    """
-    spec = opened.chosen.spec
-    if config.kv_cache_dtype == "auto":
-        itemsize = opened.checkpoint.model.dtype.itemsize
-        scale_bytes = 0
-    else:
-        # The cache stores 8-bit numbers. Each key vector and each value vector also has one float32
-        # scale.
-        itemsize = torch.int8.itemsize
-        scale_bytes = torch.float32.itemsize
-    # The first layers of all groups use the same tensors, the second layers of all groups use the
-    # same tensors, and so on. Layers that share tensors are therefore counted only once: the dict
-    # contains one layer for each place in a group.
-    layer_at = {place: layer for layer, (_, place) in zip(spec.layers, groups.places, strict=True)}
-    layer_bytes = sum(layer.bytes_per_token(itemsize, scale_bytes) for layer in layer_at.values())
-    return BlockShape(
-        bytes_per_token=spec.bytes_per_token + layer_bytes + draft_bytes,
-        block_size=config.block_size,
-        windows=groups.windows,
-        # A prompt that is computed in one pass needs all its blocks at the same time.
-        max_step_tokens=None if spec.whole_prefill else num_tokens,
     )
 
 

@@ -21,7 +21,7 @@ from nereid_backend.core.step import StepPlan
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Progress, choose_device, load_checkpoint
 from nereid_backend.model.choose_image_path import refuse_images
-from nereid_backend.model.choose_path import ChosenPath, Trials, try_variants
+from nereid_backend.model.choose_path import ChosenPath, Trials, check_variant
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import kv_cache_budget, usable_cpus
 from nereid_backend.model.startup import Loaded, OpenedModel, StageClock, load
@@ -173,8 +173,14 @@ def _check_logits(
 ) -> ChosenPath:
     """Return the forward path that computes the model on all ranks, after it has been checked.
 
-    The logits of the divided model are compared with the logits of the undivided model. A rank is
-    one of the processes that compute the divided model; `shard` is the part of this process.
+    The logits of the divided model are compared with the logits of the undivided model.
+
+    Args:
+        ranks: the other processes that compute the divided model.
+        shard: the part of the model that this process computes.
+        config: the settings of a rank.
+        hook: the attention function that transformers calls in each layer.
+        progress: called with one line about the check and about its result.
 
     Raises:
         UnsupportedModelError: if the logits differ.
@@ -189,7 +195,7 @@ def _check_logits(
     progress("comparing the logits of the divided model with those of the undivided model")
     try:
         trials = _undivided_trials(config, hook, shard)
-        spec, difference = try_variants(checkpoint, iter([spec]), trials)
+        spec, difference = check_variant(checkpoint, spec, trials)
     except UnfitError as error:
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be combined with tensor_parallel_size="
@@ -262,16 +268,22 @@ def _describe_heads(shard: Shard, size: int) -> str:
         f"{_count(num_kv_heads, 'KV head')} and {_count(num_query_heads, 'query head')}"
         for num_kv_heads, num_query_heads in sorted(head_counts)
     ]
+    sentences = [
+        f"tensor parallelism: each of the {size} processes computes {' or '.join(descriptions)} in "
+        "a layer."
+    ]
+    if _has_undivided_layer(shard):
+        sentences.append(
+            "The plan of transformers does not divide all attention layers of this model."
+        )
+    sentences.append("The following sizes are those of one process.")
+    return " ".join(sentences)
+
+
+def _has_undivided_layer(shard: Shard) -> bool:
+    """Return whether this process computes all query heads of an attention layer."""
     num_all_heads = number_of_heads(shard.checkpoint.text_config, "num_attention_heads")
-    has_undivided_layer = any(layer.num_heads == num_all_heads for layer in shard.spec.layers)
-    note = ""
-    if has_undivided_layer:
-        note = " The plan of transformers does not divide all attention layers of this model."
-    heads = " or ".join(descriptions)
-    return (
-        f"tensor parallelism: each of the {size} processes computes {heads} in a layer.{note} "
-        "The following sizes are those of one process."
-    )
+    return any(layer.num_heads == num_all_heads for layer in shard.spec.layers)
 
 
 def _count(number: int, noun: str) -> str:

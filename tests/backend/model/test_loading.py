@@ -16,7 +16,8 @@ from nereid_backend.load_checkpoint import check_files, load_checkpoint
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.path_variants import make_blocks, set_attention
 from nereid_backend.model.probe_layers import probe_layers
-from nereid_backend.model.self_check import check_path, make_trial
+from nereid_backend.model.self_check import check_path
+from nereid_backend.model.trials import make_trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.paths.packed import PackedPath
 from transformers import AutoConfig

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nereid_backend.errors import RequestError
 from nereid_backend.model.media_trials import _check_dependence
-from nereid_backend.model.self_check import Trial
+from nereid_backend.model.trials import Trial
 from nereid_backend.paths.model_call import UnfitError
 from nereid_backend.serving.tokenizer.image_prompts import reads_images, take_images
 from nereid_backend.vision.audio_parts import read_audio, read_audio_url

@@ -70,11 +70,14 @@ class Ranks:
         size = config.tensor_parallel_size
         folder = tempfile.mkdtemp(prefix="nereid-ranks-")
         self.rank = Rank(0, size, device.type, os.path.join(folder, "store"))
+        # The processes of the ranks 1, 2, ... and the connections to these processes.
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        # Describes the failure of another rank; empty if no other rank has failed.
+        # `_watch` describes the failure of another rank in `_failure`, and then sets `_has_failed`.
+        # If no other rank has failed, `_failure` is empty.
         self._failure = ""
         self._has_failed = threading.Event()
+        # Whether `close` was called. The other ranks then end without a failure.
         self._is_closing = False
         try:
             for number in range(1, size):
@@ -121,10 +124,8 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            # If another rank has caused the error, the thread of `_watch` soon sets `_failure`.
-            self._has_failed.wait(_NOTICE_TIMEOUT_S)
             own_failure = f"rank 0 of the model failed: {type(error).__name__}: {error}"
-            raise LostRankError(self._failure or own_failure) from error
+            raise LostRankError(self._failure_of_other_rank() or own_failure) from error
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -139,12 +140,23 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            # If another rank has caused the error, the thread of `_watch` soon sets `_failure`.
-            self._has_failed.wait(_NOTICE_TIMEOUT_S)
-            has_same_error = self._failure.endswith(str(error))
-            if self._failure and not has_same_error:
-                raise EngineError(self._failure) from error
+            failure = self._failure_of_other_rank()
+            # All ranks read the same checkpoint, so an error of the checkpoint occurs on each rank.
+            # The error of rank 0 then has a more specific class.
+            is_same_error = failure.endswith(str(error))
+            if failure and not is_same_error:
+                raise EngineError(failure) from error
             raise
+
+    def _failure_of_other_rank(self) -> str:
+        """Return the description of another rank's failure, after rank 0 has failed.
+
+        Return "" if no other rank has failed. If another rank has caused the failure of rank 0, the
+        thread of `_watch` soon detects this, so this method waits up to `_NOTICE_TIMEOUT_S`
+        seconds.
+        """
+        self._has_failed.wait(_NOTICE_TIMEOUT_S)
+        return self._failure
 
     def close(self) -> None:
         """End the processes of the other ranks, and remove this process from the group.
@@ -236,9 +248,11 @@ class Ranks:
             if is_running:
                 continue
             end = self._describe_end(number, connection)
-            has_sent_reason = FAILED in end
-            descriptions = failures if has_sent_reason else deaths
-            descriptions.append(f"rank {number} of the model {end}")
+            description = f"rank {number} of the model {end}"
+            if end.startswith(FAILED):
+                failures.append(description)
+            else:
+                deaths.append(description)
         # If a rank has died, the failures of the other ranks are only consequences.
         return "; ".join(deaths or failures)
 

@@ -16,9 +16,15 @@ from itertools import pairwise
 
 import torch
 
-from nereid_backend.attention.layers import LayerGroups, LayerSpec, LayerWindow, single_group
+from nereid_backend.attention.layers import (
+    LayerGroups,
+    LayerSpec,
+    LayerWindow,
+    attention_window_of,
+    single_group,
+)
 from nereid_backend.config import EngineConfig
-from nereid_backend.core.blocks.window import AttentionWindow, max_sequence_blocks
+from nereid_backend.core.blocks.window import max_sequence_blocks
 from nereid_backend.model.limits import BlockShape
 from nereid_backend.model.path_variants import PathSpec
 
@@ -182,19 +188,14 @@ def divide_layers(
         num_blocks = max_sequence_blocks(groups.windows, max_model_len, max_step_tokens, block_size)
         return groups.num_places * num_blocks
 
-    # Maps a number of groups to the division with this number of groups.
-    candidates = {1: single_group(layers)}
-    for num_places in range(1, len(layers) + 1):
+    # With fewer places, there are more groups, so the candidates with few groups come first.
+    candidates = [single_group(layers)]
+    for num_places in range(len(layers), 0, -1):
         groups = _group_by_window(layers, num_places)
-        num_groups = len(groups.windows)
-        # Several values of `num_places` can give the same number of groups. The first of these
-        # values is the smallest one and needs the least memory, so `setdefault` keeps it.
-        if num_groups <= _MAX_GROUPS:
-            candidates.setdefault(num_groups, groups)
-    lowest_cost = min(cost(groups) for groups in candidates.values())
-    max_cost = (1 + _MIN_SAVED_SHARE) * lowest_cost
-    cheap = {num: groups for num, groups in candidates.items() if cost(groups) <= max_cost}
-    return cheap[min(cheap)]
+        if len(groups.windows) <= _MAX_GROUPS:
+            candidates.append(groups)
+    max_cost = (1 + _MIN_SAVED_SHARE) * min(map(cost, candidates))
+    return next(groups for groups in candidates if cost(groups) <= max_cost)
 
 
 def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroups:
@@ -208,16 +209,22 @@ def _group_by_window(layers: Sequence[LayerSpec], num_places: int) -> LayerGroup
     layers_by_window: dict[LayerWindow, list[int]] = {}
     for layer_index, layer in enumerate(layers):
         layers_by_window.setdefault(layer.window, []).append(layer_index)
-    group_windows: list[AttentionWindow | None] = []
-    # For each layer: the index of its group, and its place in a block of this group.
-    places = [(0, 0)] * len(layers)
-    for window in sorted(layers_by_window, key=lambda window: not window.is_full):
-        group_window = None if window.is_full else AttentionWindow(((window.size, window.chunk),))
-        for group in _equal_parts(layers_by_window[window], num_places):
-            for place, layer_index in enumerate(group):
-                places[layer_index] = (len(group_windows), place)
-            group_windows.append(group_window)
-    return LayerGroups(tuple(group_windows), tuple(places))
+    full_first = sorted(layers_by_window, key=lambda window: not window.is_full)
+    groups = [
+        group
+        for window in full_first
+        for group in _equal_parts(layers_by_window[window], num_places)
+    ]
+    # For each layer index: the index of the layer's group, and its place in a block of this group.
+    places = {
+        layer_index: (group_index, place)
+        for group_index, group in enumerate(groups)
+        for place, layer_index in enumerate(group)
+    }
+    return LayerGroups(
+        windows=tuple(attention_window_of([layers[index] for index in group]) for group in groups),
+        places=tuple(places[layer_index] for layer_index in range(len(layers))),
+    )
 
 
 def _equal_parts(items: list[int], max_len: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ from nereid_backend.errors import ConfigError
 from nereid_backend.load_checkpoint import Checkpoint, Progress, choose_device
 from nereid_backend.model.accelerate_path import use_compiled_forward
 from nereid_backend.model.choose_path import ChosenPath, choose_path
+from nereid_backend.model.length_limits import LengthLimit
 from nereid_backend.model.limits import MemoryPlan
 from nereid_backend.model.load_weights import load_weights
 from nereid_backend.model.path_variants import PathSpec
@@ -53,26 +54,43 @@ class OpenedDraft:
             num_tokens: the largest number of tokens in one step.
             progress: called with one line for each slow operation.
         """
-        max_model_len = min(memory.max_model_len, self.chosen.limit.num_tokens)
-        sizes = Sizes(
-            memory.num_blocks, config.block_size, memory.max_num_seqs, max_model_len, "auto"
-        )
-        path = self.chosen.spec.build(sizes)
+        sizes = draft_sizes(config, memory, num_tokens, self.chosen.limit)
+        path = self.chosen.spec.build(path_sizes(sizes))
         if config.compile_forward is True:
             use_compiled_forward(path, self.checkpoint, self.hook, self.chosen, progress)
-        return DraftModel(
-            path,
-            DraftSizes(
-                num_blocks=memory.num_blocks,
-                block_size=config.block_size,
-                max_num_seqs=memory.max_num_seqs,
-                max_model_len=max_model_len,
-                max_num_batched_tokens=num_tokens,
-                max_draft_tokens=config.max_draft_tokens,
-                enable_prefix_caching=config.enable_prefix_caching,
-            ),
-            self.hook,
-        )
+        return DraftModel(path, sizes, self.hook)
+
+
+def draft_sizes(
+    config: EngineConfig, memory: MemoryPlan, num_tokens: int, limit: LengthLimit
+) -> DraftSizes:
+    """Return the sizes of a draft model whose cache has as many blocks as the large model's cache.
+
+    Args:
+        config: the settings of the engine.
+        memory: the size of the large model's KV cache.
+        num_tokens: the largest number of tokens in one step.
+        limit: the length limit of the draft model.
+    """
+    return DraftSizes(
+        num_blocks=memory.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=memory.max_num_seqs,
+        max_model_len=min(memory.max_model_len, limit.num_tokens),
+        max_num_batched_tokens=num_tokens,
+        max_draft_tokens=config.max_draft_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def path_sizes(sizes: DraftSizes) -> Sizes:
+    """Return the sizes of the forward path of a draft model."""
+    return Sizes(
+        num_blocks=sizes.num_blocks,
+        block_size=sizes.block_size,
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+    )
 
 
 def check_draft_folder(config: EngineConfig) -> None:

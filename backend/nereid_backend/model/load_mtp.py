@@ -11,15 +11,15 @@ from transformers.modeling_layers import MtpModel
 from nereid_backend.attention.interface import AttentionHook
 from nereid_backend.attention.layers import LayerSpec
 from nereid_backend.config import EngineConfig
-from nereid_backend.draft_model import DraftModel, DraftSizes
+from nereid_backend.draft_model import DraftModel
 from nereid_backend.errors import ConfigError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress
 from nereid_backend.model.length_limits import model_limit
 from nereid_backend.model.limits import MemoryPlan
+from nereid_backend.model.load_draft import draft_sizes, path_sizes
 from nereid_backend.model.path_variants import PathSpec, make_blocks
 from nereid_backend.model.probe_layers import plain_token_ids, record_layers
 from nereid_backend.mtp_path import HiddenStates, MtpPath, run_layer
-from nereid_backend.paths.model_call import Sizes
 from nereid_backend.runner import ForwardPath
 
 
@@ -58,21 +58,9 @@ class OpenedMtp:
             The source of draft tokens, and the forward path that must replace `path`. The new path
             records the hidden states.
         """
-        limit = model_limit(self.checkpoint.text_config).num_tokens
-        sizes = DraftSizes(
-            num_blocks=memory.num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=memory.max_num_seqs,
-            max_model_len=min(memory.max_model_len, limit),
-            max_num_batched_tokens=num_tokens,
-            max_draft_tokens=config.max_draft_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        blocks = make_blocks(
-            self.checkpoint,
-            self.layers,
-            Sizes(sizes.num_blocks, sizes.block_size, sizes.max_num_seqs, sizes.max_model_len),
-        )
+        limit = model_limit(self.checkpoint.text_config)
+        sizes = draft_sizes(config, memory, num_tokens, limit)
+        blocks = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
         model: Any = self.checkpoint.model
         hidden = HiddenStates(path, model.get_decoder())
         mtp_path = MtpPath(self.model, self.hook, self.layers, blocks, hidden)

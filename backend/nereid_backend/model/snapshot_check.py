@@ -14,7 +14,11 @@ from nereid_backend.paths.recurrent import RowsPath
 
 # The log contains this text if the snapshots of a model are not exact.
 NO_SNAPSHOTS = "no prefix cache, because a copy of its recurrent state gives other logits"
+# The id of the only snapshot of the check. Each plan below contains one pair: the index of the only
+# chunk of a step, and this id.
 _SNAPSHOT = 0
+_SAVE = SnapshotPlan(loads=[], saves=[(0, _SNAPSHOT)], deleted=[])
+_RESTORE = SnapshotPlan(loads=[(0, _SNAPSHOT)], saves=[], deleted=[])
 # The shortest half of a test sequence with which the check is possible.
 _MIN_HALF_LEN = 2
 # The largest accepted difference in float32. In the tests, rounding caused differences of at most
@@ -57,24 +61,19 @@ def has_exact_snapshots(
 def _continues_exactly(path: RowsPath, trial: Trial, half_len: int) -> bool:
     """Return whether a sequence that continues from a snapshot gives the same bits as the original.
 
-    The snapshot is saved after `half_len` tokens.
-
-    The snapshot is restored in another row first, and then in the row that it was saved from.
-    `has_exact_snapshots` describes the other arguments.
+    The snapshot is the state of the original sequence after `half_len` tokens. It is restored in
+    another row first, and then in the row that it was saved from. `has_exact_snapshots` describes
+    the other arguments.
     """
     original = _make_sequence(trial, row=0)
     first_half = Chunk(
         original, start=0, num_tokens=half_len, samples=False, is_first=True, num_logits=0
     )
-    save = SnapshotPlan(loads=[], saves=[(0, _SNAPSHOT)], deleted=[])
-    _run_chunk(path, first_half, save)
+    _run_chunk(path, first_half, _SAVE)
     expected = _continue_from(path, original, half_len, None)
-    restore = SnapshotPlan(loads=[(0, _SNAPSHOT)], saves=[], deleted=[])
-    for row in (1, 0):
-        copy = _make_sequence(trial, row)
-        if not torch.equal(_continue_from(path, copy, half_len, restore), expected):
-            return False
-    return True
+    in_other_row = _continue_from(path, _make_sequence(trial, row=1), half_len, _RESTORE)
+    in_same_row = _continue_from(path, _make_sequence(trial, row=0), half_len, _RESTORE)
+    return torch.equal(in_other_row, expected) and torch.equal(in_same_row, expected)
 
 
 def _make_sequence(trial: Trial, row: int) -> Sequence:

@@ -17,9 +17,9 @@ from nereid_backend.load_checkpoint import check_files, read_config
 from nereid_backend.parallel.kv_heads import numbers_of_kv_heads
 
 # The names of linear layers that compute queries, keys and values together.
-_FUSED_LAYERS = ("qkv_proj", "query_key_value")
+_FUSED_LAYERS = frozenset(("qkv_proj", "query_key_value"))
 # If one of these layers is divided, each rank computes only some of the query heads.
-_LAYERS_OF_HEADS = (*_FUSED_LAYERS, "k_proj", "q_proj", "q_b_proj")
+_LAYERS_OF_HEADS = _FUSED_LAYERS | {"k_proj", "q_proj", "q_b_proj"}
 
 
 def check_settings(config: EngineConfig, device: torch.device) -> None:
@@ -163,27 +163,30 @@ def _check_heads(config: PretrainedConfig, plan: dict[str, str], size: int) -> N
 
     Args:
         config: the config of the text model, which contains the numbers of heads.
-        plan: maps the names of layers to styles of division. The style "colwise" means that each
-            rank computes a part of the layer's outputs, so it computes some of the heads.
+        plan: maps the names of layers to styles of division.
         size: the number of ranks, which compute the model together.
     """
-    divided_layers = set()
-    for name, style in plan.items():
-        if style == "colwise":
-            _, _, layer_name = name.rpartition(".")  # "q_proj" of "layers.*.self_attn.q_proj"
-            divided_layers.add(layer_name)
-    checked_fields = []
-    if not divided_layers.isdisjoint(_LAYERS_OF_HEADS):
-        checked_fields.append("num_attention_heads")
-    if not divided_layers.isdisjoint(_FUSED_LAYERS):
-        checked_fields.append("num_key_value_heads")
-    for field in checked_fields:
+    divided_layers = _layers_with_divided_outputs(plan)
+    fields = []
+    if divided_layers & _LAYERS_OF_HEADS:
+        fields.append("num_attention_heads")
+    if divided_layers & _FUSED_LAYERS:
+        fields.append("num_key_value_heads")
+    for field in fields:
         num_heads = number_of_heads(config, field)
         if num_heads is not None and num_heads % size != 0:
             raise ConfigError(
                 f"tensor_parallel_size: the value must divide the model's {field}, which is "
                 f"{num_heads}, but it is {size}. Each GPU computes an equal number of heads."
             )
+
+
+def _layers_with_divided_outputs(plan: dict[str, str]) -> set[str]:
+    """Return the names of the layers in a plan of which each rank computes a part of the outputs.
+
+    Example: {"layers.*.self_attn.q_proj": "colwise"} gives {"q_proj"}.
+    """
+    return {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
 
 
 def _check_kv_heads(numbers: list[int], size: int) -> None:

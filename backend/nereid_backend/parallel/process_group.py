@@ -84,21 +84,15 @@ class Rank:
         A rank is one of the processes that compute the model together. transformers reads the
         number of the rank from the environment variable LOCAL_RANK.
         """
-        # transformers logs a warning for each rule of the plan that matches no layer. These
-        # warnings are hidden, because some rules apply only to other variants of the architecture.
-        verbosity = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        # If the library accelerate is not installed, transformers refuses every device map. The
-        # device map of a rank has only one device, for which transformers does not call accelerate.
-        # Therefore, the check for accelerate is replaced.
         with (
+            _without_warnings(),
+            # If the library accelerate is not installed, transformers refuses every device map. The
+            # device map of a rank has only one device, for which transformers does not call
+            # accelerate. Therefore, the check for accelerate is replaced.
             mock.patch.object(accelerate, "is_accelerate_available", return_value=True),
             mock.patch.dict(os.environ, LOCAL_RANK=str(self.number)),
         ):
-            try:
-                yield
-            finally:
-                transformers_logging.set_verbosity(verbosity)
+            yield
 
     def smallest(self, number: int) -> int:
         """Send `number` to all ranks, and return the smallest number that any rank has sent.
@@ -108,3 +102,18 @@ class Rank:
         tensor = torch.tensor([number], device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor.item())
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Return a context in which transformers logs only errors.
+
+    transformers logs a warning for each rule of the plan that matches no layer. Such warnings are
+    no problem, because some rules apply only to other variants of the architecture.
+    """
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)

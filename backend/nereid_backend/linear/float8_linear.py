@@ -28,6 +28,7 @@ _MULTIPLE = 16
 # that is accepted. Rounding to 3 mantissa bits causes an error of 0.04, and a wrong scale causes an
 # error of more than 0.3.
 _TOLERANCE = 0.1
+_NUM_TEST_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,9 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Float8Product | No
         dtype: the data type of the model.
     """
     generator = torch.Generator().manual_seed(0)
-    rows, weight = (
-        torch.randn(count, 64, generator=generator).to(device, dtype) for count in (5, 48)
-    )
+    num_inputs, num_outputs = 4 * _MULTIPLE, 3 * _MULTIPLE
+    rows = torch.randn(_NUM_TEST_ROWS, num_inputs, generator=generator).to(device, dtype)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(device, dtype)
     exact = rows.float() @ weight.float().t()
     for product in (Float8Product(has_row_scales=True), Float8Product(has_row_scales=False)):
         try:

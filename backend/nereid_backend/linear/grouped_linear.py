@@ -158,27 +158,31 @@ class GroupedLinear(nn.Linear):
             scales: see `from_quantised`.
             zeros: see `from_quantised`.
         """
-        # The layer stores unsigned integers.
+        first_panel = start // LANES
+        panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
+        # The layer stores unsigned integers. If `values` is signed, the offset is added to the
+        # integers and to the zeros.
         offset = 2 ** (self.bits - 1) if values.dtype == torch.int8 else 0
         # `view` turns a negative int8 number into a uint8 number of at least 128. The addition then
         # overflows, and the result is correct. Example with 8 bits: -3 becomes 253, and 253 + 128
         # gives 125.
         unsigned = values.view(torch.uint8) + offset if offset else values
-        num_groups = self.scales.shape[1]
-        first_panel = start // LANES
-        panels = slice(first_panel, first_panel + _divide_up(len(values), LANES))
-
-        def panels_of(group_values: Tensor) -> Tensor:
-            # An incomplete last group needs fewer than `_repeats` copies of its scale. The slice
-            # removes the surplus copies.
-            repeated = group_values.repeat_interleave(self._repeats, dim=1)[:, :num_groups]
-            return _panels_of_groups(repeated)
-
         self.values[panels] = pack_values(unsigned, self.bits, self.group_size)
-        self.scales[panels] = panels_of(scales.float())
+        self.scales[panels] = self._stored_layout(scales.float())
         if self.zeros is not None:
             assert zeros is not None
-            self.zeros[panels] = panels_of(zeros.float() + offset)
+            self.zeros[panels] = self._stored_layout(zeros.float() + offset)
+
+    def _stored_layout(self, of_groups: Tensor) -> Tensor:
+        """Convert scales or zeros of a checkpoint, [out_features, groups], to the stored layout.
+
+        A number is repeated for each smaller group into which a group of the checkpoint is divided.
+        """
+        repeated = of_groups.repeat_interleave(self._repeats, dim=1)
+        # An incomplete last group is divided into fewer smaller groups. The slice removes the
+        # surplus numbers.
+        num_stored_groups = self.scales.shape[1]
+        return _panels_of_groups(repeated[:, :num_stored_groups])
 
     def dequantised(self) -> Tensor:
         """Return the weights as float32 [out_features, in_features]."""
@@ -197,6 +201,7 @@ class GroupedLinear(nn.Linear):
         arguments = (self.values, self.scales, self.zeros, bias)
         sizes = (self.bits, self.group_size, self.out_features)
         if torch.compiler.is_compiling():
+            # torch.export cannot trace the call of the C function in `linear`.
             output: Tensor = torch.ops.nereid.grouped_linear(input, *arguments, *sizes)
             return output
         return linear(input, *arguments, *sizes)
@@ -295,10 +300,13 @@ def pack_values(values: Tensor, bits: int, group_size: int) -> Tensor:
     padding = (0, -values.shape[1] % group_size, 0, -values.shape[0] % LANES)
     # `pad` copies the values, so it is called only if padding is needed.
     padded = functional.pad(values, padding) if any(padding) else values.contiguous()
+    # A unit contains four inputs of each output of a panel, [panels, inputs / 4, 16, 4].
     units = padded.view(-1, LANES, padded.shape[1] // 4, 4).transpose(1, 2)
-    if bits == 4:
-        units = units[:, 0::2] | (units[:, 1::2] << 4)
-    return units.contiguous()
+    if bits == 8:
+        return units.contiguous()
+    lower_halves = units[:, 0::2]
+    upper_halves = units[:, 1::2] << 4
+    return (lower_halves | upper_halves).contiguous()
 
 
 def unpack_values(packed: Tensor, bits: int) -> Tensor:

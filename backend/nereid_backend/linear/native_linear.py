@@ -46,6 +46,7 @@ class NativeLinear(nn.Linear):
             [..., out_features], with the weight's dtype.
         """
         if torch.compiler.is_compiling():
+            # torch.export cannot trace the call of the C function in `linear`.
             output: Tensor = torch.ops.nereid.packed_linear(
                 input, self.packed, self.bias, self.out_features
             )
@@ -97,11 +98,11 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     dim = x.shape[-1]
     if x.dtype != packed.dtype:
         raise ValueError(f"The input must be {packed.dtype}, but its dtype is {x.dtype}.")
-    if dim * LANES != packed.stride(0):
-        raise ValueError(
-            f"The input has {dim} features, but the weight has {packed.stride(0) // LANES}."
-        )
+    num_weight_features = packed.stride(0) // LANES  # the number of inputs in a panel
+    if dim != num_weight_features:
+        raise ValueError(f"The input has {dim} features, but the weight has {num_weight_features}.")
     x = x.contiguous()
+    num_rows = x.numel() // dim
     out = x.new_empty(*x.shape[:-1], out_features)
     kernels().nereid_linear(
         x.dtype == torch.bfloat16,
@@ -109,7 +110,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
         None if bias is None else bias.data_ptr(),
         x.data_ptr(),
         out.data_ptr(),
-        x.numel() // dim,
+        num_rows,
         dim,
         out_features,
         torch.get_num_threads(),

@@ -130,22 +130,29 @@ def _prepack(layer: nn.Linear, *, keep: bool) -> bool:
         layer: the layer. Mutated.
         keep: whether other layers share the weight. If so, the weight stays in memory unchanged.
     """
-    weight = layer.weight.detach()
-    packed_class: type[nn.Linear]
-    if native_linear.can_pack(weight):
-        packed_class = NativeLinear
-        packed = native_linear.pack(weight)
-    elif _can_reorder(weight):
-        packed_class = PackedLinear
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
-    else:
+    result = _pack_weight(layer.weight.detach())
+    if result is None:
         return False
+    packed_class, packed = result
     if not keep:
         free_weight(layer)
     change_class(layer, packed_class)
     # The tensor is registered as a buffer, so that torch.export treats it as part of the model.
     layer.register_buffer("packed", packed, persistent=False)
     return True
+
+
+def _pack_weight(weight: Tensor) -> tuple[type[nn.Linear], Tensor] | None:
+    """Return the fastest layer class for a weight, and the weight in the layout of this class.
+
+    Return None if no class supports the weight.
+    """
+    if native_linear.can_pack(weight):
+        return NativeLinear, native_linear.pack(weight)
+    if _can_reorder(weight):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+        return PackedLinear, packed
+    return None
 
 
 def _can_reorder(weight: Tensor) -> bool:

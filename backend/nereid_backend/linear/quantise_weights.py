@@ -138,14 +138,14 @@ def model_bytes(model: nn.Module) -> int:
     If several tensors share memory, the memory counts once. If a weight is divided over several
     processes, only the slice of this process counts.
     """
-    sizes: dict[int, int] = {}
+    storage_bytes: dict[int, int] = {}  # by the address of the storage
     for tensor in [*model.parameters(), *model.buffers()]:
         if hasattr(tensor, "to_local"):
             tensor = tensor.to_local()
         if not tensor.is_mkldnn:
             storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+            storage_bytes[storage.data_ptr()] = storage.nbytes()
+    return sum(storage_bytes.values())
 
 
 def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
@@ -158,26 +158,37 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedWeight:
     # The shape is [num_rows, groups, size]. The last group is padded with zeros. The padding does
     # not change the scale of the group, because the range of every group contains 0 anyway.
     groups = functional.pad(weight, (0, -num_inputs % size)).view(len(weight), -1, size)
-    zeros = None
-    # `_as_float16` replaces the scale 0 by `_MIN_SCALE`, so no number is divided by 0.
-    if bits == 8:
-        scales = _as_float16(groups.abs().amax(2) / _MAX_INT8)
-        values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
-        values = values.to(torch.int8)
-    else:
-        lowest = groups.amin(2).clamp(max=0)
-        highest = groups.amax(2).clamp(min=0)
-        scales = _as_float16((highest - lowest) / _MAX_UINT4)
-        zeros = (-lowest / scales).round().clamp(0, _MAX_UINT4)
-        values = groups / scales.unsqueeze(2) + zeros.unsqueeze(2)
-        values = values.round().clamp(0, _MAX_UINT4).to(torch.uint8)
+    values, scales, zeros = _round_to_int8(groups) if bits == 8 else _round_to_uint4(groups)
     return QuantisedWeight(values.flatten(1)[:, :num_inputs], scales, zeros)
+
+
+def _round_to_int8(groups: Tensor) -> QuantisedWeight:
+    """Round groups of weights, [num_rows, groups, size], to integers from -127 to 127."""
+    scales = _as_float16(groups.abs().amax(2) / _MAX_INT8)
+    values = (groups / scales.unsqueeze(2)).round().clamp(-_MAX_INT8, _MAX_INT8)
+    return QuantisedWeight(values.to(torch.int8), scales, None)
+
+
+def _round_to_uint4(groups: Tensor) -> QuantisedWeight:
+    """Round groups of weights, [num_rows, groups, size], to integers from 0 to 15.
+
+    The zero of a group is the integer that represents the weight 0. Example: a group with the
+    weights [-0.5, 1.0] has the scale 0.1, the zero 5 and the integers [0, 15].
+    """
+    lowest = groups.amin(2).clamp(max=0)
+    highest = groups.amax(2).clamp(min=0)
+    scales = _as_float16((highest - lowest) / _MAX_UINT4)
+    zeros = (-lowest / scales).round().clamp(0, _MAX_UINT4)
+    values = groups / scales.unsqueeze(2) + zeros.unsqueeze(2)
+    values = values.round().clamp(0, _MAX_UINT4)
+    return QuantisedWeight(values.to(torch.uint8), scales, zeros)
 
 
 def _as_float16(scales: Tensor) -> Tensor:
     """Round float32 scales to numbers that float16 can represent exactly.
 
-    The integers are computed with the rounded scales, so rounding the scales adds no error.
+    The integers are computed with the rounded scales, so rounding the scales adds no error. The
+    scale 0 becomes `_MIN_SCALE`, so that no number is divided by 0.
     """
     return scales.clamp(min=_MIN_SCALE).half().float()
 

@@ -82,18 +82,19 @@ class PromptEncoder:
         Converting a very long text takes long. A text with many characters is therefore converted
         piece by piece, until the pieces have too many tokens. A short text is not checked here.
         """
-        if len(text) <= _USUAL_TOKEN_CHARS * limit + _PIECE_CHARS:
+        num_usual_chars = _USUAL_TOKEN_CHARS * limit
+        if len(text) <= num_usual_chars + _PIECE_CHARS:
             return
-        num_tokens = 0
+        num_piece_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
-            num_tokens += len(self._encode(piece, add_special_tokens=False))
-            if num_tokens > _MARGIN * limit:
-                # The rest of the text is not converted, so the exact number of tokens is unknown,
-                # and the message says "more than".
+            num_piece_tokens += len(self._encode(piece, add_special_tokens=False))
+            if num_piece_tokens > _MARGIN * limit:
+                # The rest of the text is not converted, so the exact number of tokens is unknown.
+                min_tokens = int(num_piece_tokens / _MARGIN)
                 raise RequestError(
-                    f"prompt has more than {int(num_tokens / _MARGIN)} tokens; the limit is "
-                    f"{limit} (max_model_len). Send a shorter prompt."
+                    f"prompt has more than {min_tokens} tokens; the limit is {limit} "
+                    "(max_model_len). Send a shorter prompt."
                 )
 
 

@@ -71,22 +71,14 @@ class StopStrings:
     def _find(self, text: str) -> tuple[int, str] | None:
         """Return the position of the first stop string in `text`, and the stop string.
 
-        The first stop string is the stop string that ends first. Return None if `text` contains no
-        stop string. Example: with the stop string "END", the text "one END" gives (4, "END").
+        The first stop string is the stop string that ends first. If several stop strings end at the
+        same character, it is the longest of them. Return None if `text` contains no stop string.
+        Example: with the stop string "END", the text "one END" gives (4, "END").
         """
-        best_match: tuple[int, str] | None = None
-        best_end = 0
-        # The longest stop strings come first. If several stop strings end at the same character,
-        # the longest of them is therefore kept.
-        for stop in self._stops:
-            if stop not in text:
-                continue
-            start = text.find(stop)
-            end = start + len(stop)
-            if best_match is None or end < best_end:
-                best_match = (start, stop)
-                best_end = end
-        return best_match
+        matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        # Of several matches with the same end, `min` returns the first match. The longest stop
+        # strings come first in `_stops`.
+        return min(matches, key=_end_of_match, default=None)
 
     def _held_length(self, text: str) -> int:
         """Return the length of the longest suffix of `text` that is a prefix of a stop string.
@@ -99,3 +91,9 @@ class StopStrings:
             if any(stop.startswith(suffix) for stop in self._stops):
                 return length
         return 0
+
+
+def _end_of_match(match: tuple[int, str]) -> int:
+    """Return the end of a stop string in a text. `match` is its position, and the stop string."""
+    start, stop = match
+    return start + len(stop)

@@ -55,8 +55,7 @@ def convert(source: str, target: str, dtype: Target) -> None:
     folder = Path(checkpoint_folder(source))
     new_folder = Path(target)
     check_files(folder)
-    if new_folder.exists() and any(new_folder.iterdir()):
-        raise ConfigError(f"{new_folder} is not empty. Choose an empty or a new folder.")
+    _check_target(new_folder)
     config = read_config(folder, trust_remote_code=False)
     if model_class(config) is None:
         raise UnsupportedModelError(f"transformers has no class for {config.model_type}.")
@@ -64,9 +63,10 @@ def convert(source: str, target: str, dtype: Target) -> None:
     float_dtype = getattr(torch, dtype) if bits is None else _dtype_of(config)
     arguments = weight_arguments(folder, config, float_dtype, is_lazy=True)
     weights = arguments["state_dict"]
-    integer_names: set[str] = set()
-    quantization_config = None
-    if bits is not None:
+    if bits is None:
+        integer_names: set[str] = set()
+        quantization_config = None
+    else:
         linear_weights = _linear_weights(config, arguments["config"])
         integer_names = linear_weights & weights.keys()
         quantization_config = _quantization_config(bits, linear_weights, integer_names)
@@ -75,6 +75,12 @@ def convert(source: str, target: str, dtype: Target) -> None:
     _write_shards(new_folder, _converted(weights, integer_names, bits, float_dtype))
     dtype_name = str(float_dtype).removeprefix("torch.")
     _write_config(folder, new_folder, dtype_name, quantization_config)
+
+
+def _check_target(folder: Path) -> None:
+    """Raise a ConfigError if the folder of the copy contains files."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty. Choose an empty or a new folder.")
 
 
 def _dtype_of(config: Any) -> torch.dtype:  # noqa: ANN401 - transformers' configs are untyped

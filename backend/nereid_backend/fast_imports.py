@@ -40,20 +40,40 @@ _SCIPY_FUNCTION = "linear_sum_assignment"
 def importing() -> Iterator[None]:
     """Return a context in which torch and transformers are imported faster.
 
-    transformers reads the index of its models from a file, and does not import scipy. Garbage
-    collection is turned off in the context, because the import of torch creates about a hundred
-    thousand permanent objects and no garbage.
+    transformers reads the index of its models from a file, and does not import scipy. Garbage is
+    not collected.
     """
     use_cached_index()
-    placeholder = _Placeholder(_SCIPY_MODULE)
-    sys.modules.setdefault(_SCIPY_MODULE, placeholder)
+    with _without_garbage_collection(), _without_scipy():
+        yield
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Return a context without garbage collection.
+
+    The import of torch creates about a hundred thousand permanent objects and no garbage.
+    """
     gc.disable()
     try:
         yield
     finally:
-        placeholder.remove()
         gc.freeze()  # later collections skip the permanent objects
         gc.enable()
+
+
+@contextlib.contextmanager
+def _without_scipy() -> Iterator[None]:
+    """Return a context in which a placeholder replaces the module `_SCIPY_MODULE`.
+
+    If the module has already been imported, it is not replaced.
+    """
+    placeholder = _Placeholder(_SCIPY_MODULE)
+    sys.modules.setdefault(_SCIPY_MODULE, placeholder)
+    try:
+        yield
+    finally:
+        placeholder.remove()
 
 
 def use_cached_index() -> None:

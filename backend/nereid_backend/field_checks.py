@@ -73,25 +73,28 @@ def to_request_error(error: ValidationError) -> RequestError:
     Example: `seed="x"` gives `seed: the value must be an integer, but the request has "x".`
     """
     first_error = error.errors(include_url=False)[0]
-    # The location is the name of the field. For an item of a list or of an object, the location
-    # also contains the index or the key of the item. For a wrong key, it ends with "[key]".
     field_name, *item_location = map(str, first_error["loc"])
     requirement = _REQUIREMENTS.get(first_error["type"])
     if requirement is None:
         return RequestError(f"{field_name}: {first_error['msg']}.")
-    if not item_location:
-        subject = "the value"
-    elif item_location[-1] == "[key]":
-        subject = "each key"
-    else:
-        subject = "each item"
     limits = _limits(first_error.get("ctx", {}))
     # If a list has a wrong number of items, the message contains that number instead of the items.
     value = limits.get("actual_length", first_error["input"])
     return RequestError(
-        f"{field_name}: {subject} must be {requirement.format(**limits)}, but the request has "
-        f"{shown(value)}."
+        f"{field_name}: {_subject(item_location)} must be {requirement.format(**limits)}, but the "
+        f"request has {shown(value)}."
     )
+
+
+def _subject(item_location: Sequence[str]) -> str:
+    """Return the subject of the sentence about a wrong value.
+
+    `item_location` is empty if the whole field is wrong. Otherwise, it contains the index or the
+    key of a wrong item. Its last item is "[key]" if the key itself is wrong.
+    """
+    if not item_location:
+        return "the value"
+    return "each key" if item_location[-1] == "[key]" else "each item"
 
 
 def _limits(context: dict[str, Any]) -> dict[str, Any]:

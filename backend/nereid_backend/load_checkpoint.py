@@ -246,10 +246,7 @@ def _choose_dtype(
 ) -> torch.dtype:
     """Return the data type that the weights have in memory for the setting `dtype`.
 
-    "auto" selects the checkpoint's data type, with three exceptions. "auto" selects float32 if the
-    checkpoint's data type is not in `_DTYPES`. On a CPU, "auto" also selects float32 instead of
-    float16, and instead of bfloat16 if this CPU has no fast kernel for bfloat16. In the last case,
-    and if the setting is "bfloat16" on such a CPU, a warning is logged.
+    A warning is logged if the setting is "bfloat16" on a CPU without a fast kernel for bfloat16.
 
     Args:
         name: the setting `dtype`.
@@ -257,27 +254,44 @@ def _choose_dtype(
         text_config: the part of the config that describes the decoder.
         device: the device of the weights.
     """
-    is_cpu = device.type == "cpu"
-    has_slow_bfloat16 = is_cpu and not has_fast_bfloat16()
-    if name == "bfloat16" and has_slow_bfloat16:
+    if name == "auto":
+        dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
+        if isinstance(dtype, str):
+            dtype = _DTYPES.get(dtype)
+        return _automatic_dtype(dtype, device)
+    if name == "bfloat16" and _has_slow_bfloat16(device):
         logger.warning(_SLOW_BFLOAT16)
-    if name != "auto":
-        return _DTYPES[name]
-    dtype: Any = getattr(config, "dtype", None) or getattr(text_config, "dtype", None)
-    if isinstance(dtype, str):
-        dtype = _DTYPES.get(dtype)
-    is_supported = dtype in _DTYPES.values()
-    is_slow_float16 = is_cpu and dtype == torch.float16
-    if not is_supported or is_slow_float16:
+    return _DTYPES[name]
+
+
+def _automatic_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the data type that the setting dtype=auto selects.
+
+    This is the checkpoint's data type, with three exceptions. float32 is selected if the
+    checkpoint's data type is not in `_DTYPES`. On a CPU, float32 also replaces float16, and
+    replaces bfloat16 if the CPU has no fast kernel for bfloat16. In the last case, a warning is
+    logged.
+
+    Args:
+        dtype: the checkpoint's data type; None if the config contains no data type.
+        device: the device of the weights.
+    """
+    is_slow_float16 = device.type == "cpu" and dtype == torch.float16
+    if dtype is None or dtype not in _DTYPES.values() or is_slow_float16:
         return torch.float32
-    if dtype == torch.bfloat16 and has_slow_bfloat16:
+    if dtype == torch.bfloat16 and _has_slow_bfloat16(device):
         logger.warning(
             "dtype: auto chooses float32 instead of the checkpoint's bfloat16, because this CPU "
             "has no fast kernel for bfloat16. The weights need twice the memory. Set "
             "dtype=bfloat16 if the memory does not suffice."
         )
         return torch.float32
-    return dtype  # type: ignore[no-any-return]
+    return dtype
+
+
+def _has_slow_bfloat16(device: torch.device) -> bool:
+    """Return whether the device is a CPU without a fast kernel for bfloat16."""
+    return device.type == "cpu" and not has_fast_bfloat16()
 
 
 def _eos_token_ids(

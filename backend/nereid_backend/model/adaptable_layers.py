@@ -2,6 +2,7 @@
 """Finds the linear layers of a model that a LoRA adapter can change."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,29 +32,46 @@ def find_adaptable_layers(checkpoint: Checkpoint) -> dict[str, LayerSizes]:
 
     Mutates: the checkpoint. The model uses its own attention after the call.
     """
-    sizes: dict[str, LayerSizes] = {}
-    # For each layer, one entry for each call: whether the call computed all tokens.
-    calls: dict[str, list[bool]] = {}
+    layers: dict[str, _RecordedLayer] = {}
     hooks = []
     for name, module in checkpoint.model.named_modules():
-        layer_sizes = _sizes_of(module)
-        if layer_sizes is not None:
-            sizes[name] = layer_sizes
-            calls[name] = []
-            hooks.append(module.register_forward_hook(_recorder(calls[name], layer_sizes)))
-    ids = torch.tensor([plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device)
-    positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
+        sizes = _sizes_of(module)
+        if sizes is not None:
+            layers[name] = _RecordedLayer(sizes, computed_all=[])
+            hooks.append(module.register_forward_hook(_recorder(layers[name])))
     try:
-        set_attention(checkpoint, None)
-        ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions)
+        _run_test_step(checkpoint)
     except Exception:  # noqa: BLE001 - a model can raise any exception; choose_path reports it
         return {}
     finally:
         for hook in hooks:
             hook.remove()
-    # If the model has not called a layer, `computed_all` is empty, and the layer is left out.
-    names = [name for name, computed_all in calls.items() if computed_all and all(computed_all)]
-    return {name: sizes[name] for name in names}
+    return {name: layer.sizes for name, layer in layers.items() if layer.can_be_adapted}
+
+
+class _RecordedLayer(NamedTuple):
+    """A linear layer, and its calls in the test step.
+
+    Attributes:
+        sizes: the numbers of inputs and outputs of the layer.
+        computed_all: for each call, whether the call computed all tokens.
+    """
+
+    sizes: LayerSizes
+    computed_all: list[bool]
+
+    @property
+    def can_be_adapted(self) -> bool:
+        """Whether the model has called the layer, and each call computed all tokens."""
+        return bool(self.computed_all) and all(self.computed_all)
+
+
+def _run_test_step(checkpoint: Checkpoint) -> None:
+    """Run the model once on `_NUM_TOKENS` tokens, with its own attention."""
+    set_attention(checkpoint, None)
+    ids = torch.tensor([plain_token_ids(checkpoint)[:_NUM_TOKENS]], device=checkpoint.device)
+    positions = torch.arange(ids.shape[1], device=checkpoint.device)[None]
+    ModelCall(checkpoint.model)(ids, num_logits=1, position_ids=positions)
 
 
 def _sizes_of(module: nn.Module) -> LayerSizes | None:
@@ -66,17 +84,12 @@ def _sizes_of(module: nn.Module) -> LayerSizes | None:
     return None
 
 
-def _recorder(
-    calls: list[bool], sizes: LayerSizes
-) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
-    """Return a hook for a layer. The hook appends to `calls` whether a call computes all tokens.
+def _recorder(layer: _RecordedLayer) -> Callable[[nn.Module, tuple[Tensor, ...], object], None]:
+    """Return a forward hook that records in `layer` whether each call computes all tokens.
 
     A layer that computes only some tokens, such as an expert, has a smaller input or output.
-
-    Args:
-        calls: receives one entry for each call of the layer. Mutated by the hook.
-        sizes: the numbers of inputs and outputs of the layer.
     """
+    sizes = layer.sizes
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         del module
@@ -84,6 +97,6 @@ def _recorder(
         has_all_outputs = (
             isinstance(output, Tensor) and output.numel() == _NUM_TOKENS * sizes.out_features
         )
-        calls.append(has_all_inputs and has_all_outputs)
+        layer.computed_all.append(has_all_inputs and has_all_outputs)
 
     return record

@@ -133,11 +133,20 @@ def set_attention(checkpoint: Checkpoint, hook: AttentionHook | None) -> None:
 def _packed(
     checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None
 ) -> Iterator[PathSpec]:
-    """Yield the forward path `packed`, which has only one variant.
+    """Yield the only variant of the forward path `packed`; see `packed_spec`.
+
+    This function is a generator, so that its code runs only when the path is tried.
+    """
+    yield packed_spec(checkpoint, hook, max_model_len)
+
+
+def packed_spec(checkpoint: Checkpoint, hook: AttentionHook, max_model_len: int | None) -> PathSpec:
+    """Return the specification of the forward path `packed`.
 
     In this path, one row contains the tokens of all sequences, and the engine's attention reads
-    keys and values from blocks. This function is a generator, so that its code runs only when the
-    path is tried.
+    keys and values from blocks. `path_variants` describes the arguments.
+
+    Mutates: `checkpoint`, because its attention is set.
 
     Raises:
         UnfitError: if the path cannot compute correct logits.
@@ -156,7 +165,7 @@ def _packed(
         cache, builder = make_blocks(checkpoint, layers, sizes)
         return PackedPath(checkpoint, hook, layers, cache, builder)
 
-    yield PathSpec("packed", build, layers, hook)
+    return PathSpec("packed", build, layers, hook)
 
 
 def _check_sparse_limit(limit: LengthLimit, max_model_len: int | None) -> None:

@@ -45,10 +45,9 @@ def check_weight_memory(config: EngineConfig, device: torch.device) -> bool:
     free_bytes = available_memory()
     if needed_bytes <= free_bytes:
         return False
-    if device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES:
-        rounded_bytes = _rounded_bytes(counts, config.weight_dtype, number_bytes)
-        if rounded_bytes <= free_bytes:
-            return True
+    can_round = device.type == "cpu" and config.weight_dtype in _ROUNDED_BYTES
+    if can_round and _rounded_bytes(counts, config.weight_dtype, number_bytes) <= free_bytes:
+        return True
     dtype_name = "float32" if number_bytes == _FULL_BYTES else "16-bit numbers"
     remedy = _remedy(config, counts, number_bytes, free_bytes, has_panels=has_panels)
     raise ConfigError(

@@ -11,7 +11,7 @@ from nereid_backend.checkpoints.checkpoint_folder import checkpoint_folder
 from nereid_backend.config import EngineConfig
 from nereid_backend.errors import UnsupportedModelError, first_line
 from nereid_backend.load_checkpoint import Checkpoint, Progress, load_checkpoint, read_config
-from nereid_backend.model.path_variants import PathSpec, path_variants
+from nereid_backend.model.path_variants import PathSpec, packed_spec
 from nereid_backend.parallel.check_support import model_without_weights, tensor_parallel_plan
 from nereid_backend.parallel.kv_heads import keep_own_heads, replication_rules
 from nereid_backend.parallel.process_group import Rank
@@ -59,11 +59,9 @@ def load_shard(config: EngineConfig, hook: AttentionHook, rank: Rank, progress: 
             distributed=DistributedConfig(tp_size=rank.size, tp_plan=rules or None),
         )
     keep_own_heads(checkpoint.model, rules, rank)
-    # Only the forward path `packed` can be divided. The iterator raises an error if the model
-    # cannot use the path.
-    packed_variants = dict(path_variants(checkpoint, hook, config.max_model_len))["packed"]
+    # Only the forward path `packed` can be divided.
     try:
-        return Shard(checkpoint, next(packed_variants))
+        return Shard(checkpoint, packed_spec(checkpoint, hook, config.max_model_len))
     except Exception as error:
         # The code of a model can raise any exception.
         raise UnsupportedModelError(

@@ -146,32 +146,32 @@ class _Loader(SourceFileLoader):
             setattr(module, _FUNCTION, _with_cache(compute, Path(self.path).parents[1]))
 
 
-def _with_cache(compute: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
-    """Return a function that returns the same as `compute`, but caches the index of all models.
+def _with_cache(compute_index: Callable[[Any], Any], package: Path) -> Callable[[Any], Any]:
+    """Return a function that replaces `compute_index` and stores its result in a file.
 
-    The index contains the names that each file of transformers defines. Computing it takes about
-    a second. The returned function therefore reads the index from a file. If the file does not
-    exist, the function calls `compute` and creates the file.
+    The index contains the names that each model file of transformers defines. Computing the index
+    takes about a second, and reading the file is much faster. Only the index of all models is
+    stored. For any other folder, the returned function calls `compute_index`.
 
     Args:
-        compute: returns the index of a folder of transformers. The argument is the path of the
-            folder or of a file in the folder.
+        compute_index: returns the index of a folder of transformers. The argument is the path of
+            the folder or of a file in the folder.
         package: the folder of the package transformers.
     """
     models_folder = str(package / "models")
     models_paths = {models_folder, f"{models_folder}{os.sep}__init__.py"}
 
-    def compute_with_cache(module_path: Any) -> Any:  # noqa: ANN401 - transformers' types
+    def read_or_compute_index(module_path: Any) -> Any:  # noqa: ANN401 - transformers' types
         if str(module_path) not in models_paths:
-            return compute(module_path)
+            return compute_index(module_path)
         cache_file = cache_folder() / f"transformers-models-{_fingerprint(package)}.marshal"
         index = _read(cache_file)
         if index is None:
-            index = compute(module_path)
+            index = compute_index(module_path)
             _write(cache_file, index)
         return index
 
-    return compute_with_cache
+    return read_or_compute_index
 
 
 def _fingerprint(package: Path) -> str:

@@ -118,9 +118,10 @@ def _parse_adapters(value: object) -> object:
     if isinstance(value, str):
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         adapters = {name.strip(): path.strip() for name, _, path in pairs}
-    if isinstance(adapters, dict) and all(adapters) and all(adapters.values()):
-        return adapters
-    raise ValueError("pairs such as name=/path, separated by commas")
+    is_complete = isinstance(adapters, dict) and all(adapters.keys()) and all(adapters.values())
+    if not is_complete:
+        raise ValueError("pairs such as name=/path, separated by commas")
+    return adapters
 
 
 def _parse_switch(value: object) -> object:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nereid_backend.linear.prepack import change_class, shared_weights
+from nereid_backend.linear.prepack import change_class, output_layer_of, shared_weights
 
 _DTYPE = torch.float8_e4m3fn
 # The largest number that the format e4m3 can represent.
@@ -141,8 +141,7 @@ def store_linears_as_float8(model: nn.Module, product: Float8Product) -> int:
         The number of converted layers.
     """
     shared = shared_weights(model)
-    find_output = getattr(model, "get_output_embeddings", lambda: None)
-    output_layer = find_output()
+    output_layer = output_layer_of(model)
     count = 0
     for module in model.modules():
         if type(module) is not nn.Linear or module is output_layer:

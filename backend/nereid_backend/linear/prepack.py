@@ -102,6 +102,12 @@ def shared_weights(model: nn.Module) -> set[int]:
     return {address for address, count in counts.items() if count > 1}
 
 
+def output_layer_of(model: nn.Module) -> nn.Module | None:
+    """Return the layer that computes the logits of a transformers model; None if there is none."""
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    return None if get_output_embeddings is None else get_output_embeddings()
+
+
 def free_weight(layer: nn.Linear) -> None:
     """Replace a layer's weight by a placeholder, so that the memory of the weight is freed.
 

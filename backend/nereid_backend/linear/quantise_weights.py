@@ -16,7 +16,12 @@ from torch.nn import functional
 from nereid_backend.freed_memory import FreedMemory
 from nereid_backend.linear import grouped_linear
 from nereid_backend.linear.grouped_linear import LANES, GroupedLinear
-from nereid_backend.linear.prepack import change_class, free_weight, shared_weights
+from nereid_backend.linear.prepack import (
+    change_class,
+    free_weight,
+    output_layer_of,
+    shared_weights,
+)
 from nereid_backend.loading_progress import no_progress, report_items
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -76,8 +81,7 @@ def quantise_linears(
         The number of converted layers.
     """
     shared = shared_weights(model)
-    get_output = getattr(model, "get_output_embeddings", lambda: None)
-    output_layer = get_output()
+    output_layer = output_layer_of(model)
     freed = FreedMemory()
     count = 0
     for module in report_items(list(model.modules()), "rounding modules", progress):

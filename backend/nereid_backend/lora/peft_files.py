@@ -85,7 +85,7 @@ def read_adapter(
     config_file = root / _CONFIG_FILE
     weights_file = root / _WEIGHTS_FILE
     config_bytes = _read(config_file, max_bytes)
-    weights_bytes = _read(weights_file, max_bytes, _FILE_RATIO)
+    weights_bytes = _read(weights_file, max_bytes, max_ratio=_FILE_RATIO)
     config = _parse_config(config_file, config_bytes)
     try:
         tensors = safetensors.torch.load(weights_bytes)
@@ -108,20 +108,21 @@ def _digest(*contents: bytes) -> bytes:
     return digest.digest()
 
 
-def _read(file: Path, max_bytes: int, ratio: int = 1) -> bytes:
+def _read(file: Path, max_bytes: int, *, max_ratio: int = 1) -> bytes:
     """Return the content of a file of an adapter.
 
     Args:
         file: the file.
         max_bytes: the largest size of an adapter in memory (the setting lora_memory).
-        ratio: the file may have `ratio` times `max_bytes` bytes.
+        max_ratio: how many times larger the file may be than `max_bytes`. A file with weights may
+            be larger, because its numbers can have a wider data type than those of the model.
 
     Raises:
         ModelError: if the file cannot be read or is too large.
     """
     try:
         size = file.stat().st_size
-        if size > ratio * max_bytes:
+        if size > max_ratio * max_bytes:
             raise ModelError(
                 f"{file}: the file has {size} bytes, but all adapters together may have "
                 f"{max_bytes} bytes (lora_memory). Raise lora_memory."

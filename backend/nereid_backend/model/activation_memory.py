@@ -50,12 +50,12 @@ def measure_activations(
     sizes = Sizes(num_blocks, block_size, max_num_seqs=1, max_model_len=num_measured_tokens)
     path = spec.build(sizes)
     plan = _prompt_plan(plain_token_ids(checkpoint)[0], num_measured_tokens, num_blocks)
-    if is_gpu:
-        measured_bytes: int | None = _measure_on_gpu(path, plan, checkpoint.device)
-    else:
-        measured_bytes = _measure_on_cpu(path, plan)
+    measured_bytes = (
+        _measure_on_gpu(path, plan, checkpoint.device) if is_gpu else _measure_on_cpu(path, plan)
+    )
     if measured_bytes is None:
         return None
+    # The memory of a step grows in proportion to the number of its tokens.
     step_bytes = measured_bytes * num_tokens // num_measured_tokens
     # The measured step computes the logits of one token only.
     logits_bytes = num_seqs * checkpoint.vocab_size * _LOGIT_BYTES

@@ -92,7 +92,8 @@ class ForwardSwap:
         skeleton = Skeleton(checkpoint.model, hook.name, path.is_native, torch.get_num_threads())
         self._start_s = time.monotonic()
         self._compilation = BackgroundCompilation(pack_skeleton(skeleton), folder)
-        self._steps = self._check()
+        # Each `next` loads the library, or computes one step of the check.
+        self._check_steps = self._check()
         self.is_done = False
 
     @property
@@ -109,7 +110,7 @@ class ForwardSwap:
         if not self.is_ready:
             return
         try:
-            next(self._steps)
+            next(self._check_steps)
         except StopIteration:
             self.is_done = True
         except Exception as error:  # noqa: BLE001 - torch's compiler can raise any exception
@@ -147,6 +148,12 @@ class ForwardSwap:
             "the forward pass is compiled and used from now on. The compilation took "
             f"{seconds:.0f} s"
         )
+
+
+def _is_worth_compiling(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Return whether this process computes the whole model on a CPU, and the model is not small."""
+    is_one_cpu_process = checkpoint.device.type == "cpu" and config.tensor_parallel_size == 1
+    return is_one_cpu_process and checkpoint.weights_bytes >= MIN_WEIGHTS_BYTES
 
 
 def _reason_against_compilation(folder: Path) -> str | None:
@@ -190,9 +197,7 @@ def use_fast_forward(
     Returns:
         The compilation that was started; None if no compilation was started.
     """
-    is_small = checkpoint.weights_bytes < MIN_WEIGHTS_BYTES
-    is_one_cpu_process = checkpoint.device.type == "cpu" and config.tensor_parallel_size == 1
-    if is_small or not is_one_cpu_process or not isinstance(path, PackedPath):
+    if not isinstance(path, PackedPath) or not _is_worth_compiling(config, checkpoint):
         return None
     folder = library_folder(checkpoint.model, is_native=path.is_native)
     if has_library(folder):

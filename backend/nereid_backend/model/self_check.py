@@ -242,7 +242,8 @@ def _next_chunks(sequences: list[Sequence], budget: int) -> list[Chunk]:
     """
     chunks = []
     remaining_budget = budget
-    for sequence in sorted(sequences, key=lambda sequence: sequence.num_computed_tokens == 0):
+    started_first = sorted(sequences, key=lambda sequence: sequence.num_computed_tokens == 0)
+    for sequence in started_first:
         start = sequence.num_computed_tokens
         num_tokens = min(len(sequence.token_ids) - start, remaining_budget)
         if num_tokens == 0:

@@ -29,11 +29,14 @@ class TokenText:
                 SentencePiece). Otherwise, the bytes are the UTF-8 bytes of the token's text.
         """
         self._tokenizer = tokenizer
+        # The texts of tokens that were added to the vocabulary, such as special tokens.
         self._added = {
             token_id: str(token.content)
             for token_id, token in tokenizer.added_tokens_decoder.items()
         }
+        # Converts an entry of the vocabulary to bytes; None if the representation is unknown.
         self._bytes_of_piece = _piece_reader(tokenizer)
+        # The cached results of `data` and `text`, by token id.
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 

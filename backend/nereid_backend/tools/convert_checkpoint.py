@@ -133,10 +133,12 @@ def _rounded(weight: Tensor, bits: int) -> dict[str, Tensor]:
     values, scales, zeros = quantise_weight(weight, bits)
     if zeros is None:
         return {".weight": values, ".weight_scale": scales.half()}
+    # The format packs the zero points of 8 consecutive outputs, and `_pack` packs along a row.
+    zeros_by_group = zeros.to(torch.uint8).T
     return {
         ".weight_packed": _pack(values),
         ".weight_scale": scales.half(),
-        ".weight_zero_point": _pack(zeros.to(torch.uint8).T).T.contiguous(),
+        ".weight_zero_point": _pack(zeros_by_group).T.contiguous(),
         ".weight_shape": torch.tensor(weight.shape),
     }
 

@@ -92,10 +92,8 @@ class GroupedLinear(nn.Linear):
         """
         out_features, in_features = values.shape
         _check(values, scales, zeros, group_size, bits)
-        # With the real sizes, the constructor of nn.Linear would allocate and initialise a weight.
-        layer = cls(1, 1, bias=False)
-        layer.in_features = in_features
-        layer.out_features = out_features
+        # On the device meta, the constructor of nn.Linear allocates no memory for a weight.
+        layer = cls(in_features, out_features, bias=False, device="meta")
         # The expanded tensor needs almost no memory, because it stores a single number for all
         # elements.
         weight = torch.full((1, 1), float("nan")).expand(out_features, in_features)

@@ -80,6 +80,7 @@ def _find_replacement(module: nn.Module) -> FusedRmsNorm | None:
         return None
     has_children = bool(list(module.children()))
     has_other_parameters = len(list(module.parameters())) != 1
+    # `_TOLERANCE` contains the supported data types.
     is_plain_vector = weight.dim() == 1 and weight.dtype in _TOLERANCE
     if has_children or has_other_parameters or not is_plain_vector:
         return None

@@ -54,7 +54,7 @@ def choose_images_only(
     folder: Path,
     block_size: int,
     progress: Progress,
-    error: UnsupportedModelError,
+    text_error: UnsupportedModelError,
 ) -> tuple[ChosenPath, ImageSupport]:
     """Choose the forward paths of a model that cannot compute a prompt without an image.
 
@@ -63,7 +63,7 @@ def choose_images_only(
         folder: the folder of the checkpoint, with the processor.
         block_size: the number of tokens in one block.
         progress: called with one line about the choice.
-        error: the reasons why no forward path for texts can be used.
+        text_error: the error of `choose_path`: no forward path for texts can be used.
 
     Raises:
         UnsupportedModelError: if the model cannot compute prompts with images, either.
@@ -71,7 +71,7 @@ def choose_images_only(
     set_attention(checkpoint, None)
     images = choose_image_path(checkpoint, folder, _SPEC, block_size, progress)
     if images.reason:
-        raise UnsupportedModelError(f"{error} Images are refused, because {images.reason}")
+        raise UnsupportedModelError(f"{text_error} Images are refused, because {images.reason}")
     progress(f"texts: refused, because the model computes only prompts with {images.kind}")
     limit = model_limit(checkpoint.text_config, is_batched=False)
     trial = Trial([], torch.empty(0, checkpoint.vocab_size), block_size)

@@ -247,7 +247,7 @@ def load(
     )
     return Loaded(
         runner=_make_runner(config, device, steps, progress),
-        info=_describe(config, checkpoint, memory, opened.chosen, clock.seconds, num_tokens),
+        info=_describe(config, opened, memory, clock.seconds, num_tokens),
         spec=spec,
         groups=groups,
         num_states=memory.num_states if spec.has_snapshots else 0,
@@ -341,17 +341,22 @@ def _make_runner(
 
 def _describe(
     config: EngineConfig,
-    checkpoint: Checkpoint,
+    opened: OpenedModel,
     memory: MemoryPlan,
-    chosen: ChosenPath,
     seconds: dict[str, float],
     num_tokens: int,
 ) -> EngineInfo:
     """Return the description of the loaded model, which the server logs and reports to clients.
 
-    `seconds` contains the duration of each stage of loading, and `num_tokens` is the largest number
-    of tokens in one step.
+    Args:
+        config: the settings.
+        opened: the model and its forward path.
+        memory: the size of the KV cache, and the limits that follow from this size.
+        seconds: the duration of each stage of loading, by name.
+        num_tokens: the largest number of tokens in one step.
     """
+    checkpoint = opened.checkpoint
+    chosen = opened.chosen
     return EngineInfo(
         model=config.model,
         architecture=checkpoint.architecture,

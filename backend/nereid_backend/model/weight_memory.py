@@ -99,7 +99,9 @@ def memory_by_setting(counts: WeightCounts) -> dict[str, int]:
         "dtype=float32": _weight_bytes(counts, _FULL_BYTES, has_panels=True),
         "dtype=bfloat16": _weight_bytes(counts, _HALF_BYTES, has_panels=True),
     }
-    if counts.num_linear and not counts.num_integers:
+    # The setting weight_dtype does not apply to checkpoints that are already quantised.
+    can_be_rounded = counts.num_linear > 0 and counts.num_integers == 0
+    if can_be_rounded:
         for weight_dtype in _ROUNDED_BYTES:
             size = _rounded_bytes(counts, weight_dtype, _HALF_BYTES)
             sizes[f"weight_dtype={weight_dtype}"] = size

@@ -161,7 +161,8 @@ def _pack(values: Tensor) -> Tensor:
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Write tensors to safetensors files of about 2 GiB, and write the index of these files.
 
-    The index maps the name of each tensor to the file that contains the tensor.
+    The index maps the name of each tensor to the file that contains the tensor. The name of a file
+    contains the number of all files, so the files are renamed after the last file was written.
     """
     names_by_shard: list[list[str]] = []
     total_bytes = 0

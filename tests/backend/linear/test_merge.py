@@ -101,7 +101,7 @@ def test_no_tensor_of_a_forward_pass_is_kept_after_the_pass(is_packed):
     merged_and_expected(layers, x, is_packed)
     layers(x)
     assert layers.first.group._input is None
-    assert layers.first.group._parts == []
+    assert layers.first.group._outputs == []
 
 
 @torch.inference_mode()

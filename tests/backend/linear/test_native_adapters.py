@@ -189,8 +189,8 @@ def test_the_stated_memory_is_that_of_the_matrices():
     model = Layers(10, 1, torch.float32)
     native = LoraLayers(model)
     [(adapter, pairs)] = make_adapters(native, model, [5], torch.float32)
-    matrices = native._native._matrices[adapter]
+    matrices = native._native._stored[adapter].matrices
     found = sum(pair.down.nbytes + pair.up.nbytes for pair in matrices)
     assert found == native.num_bytes(pairs) == sum(map(adapter_bytes, pairs.values()))
     native.remove(adapter)
-    assert not native._native._matrices
+    assert not native._native._stored

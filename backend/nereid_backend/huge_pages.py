@@ -112,15 +112,19 @@ def _move(storage: torch.UntypedStorage, target: Tensor, num_tensors: int) -> No
         target: bytes, uint8. Mutated.
         num_tensors: the number of moved tensors that use this storage.
     """
-    # Each moved tensor is one reference to the storage, and the caller's variable is one more.
-    num_references = torch._C._storage_Use_Count(storage._cdata)
-    is_unshared = num_references <= num_tensors + 1
+    # The references are counted before `source` becomes another reference.
+    can_discard = _num_references(storage) <= num_tensors
     source = torch.tensor([], dtype=torch.uint8).set_(storage)
     for start in range(0, len(source), _SLICE_BYTES):
         part = source[start : start + _SLICE_BYTES]
         target[start : start + len(part)].copy_(part)
-        if is_unshared:
+        if can_discard:
             discard_pages(part.data_ptr(), len(part))
+
+
+def _num_references(storage: torch.UntypedStorage) -> int:
+    """Return the number of references to a storage. `storage` itself is not counted."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def _view_of_copy(tensor: Tensor, mapped: Tensor, start: int) -> Tensor:

@@ -117,12 +117,8 @@ def choose_image_path(
         images are refused.
     """
     config = checkpoint.model.config
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.sub_configs:
-        return refuse_images(config, "the served model reads only text.")
-    if not has_processor(folder):
-        return refuse_images(
-            config, "the checkpoint has no processor for images (processor_config.json)."
-        )
+    if reason := _reason_against_images(config, folder):
+        return refuse_images(config, reason)
     attention = OwnAttention(checkpoint.model)
     try:
         processor = ChatProcessor(folder, config)
@@ -141,24 +137,37 @@ def choose_image_path(
     chosen = _choose(candidates, trials, refused, measure)
     _report(chosen, refused, progress)
     if chosen is None:
-        first = next(kind for kind in KINDS if kind not in processor.refused)
-        return refuse_images(config, f"{refused[first]}.")
+        first_kind = next(kind for kind in KINDS if kind not in processor.refused)
+        return refuse_images(config, f"{refused[first_kind]}.")
     # The number of encoded images is reported as a metric, which must not include the test images.
     features.num_encoded = 0
     support = ImageSupport(
-        chosen.name,
-        "",
-        config,
-        chosen.add,
+        name=chosen.name,
+        reason="",
+        config=config,
+        add=chosen.add,
         difference=chosen.difference,
         features=features,
         refused=refused,
     )
-    if chosen.name == "generated" or config.is_encoder_decoder:
-        # transformers' generate and encoder-decoder models prepare the images in another way than a
-        # decoder. This other way is not checked.
-        return support
-    return replace(support, check=PromptCheck(checkpoint.model, features, attention))
+    # transformers' generate and encoder-decoder models prepare the images in another way than a
+    # decoder. This other way is not checked.
+    can_check_prompts = chosen.name != "generated" and not config.is_encoder_decoder
+    if can_check_prompts:
+        support = replace(support, check=PromptCheck(checkpoint.model, features, attention))
+    return support
+
+
+def _reason_against_images(config: PretrainedConfig, folder: Path) -> str | None:
+    """Return the reason why a checkpoint cannot have images, as a sentence; None if there is none.
+
+    `folder` is the folder of the checkpoint.
+    """
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.sub_configs:
+        return "the served model reads only text."
+    if not has_processor(folder):
+        return "the checkpoint has no processor for images (processor_config.json)."
+    return None
 
 
 @dataclass(frozen=True, slots=True)

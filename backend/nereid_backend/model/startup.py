@@ -186,35 +186,16 @@ def load(
     opened_draft = open_draft(config, checkpoint, spec, progress)
     opened_mtp = open_mtp(config, checkpoint, spec, hook, progress)
     num_tokens = _tokens_per_step(config, device)
-    step_bytes = _measure_step(config, opened, num_tokens)
-    budget = opened.cache_budget(step_bytes or 0)
     draft_bytes = sum(each.bytes_per_token for each in (opened_draft, opened_mtp) if each)
-    max_model_len = config.max_model_len or opened.chosen.limit.num_tokens
-    groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
-    dtype = checkpoint.model.dtype
-    block = block_shape(config, spec, groups, dtype, num_tokens, draft_bytes)
-    memory = plan_memory(
-        config,
-        block,
-        bytes_per_sequence=spec.bytes_per_sequence,
-        limit=opened.chosen.limit,
-        num_bytes=budget,
-        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
-    )
-    weights_bytes = checkpoint.weights_bytes
-    progress(
-        describe_memory(
-            *(memory, block, weights_bytes, step_bytes, num_tokens),
-            describe_windows(spec.layers, groups, reason),
-        )
-    )
+    plan = _plan_cache(config, opened, num_tokens, draft_bytes, progress)
+    memory = plan.memory
     sizes = Sizes(
         memory.num_blocks,
         config.block_size,
         memory.max_num_seqs,
         memory.max_model_len,
         config.kv_cache_dtype,
-        groups,
+        plan.groups,
     )
     path = spec.build(sizes)
     steps = opened.images.add(path)
@@ -235,9 +216,10 @@ def load(
     clock.end("compile")
     if config.cuda_graphs:
         use_decode_graphs(
-            path, checkpoint, opened.chosen, compiled, sizes, step_bytes or 0, progress
+            path, checkpoint, opened.chosen, compiled, sizes, plan.step_bytes, progress
         )
     clock.end("graphs")
+    dtype = checkpoint.model.dtype
     make_adapter_store = partial(
         AdapterStore,
         checkpoint.adapters,
@@ -249,7 +231,7 @@ def load(
         runner=_make_runner(config, device, steps, progress),
         info=_describe(config, opened, memory, clock.seconds, num_tokens),
         spec=spec,
-        groups=groups,
+        groups=plan.groups,
         num_states=memory.num_states if spec.has_snapshots else 0,
         path=path,
         make_adapter_store=make_adapter_store,
@@ -258,6 +240,53 @@ def load(
         swap=swap,
         draft=draft,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _CachePlan:
+    """The sizes that are determined before the KV cache is allocated.
+
+    Attributes:
+        memory: the size of the KV cache, and the limits that follow from this size.
+        groups: the groups of the attention layers.
+        step_bytes: the memory of the largest step in bytes; 0 if it is unknown.
+    """
+
+    memory: MemoryPlan
+    groups: LayerGroups
+    step_bytes: int
+
+
+def _plan_cache(
+    config: EngineConfig, opened: OpenedModel, num_tokens: int, draft_bytes: int, progress: Progress
+) -> _CachePlan:
+    """Measure the memory of a step, and divide the remaining memory into blocks.
+
+    Args:
+        config: the settings.
+        opened: the model and its forward path.
+        num_tokens: the largest number of tokens in one step.
+        draft_bytes: the memory of one token in the cache of the draft model.
+        progress: called with one line about the memory.
+    """
+    checkpoint, spec, limit = opened.checkpoint, opened.chosen.spec, opened.chosen.limit
+    step_bytes = _measure_step(config, opened, num_tokens)
+    num_bytes = opened.cache_budget(step_bytes or 0)
+    max_model_len = config.max_model_len or limit.num_tokens
+    groups, reason = choose_layer_groups(config, spec, checkpoint.device, max_model_len, num_tokens)
+    block = block_shape(config, spec, groups, checkpoint.model.dtype, num_tokens, draft_bytes)
+    memory = plan_memory(
+        config,
+        block,
+        bytes_per_sequence=spec.bytes_per_sequence,
+        limit=limit,
+        num_bytes=num_bytes,
+        has_snapshots=spec.has_snapshots and config.enable_prefix_caching,
+    )
+    windows = describe_windows(spec.layers, groups, reason)
+    weights_bytes = checkpoint.weights_bytes
+    progress(describe_memory(memory, block, weights_bytes, step_bytes, num_tokens, windows))
+    return _CachePlan(memory, groups, step_bytes or 0)
 
 
 def _compile_forward(

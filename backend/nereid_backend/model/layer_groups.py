@@ -67,7 +67,11 @@ def choose_layer_groups(
 def describe_windows(layers: Sequence[LayerSpec], groups: LayerGroups, reason: str) -> str:
     """Return a sentence about the attention windows of the layers; "" if no layer has a window.
 
-    `groups` and `reason` are the results of `choose_layer_groups`.
+    Args:
+        layers: the attention layers.
+        groups: the groups of the layers. Only a group in which all layers have a window can free
+            blocks before the windows.
+        reason: a clause that says why there is only one group; "" if there are several groups.
     """
     num_windows = sum(not layer.window.is_full for layer in layers)
     if num_windows == 0:

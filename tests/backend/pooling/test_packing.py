@@ -4,7 +4,21 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nereid_backend.attention.cpu import cpu_texts
+from nereid_backend.attention.cpu.cpu_library import forced_instruction_set, has_kernels
+from nereid_backend.attention.cpu.cpu_texts import TextAttention, attend_texts, native_texts
+from nereid_backend.attention.cpu.instruction_sets import supported_instruction_sets
 from nereid_backend.pooling.forward.packed_texts import PackedAttention, TokenBatch
+
+# The best instruction set, and those whose products differ: pairs of bfloat16, and float32 alone.
+INSTRUCTION_SETS = [
+    one.name
+    for index, one in enumerate(supported_instruction_sets())
+    if index == 0 or one.name in ("avx512_bf16", "avx2")
+]
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="the CPU kernels cannot be built")
 
 
 def by_definition(query, key, value, *, is_causal, window, softcap, sinks, scale):
@@ -34,14 +48,19 @@ def by_definition(query, key, value, *, is_causal, window, softcap, sinks, scale
 @pytest.mark.parametrize("window", [None, 7, 200])
 @pytest.mark.parametrize("extra", ["", "softcap", "sinks"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("uses_kernels", [False, True], ids=["torch", "kernels"])
 def test_packed_attention_equals_the_attention_of_each_text_alone(
-    is_causal, window, extra, kv_heads
+    is_causal, window, extra, kv_heads, uses_kernels, monkeypatch
 ):
+    if not uses_kernels:
+        monkeypatch.setattr(cpu_texts, "can_attend", lambda query: False)
     torch.manual_seed(0)
     lens = (1, 3, 3, 40, 300, 300, 517)
     total = sum(lens)
-    query = torch.randn(1, 4, total, 8)
-    key, value = torch.randn(2, 1, kv_heads, total, 8)
+    # Without kernels, bfloat16 has the path of float32, but larger errors.
+    dtype = torch.bfloat16 if uses_kernels and not extra else torch.float32
+    query = torch.randn(1, 4, total, 8).to(dtype)
+    key, value = torch.randn(2, 1, kv_heads, total, 8).to(dtype)
     softcap = 3.0 if extra == "softcap" else None
     sinks = torch.randn(4) if extra == "sinks" else None
     batch = TokenBatch(torch.zeros(total, dtype=torch.int64), None, lens)
@@ -56,20 +75,74 @@ def test_packed_attention_equals_the_attention_of_each_text_alone(
         softcap=softcap,
         s_aux=sinks,
     )
-    for start, end in itertools.pairwise(batch.starts):
+    options = TextAttention(0.4, is_causal, window, softcap, sinks)
+    assert_equals_definition(found[0], (query[0], key[0], value[0]), lens, options)
+
+
+def assert_equals_definition(found, inputs, lens, options):
+    is_rounded = found.dtype is torch.bfloat16
+    atol, rtol = (2e-2, 2e-2) if is_rounded else (1e-5, 1e-4)
+    for start, end in itertools.pairwise(itertools.accumulate(lens, initial=0)):
         wanted = by_definition(
-            query[0, :, start:end],
-            key[0, :, start:end],
-            value[0, :, start:end],
-            is_causal=is_causal,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            scale=0.4,
+            *(tensor[:, start:end] for tensor in inputs),
+            is_causal=options.is_causal,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+            scale=options.scale,
         )
         torch.testing.assert_close(
-            found[0, start:end], wanted.transpose(0, 1), rtol=1e-4, atol=1e-5
+            found[start:end].float(), wanted.transpose(0, 1), rtol=rtol, atol=atol
         )
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_any_attention_of_any_texts_equals_its_definition(name, dtype):
+    @settings(max_examples=20, deadline=None)
+    @given(
+        lens=st.lists(st.sampled_from([1, 2, 15, 16, 17, 33, 200, 530]), min_size=1, max_size=4),
+        kv_heads=st.integers(1, 2),
+        queries_per_key_head=st.sampled_from([1, 3, 7]),
+        key_dim=st.sampled_from([1, 7, 32, 33, 64, 80]),
+        value_dim=st.sampled_from([1, 16, 33, 64]),
+        window=st.sampled_from([None, 1, 20, 300]),
+        is_causal=st.booleans(),
+        softcap=st.sampled_from([None, 3.0]),
+        scale=st.sampled_from([0.2, -0.1, 0.0]),
+        threads=st.integers(1, 2),
+    )
+    def check(
+        lens,
+        kv_heads,
+        queries_per_key_head,
+        key_dim,
+        value_dim,
+        window,
+        is_causal,
+        softcap,
+        scale,
+        threads,
+    ):
+        torch.manual_seed(0)
+        total = sum(lens)
+        heads = kv_heads * queries_per_key_head
+        # The heads of a token are neighbours in memory, as after a linear layer.
+        query = torch.randn(total, heads, key_dim).to(dtype).transpose(0, 1)
+        key = torch.randn(total, kv_heads, key_dim).to(dtype).transpose(0, 1)
+        value = torch.randn(total, kv_heads, value_dim).to(dtype).transpose(0, 1)
+        options = TextAttention(scale, is_causal, window, softcap)
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            found = attend_texts((query, key, value), native_texts(lens), options)
+        finally:
+            torch.set_num_threads(num_threads)
+        assert_equals_definition(found, (query, key, value), lens, options)
+
+    with forced_instruction_set(name):
+        check()
 
 
 def test_position_ids_start_again_at_each_text():

@@ -27,6 +27,8 @@ SOURCES = (
 )
 HEADERS = (
     Path(__file__).with_name("cpu_kernels.h"),
+    Path(__file__).with_name("cpu_packing.h"),
+    Path(__file__).with_name("cpu_products.h"),
     Path(__file__).with_name("cpu_vectors.h"),
     _PACKAGE / "linear" / "cpu_grouped.h",
     _PACKAGE / "linear" / "cpu_tile_linear.h",

@@ -31,11 +31,13 @@ inline float to_float(Bfloat16 value) {
 // The sizes and the parameters of the attention of one layer. layers.py describes them.
 struct Shape {
   int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
-  int64_t window, chunk;  // in tokens; 0 means no limit
-  float scale, softcap;   // a softcap of 0 means none
+  int64_t window, chunk;     // in tokens; 0 means no limit
+  int64_t is_bidirectional;  // whether a token also attends to later tokens; the window then limits both directions
+  float scale, softcap;      // a softcap of 0 means none
 };
 
 // The properties of one layer and the addresses of its cache. The scales are null unless the cache stores integers.
+// `keys` is null if the layer has no cache (see nereid_attend_prefills).
 struct Layer {
   Shape shape;
   int64_t is_bfloat16;  // whether query, new keys, new values, out and a cache without scales are bfloat16
@@ -72,7 +74,7 @@ struct Prefill {
   int64_t first;       // the row of the first new token in the step
   int64_t num_tokens;
   int64_t num_cached;  // the number of earlier tokens of the sequence
-  const int64_t* blocks;  // the blocks of all tokens up to the last new one
+  const int64_t* blocks;  // the blocks of all tokens up to the last new one; not used without a cache
 };
 
 // The integer weights of a linear layer. cpu_grouped.cpp describes their layout.
@@ -115,7 +117,9 @@ extern "C" {
 // Stores the new keys and values of a step, and then computes the attention of a group of decodes, which may be empty.
 void nereid_attend(const Layer* layer, const DecodeGroup* decodes, const LayerStep* step, int num_threads);
 
-// Computes the attention of `count` prefills. nereid_attend must have stored their keys and values.
+// Computes the attention of `count` prefills. nereid_attend must have stored their keys and values. If the layer has no
+// cache, the keys and values of the step are read instead, and num_cached must be 0. Only such a layer can be
+// bidirectional.
 void nereid_attend_prefills(const Layer* layer, const Prefill* prefills, int64_t count, const LayerStep* step,
                             int num_threads);
 

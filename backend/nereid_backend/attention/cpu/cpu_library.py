@@ -21,7 +21,7 @@ class NativeShape(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim")),
-        *((name, c_int64) for name in ("block_size", "window", "chunk")),
+        *((name, c_int64) for name in ("block_size", "window", "chunk", "is_bidirectional")),
         ("scale", c_float),
         ("softcap", c_float),
     )

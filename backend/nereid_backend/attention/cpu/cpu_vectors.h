@@ -92,7 +92,11 @@ inline Halves to_halves(Floats numbers) {
 // Stores the first `count` numbers of a vector: none if `count` is negative, at most kLanes.
 template <typename Vector, typename Number>
 inline void store_first(Vector numbers, Number* to, int64_t count) {
-  std::memcpy(to, &numbers, sizeof(Number) * std::clamp<int64_t>(count, 0, kLanes));
+  if (count >= kLanes) {
+    std::memcpy(to, &numbers, sizeof(Number) * kLanes);  // the constant size becomes one instruction
+  } else {
+    std::memcpy(to, &numbers, sizeof(Number) * std::max<int64_t>(count, 0));
+  }
 }
 
 // Stores the first `count` numbers of a vector as float32 or bfloat16.
@@ -238,6 +242,12 @@ inline int64_t first_visible(const Shape& shape, int64_t position) {
   if (shape.window > 0) first = std::max<int64_t>(first, position - (shape.window - 1));
   if (shape.chunk > 0) first = std::max<int64_t>(first, position - position % shape.chunk);
   return first;
+}
+
+// Returns the position after the last one that a token attends to. `length` is the length of the sequence.
+inline int64_t visible_end(const Shape& shape, int64_t position, int64_t length) {
+  if (!shape.is_bidirectional) return position + 1;
+  return shape.window > 0 ? std::min(length, position + shape.window) : length;
 }
 
 // Rounds a number of elements up to whole pairs of vectors. Example: padded(80) returns 96.

@@ -3,30 +3,24 @@
 
     tokens   a a a | b b b | c c c c c c        lens 3 3 6, groups (0, 2, 3) (6, 1, 6)
 
-Neighbouring texts of the same length form a group. One call computes the attention of a group. Here
-the texts a and b form a group that begins at token 0 and has 2 texts of 3 tokens.
+On a CPU, one call of Nereid's kernels computes the attention of all texts. With torch's functions,
+one call computes the attention of a group: neighbouring texts of the same length. Here the texts a
+and b form a group that begins at token 0 and has 2 texts of 3 tokens.
 """
 
+import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from nereid_backend.attention.cpu import cpu_texts
+from nereid_backend.attention.cpu.cpu_library import NativePrefill
+from nereid_backend.attention.cpu.cpu_texts import TextAttention
 from nereid_backend.attention.interface import scale_of, sinks_of
-
-# On a CPU, bfloat16 attention with at most `_MAX_STEPWISE_SCORES` scores is computed with separate
-# matrix products. For so few scores, torch's fused attention takes twice as long.
-_MAX_STEPWISE_SCORES = 2**23
-# Attention with separate matrix products is computed in blocks, so that at most `_MAX_SCORES`
-# scores are in memory at the same time.
-_MAX_SCORES = 2**24
-# If attention has a sliding window, each block has at least `_MIN_BLOCK` queries. With smaller
-# blocks, fewer unnecessary scores would be computed, but the additional calls would take more time
-# than this saves.
-_MIN_BLOCK = 128
+from nereid_backend.pooling.forward.group_attention import GroupAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +152,7 @@ class PackedAttention:
     is_causal: bool
     windows: set[int] = field(default_factory=set)
     _masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
+    _native_texts: "ctypes.Array[NativePrefill] | None" = None
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: object
@@ -167,9 +162,32 @@ class PackedAttention:
         Shapes: query [1, num_heads, num_tokens, key_dim], key and value [1, num_kv_heads,
         num_tokens, dim]; returns [1, num_tokens, num_heads, value_dim].
         """
-        attention = self._group_attention(module, query, kwargs)
-        if attention.window is not None:
-            self.windows.add(attention.window)
+        options = self._options(module, query, kwargs)
+        if options.window is not None:
+            self.windows.add(options.window)
+        if _uses_kernels(query, options):
+            packed = self._attend_with_kernels(query, key, value, options)
+        else:
+            packed = self._attend_by_groups(query, key, value, options)
+        return packed.unsqueeze(0)
+
+    def _attend_with_kernels(
+        self, query: Tensor, key: Tensor, value: Tensor, options: TextAttention
+    ) -> Tensor:
+        """Compute the attention of one layer, [num_tokens, num_heads, value_dim].
+
+        The docstring of `__call__` describes the shapes of the inputs.
+        """
+        if self._native_texts is None:
+            lens = [length for _, count, length in self.groups for _ in range(count)]
+            self._native_texts = cpu_texts.native_texts(lens)
+        return cpu_texts.attend_texts((query[0], key[0], value[0]), self._native_texts, options)
+
+    def _attend_by_groups(
+        self, query: Tensor, key: Tensor, value: Tensor, options: TextAttention
+    ) -> Tensor:
+        """Compute the same as `_attend_with_kernels` with torch's functions."""
+        attention = GroupAttention(options, self._masks)
         parts = []
         for group in self.groups:
             output = attention.attend(
@@ -179,13 +197,12 @@ class PackedAttention:
             )
             # The new part has the shape [count * length, num_heads, value_dim].
             parts.append(output.transpose(1, 2).flatten(0, 1))
-        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return packed.unsqueeze(0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _group_attention(
+    def _options(
         self, module: torch.nn.Module, query: Tensor, kwargs: dict[str, object]
-    ) -> "_GroupAttention":
-        """Return an object that computes the attention of one layer.
+    ) -> TextAttention:
+        """Return the options of the attention of one layer.
 
         `kwargs` contains the options that transformers passes to the attention of a layer.
 
@@ -196,14 +213,25 @@ class PackedAttention:
             raise ValueError("its attention adds a position bias")
         window = kwargs.get("sliding_window")
         softcap = kwargs.get("softcap")
-        return _GroupAttention(
+        return TextAttention(
             scale=scale_of(module, query, kwargs),
             is_causal=self.is_causal,
             window=window if isinstance(window, int) and window > 0 else None,
             softcap=float(softcap) if isinstance(softcap, int | float) else None,
             sinks=sinks_of(kwargs),
-            masks=self._masks,
         )
+
+
+def _uses_kernels(query: Tensor, options: TextAttention) -> bool:
+    """Return whether Nereid's CPU kernels compute the attention of a layer.
+
+    In float32, torch's fused attention is as fast as the kernels, but it supports neither a softcap
+    nor sinks.
+    """
+    is_fused = options.softcap is None and options.sinks is None
+    if query.dtype is torch.float32 and is_fused:
+        return False
+    return cpu_texts.can_attend(query)
 
 
 def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
@@ -216,162 +244,3 @@ def _texts_of_group(tensor: Tensor, group: tuple[int, int, int]) -> Tensor:
     start, count, length = group
     tokens = tensor[0, :, start : start + count * length]
     return tokens.view(tokens.shape[0], count, length, tokens.shape[2]).transpose(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupAttention:
-    """The attention of one layer for texts of the same length.
-
-    Attributes:
-        scale: the factor of the scores.
-        is_causal: whether a token attends only to itself and to earlier tokens.
-        window: the size of the sliding window. A token attends only to tokens whose distance is
-            smaller than `window`. None means no window.
-        softcap: if set, scores s become softcap * tanh(s / softcap).
-        sinks: an additional score for each head, [num_heads]. The value that belongs to this score
-            is 0.
-        masks: a cache of masks. The key of a mask consists of the window and of three arguments of
-            `_mask`: `ahead`, `rows` and `columns`. The key does not contain `is_causal`, because
-            `is_causal` is equal in all layers that share a cache.
-    """
-
-    scale: float
-    is_causal: bool
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-    masks: dict[tuple[int, int, int, int | None], Tensor]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute the attention within each text of a group.
-
-        Shapes: query [count, num_heads, length, key_dim], key and value [count, num_kv_heads,
-        length, dim]; returns [count, num_heads, length, value_dim].
-        """
-        length = query.shape[2]
-        # The queries are computed in blocks. The blocks limit the memory, and a block skips the
-        # keys outside its sliding window.
-        block_len = self._block(query)
-        needs_mask = self._needs_mask(query, block_len)
-        parts = []
-        for start in range(0, length, block_len):
-            end = min(length, start + block_len)
-            first, last = self._visible_keys(start, end, length)
-            mask = None
-            if needs_mask:
-                mask = self._mask(start - first, end - start, last - first, query.device)
-            visible_key = key[:, :, first:last]
-            visible_value = value[:, :, first:last]
-            parts.append(
-                self._attend_block(query[:, :, start:end], visible_key, visible_value, mask)
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-    def _visible_keys(self, start: int, end: int, length: int) -> tuple[int, int]:
-        """Return the range [first, last) of the keys to which a block of queries can attend.
-
-        The block consists of the queries [start, end). Example: if the window is 3 and the
-        attention is not causal, the queries [10, 12) return (8, 14).
-        """
-        first = 0
-        last = length
-        if self.window is not None:
-            first = max(0, start - self.window + 1)
-            last = min(length, end + self.window - 1)
-        return first, min(last, end) if self.is_causal else last
-
-    def _block(self, query: Tensor) -> int:
-        """Return the number of queries that one attention call computes."""
-        count, num_heads, length, _ = query.shape
-        if self.window is not None and length > self.window:
-            return max(self.window, _MIN_BLOCK)
-        if self._is_stepwise(query):
-            return max(1, min(length, _MAX_SCORES // (count * num_heads * length)))
-        return length
-
-    def _needs_mask(self, query: Tensor, block: int) -> bool:
-        """Return whether attention calls need a mask if each call computes `block` queries."""
-        length = query.shape[2]
-        if self.window is not None and length > self.window:
-            return True
-        if not self.is_causal:
-            return False
-        # One call of torch's fused attention for all queries needs no mask, because its argument
-        # is_causal hides the later keys (see _attend_block).
-        is_one_fused_call = block >= length and not self._is_stepwise(query)
-        return not is_one_fused_call
-
-    def _is_stepwise(self, query: Tensor) -> bool:
-        """Return whether attention is computed with separate matrix products."""
-        if self.softcap is not None or self.sinks is not None:
-            return True
-        if query.device.type != "cpu" or query.dtype != torch.bfloat16:
-            return False
-        return query.shape[0] * query.shape[1] * query.shape[2] ** 2 <= _MAX_STEPWISE_SCORES
-
-    def _mask(self, ahead: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Return the mask of a block, bool [rows, columns]. True means a visible key.
-
-        Args:
-            ahead: the index of the key that has the same position as the first query.
-            rows: the number of queries.
-            columns: the number of keys.
-            device: the device of the mask.
-        """
-        cache_key = (ahead, rows, columns, self.window)
-        mask = self.masks.get(cache_key)
-        if mask is None:
-            queries = torch.arange(ahead, ahead + rows, device=device)[:, None]
-            distance = queries - torch.arange(columns, device=device)
-            mask = torch.ones_like(distance, dtype=torch.bool)
-            if self.window is not None:
-                mask = distance.abs() < self.window
-            if self.is_causal:
-                mask &= distance >= 0
-            self.masks[cache_key] = mask
-        return mask
-
-    def _attend_block(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Compute the attention of a block of queries.
-
-        The docstring of `attend` describes the shapes.
-        """
-        if self._is_stepwise(query):
-            return self._stepwise(query, key, value, mask)
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=self.is_causal and mask is None,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-
-    def _stepwise(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute attention by its definition, with separate matrix products.
-
-        `_is_stepwise` selects this method. torch's own function supports neither a softcap nor
-        sinks. A softcap limits the scores. A sink is a learned score for each head, which increases
-        the divisor of the softmax.
-        """
-        if query.shape[1] != key.shape[1]:
-            queries_per_key_head = query.shape[1] // key.shape[1]
-            key = key.repeat_interleave(queries_per_key_head, dim=1)
-            value = value.repeat_interleave(queries_per_key_head, dim=1)
-        scores = (query * self.scale) @ key.transpose(2, 3)
-        if self.softcap is not None:
-            scores = torch.tanh(scores.float() / self.softcap) * self.softcap
-        if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        if self.sinks is not None:
-            # Append the sink as the score of an additional key, and remove the weight of this key.
-            column_shape = (*scores.shape[:3], 1)
-            sink_column = self.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(column_shape)
-            weights_and_sink = torch.cat([scores, sink_column], dim=-1).float().softmax(-1)
-            weights = weights_and_sink[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        return weights.to(value.dtype) @ value

@@ -1,9 +1,7 @@
 """The Ray Serve deployment that forwards HTTP requests to the servers."""
 
-import contextlib
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from nereid_client.error_responses import error_event, error_response
 from nereid_client.errors import ApiError
@@ -38,15 +36,17 @@ class Ingress:
         problem = _unsupported(request.url.path, body)
         if problem is not None:
             return error_response(ApiError(501, problem), request.scope)
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        target = request.url.path
+        if request.url.query:
+            target += f"?{request.url.query}"
         headers = tuple(request.headers.items())
-        parts = self._servers.forward.remote(
-            ForwardedRequest(request.method, target, headers, body, prefix_hashes(body))
-        )
+        # The hashes let the router choose a server that has cached the beginning of the prompt.
+        forwarded = ForwardedRequest(request.method, target, headers, body, prefix_hashes(body))
+        parts = self._servers.forward.remote(forwarded)
         try:
-            start = await anext(parts)
+            start = await anext(parts)  # the status and the headers of the response
         except _FAILURES:
-            return error_response(_lost(), request.scope)
+            return error_response(_lost_error(), request.scope)
         return StreamingResponse(
             _body(parts, request.scope, start.headers),
             status_code=start.status,
@@ -66,12 +66,12 @@ async def _body(
         is_stream = lower_case.get("content-type", "").startswith("text/event-stream")
         if not is_stream:
             raise  # the connection then ends early, so the client notices the failure
-        yield error_event(_lost(), scope)
+        yield error_event(_lost_error(), scope)
     finally:
         parts.cancel()
 
 
-def _lost() -> ApiError:
+def _lost_error() -> ApiError:
     """Return the error for a request whose server or node has failed."""
     return ApiError(
         503,
@@ -82,7 +82,12 @@ def _lost() -> ApiError:
 
 
 def _unsupported(path: str, body: bytes) -> str | None:
-    """Return the reason why a request cannot be forwarded, or None if there is no such reason."""
+    """Return the reason why a request cannot be forwarded, or None if there is no such reason.
+
+    The servers do not share their metrics and their stored responses, so requests that need these
+    are not forwarded. Of the Responses API, only a new response that needs no stored response is
+    forwarded.
+    """
     if path == "/metrics":
         return (
             "GET /metrics is not available here, because each server has its own metrics. Ray's "
@@ -90,18 +95,27 @@ def _unsupported(path: str, body: bytes) -> str | None:
         )
     if not path.startswith(_RESPONSES_PATH):
         return None
-    fields: Any = None
-    with contextlib.suppress(ValueError):
-        fields = json.loads(body)
-    if not isinstance(fields, dict):
-        fields = {}
-    # The fields of the body that require a stored response.
-    names = [name for name in _STORED_FIELDS if fields.get(name)]
     is_new_response = path.rstrip("/") == _RESPONSES_PATH
-    if is_new_response and not names:
+    field = _field_of_stored_response(body)
+    if is_new_response and field is None:
         return None
-    field = f"{names[0]}: " if names else ""
+    place = "" if field is None else f"{field}: "
     return (
-        f"{field}Stored responses are not available with Ray Serve, because each server stores its "
+        f"{place}Stored responses are not available with Ray Serve, because each server stores its "
         "own. Send the whole conversation in each request."
     )
+
+
+def _field_of_stored_response(body: bytes) -> str | None:
+    """Return the first field of a body that requires a stored response, or None.
+
+    Example: b'{"input": "a", "previous_response_id": "resp_1"}' returns "previous_response_id".
+    """
+    try:
+        fields = json.loads(body)
+    except ValueError:  # the server that receives the request rejects the body
+        return None
+    if not isinstance(fields, dict):
+        return None
+    names = [name for name in _STORED_FIELDS if fields.get(name)]
+    return names[0] if names else None

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -144,7 +144,8 @@ class TritonCalls:
     ) -> Any:  # noqa: ANN401 - a protobuf message
         """Send a request and return its only response.
 
-        If the calling task is cancelled, cancel the gRPC call.
+        If the calling task is cancelled, cancel the gRPC call. The task that awaits the call is
+        never cancelled, because gRPC would then leak memory. That task ends in the background.
 
         Args:
             method: the name of the gRPC method.
@@ -157,12 +158,11 @@ class TritonCalls:
         response = asyncio.ensure_future(_await(call))
         response.add_done_callback(lambda _: self._connections.end_call(client))
         try:
-            # The task `response` must not be cancelled, because gRPC would then leak memory.
             return await asyncio.shield(response)
         except asyncio.CancelledError:
             if not _is_task_cancelled():
                 raise BackendError("CANCELLED", _CANCELLED_BY_SERVER) from None
-            Call.cancel(call)
+            Call.cancel(call)  # `call.cancel()` would also cancel the task `response`
             self._run_detached(_wait_for_end(response))
             raise
 
@@ -249,10 +249,24 @@ class Stream:
             self._changed.set()
 
 
+class InputTensor(NamedTuple):
+    """An input tensor of a model. Its shape is [num_values].
+
+    Attributes:
+        name: the name of the tensor.
+        datatype: the Triton data type: BOOL, INT32, UINT8 or BYTES.
+        values: the values. The values of a BYTES tensor are byte strings.
+    """
+
+    name: str
+    datatype: str
+    values: Sequence[Any] | np.ndarray[Any, Any]
+
+
 def infer_request(
     model: str,
     request_id: str,
-    inputs: Iterable[tuple[str, str, Sequence[Any] | np.ndarray[Any, Any]]],
+    inputs: Iterable[InputTensor],
     outputs: Iterable[str] = (),
 ) -> Any:  # noqa: ANN401 - a protobuf message
     """Create a ModelInferRequest with the given inputs.
@@ -263,8 +277,7 @@ def infer_request(
     Args:
         model: the name of the model in the model repository.
         request_id: the id of the request in the logs of the server.
-        inputs: the name, the data type (BOOL, INT32, UINT8 or BYTES) and the values of each input
-            tensor. The shape of a tensor is [num_values].
+        inputs: the input tensors.
         outputs: the names of the outputs to return. If there are no names, the server returns all
             outputs.
     """
@@ -274,10 +287,10 @@ def infer_request(
     for name, datatype, values in inputs:
         request.inputs.add(name=name, datatype=datatype, shape=[len(values)])
         if datatype == "BYTES":
-            raw = encode_strings(values)
+            content = encode_strings(values)
         else:
-            raw = np.asarray(values, dtype=_DTYPES[datatype]).tobytes()
-        request.raw_input_contents.append(raw)
+            content = np.asarray(values, dtype=_DTYPES[datatype]).tobytes()
+        request.raw_input_contents.append(content)
     for name in outputs:
         request.outputs.add(name=name)
     return request

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import psutil
 import uvloop
-from nereid_client.grpc_calls import TritonCalls, infer_request
+from nereid_client.grpc_calls import InputTensor, TritonCalls, infer_request
 from nereid_client.language_model.triton_backend import Generation, TritonBackend
 from nereid_client.streaming.chat_stream import chat_events
 from nereid_client.streaming.completion_frame import CompletionFrame
@@ -88,7 +88,8 @@ def _layers(url: str) -> dict[str, _Stream]:
     """Return a function for each layer of this process. The function reads one stream."""
     calls, backend = TritonCalls(url), TritonBackend(url, "llm")
     stub = service_pb2_grpc.GRPCInferenceServiceStub(grpc.aio.insecure_channel(url))
-    request = infer_request("llm", "a", [("chat_request", "BYTES", [_CHAT.encode()])], ["delta"])
+    chat_request = InputTensor("chat_request", "BYTES", [_CHAT.encode()])
+    request = infer_request("llm", "a", [chat_request], ["delta"])
 
     async def requests() -> AsyncIterator[Any]:
         yield request

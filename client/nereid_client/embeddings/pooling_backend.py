@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereid_client.errors import BackendError, FrontendError
-from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
+from nereid_client.grpc_calls import InputTensor, TritonCalls, decode_strings, infer_request
 from nereid_client.language_model.triton_backend import is_outage, unreachable_message
 
 EMBEDDING = "embedding"
@@ -201,24 +201,29 @@ class PoolingModels:
 
         This method loads no models. A model that is not loaded is returned without properties.
         """
-        models = []
-        for target in self.targets:
-            if self._residence is not None and not await self._residence.is_loaded(target.model):
-                models.append(ServedModel(target.kind, target.names[0], {}, target.model))
-                continue
-            try:
-                models.append(await self.find(target))
-            except (FrontendError, TimeoutError):
-                continue
-        return models
+        models = [await self._find_without_loading(target) for target in self.targets]
+        return [model for model in models if model is not None]
+
+    async def _find_without_loading(self, target: PoolingTarget) -> ServedModel | None:
+        """Return a model. If the model is loaded, but does not answer, return None.
+
+        A model that is not loaded is returned without properties.
+        """
+        if self._residence is not None and not await self._residence.is_loaded(target.model):
+            return ServedModel(target.kind, target.names[0], info={}, model=target.model)
+        try:
+            return await self.find(target)
+        except (FrontendError, TimeoutError):
+            return None
 
 
 _OUTPUT_TYPES: Mapping[str, Any] = {"FP32": np.float32, "INT32": np.int32}
-_INPUT_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "INT32"}
+_NUMBER_TYPES = {"return_info": "BOOL", "input_ids": "INT32", "input_lengths": "INT32"}
+"""Maps each input tensor with numbers to its data type. All other input tensors contain texts."""
 
 
-def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArray[Any]]]:
-    """Return the name, the Triton data type and the values of each input tensor of a call.
+def _inputs(call: PoolingCall) -> list[InputTensor]:
+    """Return the input tensors of a call.
 
     The options of the call become the tensor `options`, which contains one JSON object.
     """
@@ -226,14 +231,17 @@ def _inputs(call: PoolingCall) -> list[tuple[str, str, Sequence[Any] | npt.NDArr
     options = {name: value for name, value in call.options.items() if value is not None}
     if options:
         tensors["options"] = [json.dumps(options)]
-    inputs: list[tuple[str, str, Sequence[Any] | npt.NDArray[Any]]] = []
-    for name, values in tensors.items():
-        datatype = _INPUT_TYPES.get(name, "BYTES")
-        if datatype == "BYTES":
-            inputs.append((name, datatype, [text.encode() for text in values]))
-        else:
-            inputs.append((name, datatype, values))
-    return inputs
+    return [_input_tensor(name, values) for name, values in tensors.items()]
+
+
+def _input_tensor(name: str, values: Sequence[Any] | npt.NDArray[Any]) -> InputTensor:
+    """Return an input tensor. Texts are encoded as UTF-8.
+
+    Example: "texts" and ["a"] return InputTensor("texts", "BYTES", [b"a"]).
+    """
+    if name in _NUMBER_TYPES:
+        return InputTensor(name, _NUMBER_TYPES[name], values)
+    return InputTensor(name, "BYTES", [text.encode() for text in values])
 
 
 def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf message
@@ -252,6 +260,9 @@ def _decode(response: Any) -> PoolingOutputs:  # noqa: ANN401 - a protobuf messa
 def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
     """Return a BackendError for a failed call. The message names the cause.
 
+    Example: a gRPC error with the code INVALID_ARGUMENT and the message "[INVALID_ARGUMENT] texts:
+    must not be empty" returns BackendError("INVALID_ARGUMENT", "texts: must not be empty").
+
     Args:
         error: the error of the gRPC call.
         model: the name of the model in the model repository.
@@ -267,6 +278,6 @@ def _backend_error(error: grpc.RpcError, model: str, url: str) -> BackendError:
         )
     if code == "UNAVAILABLE" and "failed to connect" in message:
         return BackendError(code, unreachable_message(url))
-    return BackendError(
-        "UNAVAILABLE" if is_outage(message) else code, message.removeprefix(f"[{code}] ")
-    )
+    if is_outage(message):
+        return BackendError("UNAVAILABLE", message.removeprefix(f"[{code}] "))
+    return BackendError(code, message.removeprefix(f"[{code}] "))

@@ -11,7 +11,13 @@ import numpy as np
 from pydantic_core import from_json
 
 from nereid_client.errors import BackendError
-from nereid_client.grpc_calls import TritonCalls, decode_strings, infer_request
+from nereid_client.grpc_calls import (
+    InputTensor,
+    Stream,
+    TritonCalls,
+    decode_strings,
+    infer_request,
+)
 from nereid_client.streaming.deltas import Delta
 
 # The ensemble first calls the tokenizer model, which has the output tensors `prompt_token_ids` and
@@ -23,6 +29,12 @@ _ENVELOPE = "envelope"
 # executor model contains JSON text.
 EXECUTOR_MODEL = "executor"
 _STATE = "state"
+_STREAM = InputTensor("stream", "BOOL", [True])
+# The executor model requires these tensors, but a request without a prompt does not use them.
+_NO_PROMPT = (
+    InputTensor(_PROMPT_TOKEN_IDS, "INT32", [0]),
+    InputTensor(_ENVELOPE, "UINT8", [0]),
+)
 # Each of these texts occurs in an error message of the Triton server.
 _STUB_DIED = "is not healthy"  # the process of a model has died, and the server must be restarted
 _STOPPING = "Server is stopping"
@@ -174,13 +186,9 @@ class TritonBackend:
         if a stream is cancelled while it ends (issues 7368 and 8034 of the Triton server). This
         would happen often, because many clients disconnect when they receive a finish reason.
         """
-        outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
-        # With the header `triton_grpc_error`, the Triton server would send the code of an error as
-        # the status of the stream. The frontend does not send this header, because Triton server
-        # 2.51 would then treat each error as a cancellation, and crash after some errors.
-        stream = self._calls.stream(self._request(self._ensemble, generation, outputs))
-        has_ended = False
-        num_running = generation.num_choices
+        stream = self._start_stream(generation)
+        num_running = generation.num_choices  # the choices without a finish reason
+        has_ended = False  # whether the last response or an error has arrived
         try:
             while (message := await stream.read()) is not None:
                 if message.error_message:
@@ -201,6 +209,14 @@ class TritonBackend:
             else:
                 stream.cancel()
 
+    def _start_stream(self, generation: Generation) -> Stream:
+        """Send a request to the ensemble, and return the stream of the responses."""
+        outputs = ["delta", "text_output"] if generation.with_text else ["delta"]
+        # With the header `triton_grpc_error`, the Triton server would send the code of an error as
+        # the status of the stream. The frontend does not send this header, because Triton server
+        # 2.51 would then treat each error as a cancellation, and crash after some errors.
+        return self._calls.stream(self._request(self._ensemble, generation, outputs))
+
     async def tokenize(self, generation: Generation) -> list[int]:
         """Return the token ids from the tokenizer model, as described by `Backend.tokenize`."""
         raw = await self._infer(self._request(self._tokenizer, generation, [_PROMPT_TOKEN_IDS]))
@@ -214,10 +230,7 @@ class TritonBackend:
         For a request with the parameter `return_text`, the tokenizer model's output `envelope` is a
         JSON object with the text.
         """
-        inputs: list[tuple[str, str, Sequence[Any]]] = [
-            ("stream", "BOOL", [True]),
-            ("input_ids", "INT32", token_ids),
-        ]
+        inputs = [_STREAM, InputTensor("input_ids", "INT32", token_ids)]
         request = infer_request(self._tokenizer, request_id, inputs, [_ENVELOPE])
         request.parameters["return_text"].bool_param = True
         request.parameters["skip_special_tokens"].bool_param = skip_special_tokens
@@ -229,9 +242,7 @@ class TritonBackend:
         For a request with the parameter `return_limits`, the tokenizer model's output `envelope` is
         a JSON object with its limits.
         """
-        request = infer_request(
-            self._tokenizer, "limits", [("stream", "BOOL", [True])], [_ENVELOPE]
-        )
+        request = infer_request(self._tokenizer, "limits", [_STREAM], [_ENVELOPE])
         request.parameters["return_limits"].bool_param = True
         limits: dict[str, int] = json.loads(await self._infer(request))
         return limits
@@ -250,18 +261,24 @@ class TritonBackend:
     ) -> dict[str, Any]:
         """Send parameters to the executor model, and return the JSON object in the response.
 
-        The executor model is decoupled, so the request needs a stream. Its input tensors are
-        required, but a request without a prompt does not use them.
+        Raises: BackendError.
+        """
+        request = infer_request(self._executor, request_id, _NO_PROMPT, [_STATE])
+        for name, value in parameters.items():
+            request.parameters[name].string_param = value
+        response = await self._stream_one(request)
+        (raw,) = response.raw_output_contents
+        answer: dict[str, Any] = json.loads(raw)
+        return answer
+
+    async def _stream_one(self, request: Any) -> Any:
+        """Send a request to the executor model, and return its only response.
+
+        The executor model is decoupled: it may send any number of responses. A request to such a
+        model needs a stream, even if there is only one response.
 
         Raises: BackendError.
         """
-        inputs: list[tuple[str, str, Sequence[Any]]] = [
-            (_PROMPT_TOKEN_IDS, "INT32", [0]),
-            (_ENVELOPE, "UINT8", [0]),
-        ]
-        request = infer_request(self._executor, request_id, inputs, [_STATE])
-        for name, value in parameters.items():
-            request.parameters[name].string_param = value
         stream = self._calls.stream(request)
         try:
             message = await stream.read()
@@ -272,9 +289,7 @@ class TritonBackend:
             raise BackendError("UNAVAILABLE", "The executor model does not answer. Try again.")
         if message.error_message:
             raise read_error(message.error_message)
-        (raw,) = message.infer_response.raw_output_contents
-        answer: dict[str, Any] = json.loads(raw)
-        return answer
+        return message.infer_response
 
     async def _infer(self, request: Any) -> bytes:
         """Send a request to a model, and return the bytes of the only requested output tensor."""
@@ -360,20 +375,27 @@ def is_outage(text: str) -> bool:
     return _STUB_DIED in text or _STOPPING in text
 
 
-def _inputs(generation: Generation) -> list[tuple[str, str, Sequence[Any]]]:
-    """Return the name, the Triton data type and the values of each input tensor."""
-    inputs: list[tuple[str, str, Sequence[Any]]] = [("stream", "BOOL", [True])]
+def _inputs(generation: Generation) -> list[InputTensor]:
+    """Return the input tensors of the ensemble, or of the tokenizer model, for a generation.
+
+    A tensor is left out if the generation does not have its value.
+    """
+    inputs = [_STREAM]
     if generation.text_input is not None:
-        inputs.append(("text_input", "BYTES", [generation.text_input.encode()]))
+        inputs.append(_text_tensor("text_input", generation.text_input))
     if generation.chat_request is not None:
         chat_request = _with_fields(generation.chat_request, generation)
-        inputs.append(("chat_request", "BYTES", [chat_request.encode()]))
+        inputs.append(_text_tensor("chat_request", chat_request))
     if generation.sampling_parameters is not None:
         parameters = _with_fields(generation.sampling_parameters, generation)
-        inputs.append(("sampling_parameters", "BYTES", [parameters.encode()]))
+        inputs.append(_text_tensor("sampling_parameters", parameters))
     if generation.input_ids is not None:
-        inputs.append(("input_ids", "INT32", generation.input_ids))
+        inputs.append(InputTensor("input_ids", "INT32", generation.input_ids))
     return inputs
+
+
+def _text_tensor(name: str, text: str) -> InputTensor:
+    return InputTensor(name, "BYTES", [text.encode()])
 
 
 def _with_fields(text: str, generation: Generation) -> str:
@@ -406,13 +428,11 @@ def _decode_response(response: Any, *, with_text: bool) -> list[Delta]:
     The result contains one delta for each choice that has new text. The last response of a stream
     may have no delta.
     """
-    deltas: list[Delta] = []
-    texts: list[bytes] = []
-    for output, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-        if output.name == "delta":
-            deltas = [cast("Delta", from_json(string)) for string in decode_strings(raw)]
-        elif output.name == "text_output" and with_text:
-            texts = decode_strings(raw)
+    # A response without outputs has no contents, either.
+    contents = zip(response.outputs, response.raw_output_contents, strict=False)
+    tensors = {output.name: decode_strings(raw) for output, raw in contents}
+    deltas = [cast("Delta", from_json(string)) for string in tensors.get("delta", ())]
+    texts = tensors.get("text_output", ()) if with_text else ()
     for delta, text in zip(deltas, texts, strict=False):
         if text:
             delta["text"] = text.decode()

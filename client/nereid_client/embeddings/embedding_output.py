@@ -200,9 +200,15 @@ def ranking(
         top_n: the number of documents to return. None or 0 returns all.
         with_text: whether the result contains the texts. Images are never repeated.
     """
-    texts = [document if isinstance(document, str) else None for document in documents]
-    order = np.argsort(-scores, kind="stable")[: top_n or None]
-    return [Ranked(int(i), float(scores[i]), texts[i] if with_text else None) for i in order]
+    order: list[int] = np.argsort(-scores, kind="stable").tolist()
+    if top_n:
+        order = order[:top_n]
+    ranked = []
+    for index in order:
+        document = documents[index]
+        text = document if with_text and isinstance(document, str) else None
+        ranked.append(Ranked(index, float(scores[index]), text))
+    return ranked
 
 
 def jina_results(ranked: Sequence[Ranked]) -> list[dict[str, Any]]:

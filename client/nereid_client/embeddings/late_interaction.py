@@ -84,14 +84,15 @@ async def late_interaction(
     """
     queries = await _embed_tokens(request, served, inputs, "query", truncate=truncate)
     documents = await _embed_tokens(request, served, inputs, "documents", truncate=truncate)
-    query_vectors, document_vectors = rows_of(queries), rows_of(documents)
-    if len(query_vectors) == 1:
+    query_vectors = rows_of(queries)
+    document_vectors = rows_of(documents)
+    if len(query_vectors) == 1:  # the same query is compared with all documents
         query_vectors = query_vectors * len(document_vectors)
     # The scores of a thousand documents take a tenth of a second or more. A thread computes them,
     # so that other requests can run.
     scores = await asyncio.to_thread(max_sim, query_vectors, document_vectors)
-    num_tokens = [outputs.arrays["num_tokens"] for outputs in (queries, documents)]
-    return PoolingOutputs({"scores": scores, "num_tokens": np.concatenate(num_tokens)}, {})
+    num_tokens = np.concatenate([queries.arrays["num_tokens"], documents.arrays["num_tokens"]])
+    return PoolingOutputs({"scores": scores, "num_tokens": num_tokens}, {})
 
 
 async def _embed_tokens(
@@ -108,23 +109,40 @@ async def _embed_tokens(
         request: the HTTP request.
         served: the embedding model.
         inputs: the input tensors of a reranker.
-        tensor: the name of the tensor with the texts, "query" or "documents". If a document is an
-            image, all documents are in the tensor "parts" instead.
+        tensor: "query" to embed the queries, or "documents" to embed the documents.
         truncate: whether to truncate texts that are too long.
     """
-    source = tensor if tensor in inputs.tensors else "parts"
-    # Rerankers and embedding models have the input "parts". The input "texts" exists only for
-    # embedding models.
-    target = "parts" if source == "parts" else "texts"
-    texts = ModelInputs({target: inputs.tensors[source]}, {target: inputs.fields[source]})
-    model_prompts = served.info.get("prompts", {})
-    prompt_names = [name for name in _PROMPTS[tensor] if name in model_prompts]
     options = {
         "kind": "multi_vector",
-        "prompt_name": prompt_names[0] if prompt_names else None,
+        "prompt_name": _prompt_name(served, tensor),
         "truncate": truncate,
     }
-    return await call_model(request, served, texts, options)
+    return await call_model(request, served, _inputs_of_embedder(inputs, tensor), options)
+
+
+def _inputs_of_embedder(inputs: ModelInputs, tensor: str) -> ModelInputs:
+    """Return one input tensor of a reranker as the input of an embedding model.
+
+    A reranker receives texts in the tensors "query" and "documents". An embedding model receives
+    texts in the tensor "texts". If a document is an image, both kinds of model receive all
+    documents in the tensor "parts".
+
+    Example: the tensors {"query": ["a"], "documents": ["b", "c"]} and the name "documents" return
+    the tensors {"texts": ["b", "c"]}.
+    """
+    if tensor in inputs.tensors:
+        return ModelInputs({"texts": inputs.tensors[tensor]}, {"texts": inputs.fields[tensor]})
+    return ModelInputs({"parts": inputs.tensors["parts"]}, {"parts": inputs.fields["parts"]})
+
+
+def _prompt_name(served: ServedModel, tensor: str) -> str | None:
+    """Return the name of the model's prompt for queries or for documents, or None.
+
+    Example: a model with the prompts "query" and "passage" returns "passage" for "documents".
+    """
+    model_prompts = served.info.get("prompts", {})
+    names = [name for name in _PROMPTS[tensor] if name in model_prompts]
+    return names[0] if names else None
 
 
 def max_sim(queries: Sequence[Floats], documents: Sequence[Floats]) -> Floats:

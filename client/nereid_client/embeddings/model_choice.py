@@ -15,6 +15,7 @@ from nereid_client.embeddings.pooling_backend import (
     PoolingCall,
     PoolingModels,
     PoolingOutputs,
+    PoolingTarget,
     ServedModel,
     TritonPooling,
 )
@@ -32,6 +33,7 @@ from nereid_client.request_context import (
     validate,
 )
 from nereid_client.several_models.controlled import ControlledPooling
+from nereid_client.several_models.model_control import ModelControl
 from nereid_client.streaming import sse
 
 R = TypeVar("R", bound=BaseModel)
@@ -59,15 +61,22 @@ async def pooling_lifespan(app: FastAPI) -> AsyncIterator[None]:
     make: Callable[[], PoolingBackend] | None = getattr(app.state, "make_pooling", None)
     contexts: Contexts = app.state.contexts
     backend = make() if make else TritonPooling(contexts.default.settings.grpc_url)
-    control = contexts.control
-    if control is None:
-        app.state.pooling = PoolingModels(backend)
-    else:
-        # A file describes several models, which are loaded when a request needs them.
-        controlled = ControlledPooling(backend, control)
-        app.state.pooling = PoolingModels(controlled, control.pooling_targets, control)
+    app.state.pooling = _create_pooling_models(backend, contexts.control)
     yield
     await backend.close()
+
+
+def _create_pooling_models(backend: PoolingBackend, control: ModelControl | None) -> PoolingModels:
+    """Return the object that finds and calls the pooling models of a backend.
+
+    Args:
+        backend: calls the models.
+        control: loads a model when a request needs it, if a file describes several models. None if
+            the server loads its models at the start.
+    """
+    if control is None:
+        return PoolingModels(backend)
+    return PoolingModels(ControlledPooling(backend, control), control.pooling_targets, control)
 
 
 def pooling_models_of(request: Request) -> PoolingModels:
@@ -87,6 +96,9 @@ async def read_request(request: Request, kind: type[R]) -> R:
 async def choose_model(request: Request, name: str | None, kinds: Sequence[str]) -> ServedModel:
     """Return the first served model that has the requested name and can answer the request.
 
+    A target is a pooling model that the server may have. The name of its model is usually known
+    only after the model has answered, so each target with a suitable kind is queried in turn.
+
     Args:
         request: the HTTP request.
         name: the field `model` of the body, or None if the body has no such field.
@@ -102,10 +114,7 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
     models = pooling_models_of(request)
     targets = [target for kind in kinds for target in models.targets if target.kind == kind]
     for target in targets:
-        has_other_name = bool(target.names) and name is not None and name not in target.names
-        if has_other_name:
-            # The name of a model is usually known only after the model is loaded. Here, the names
-            # are known, so the model need not be loaded.
+        if _has_other_name(target, name):
             other_names.append(target.names[0])
             continue
         try:
@@ -116,12 +125,20 @@ async def choose_model(request: Request, name: str | None, kinds: Sequence[str])
         if name is None or name in (model.name, *target.names):
             return model
         other_names.append(model.name)
-    if not other_names:
-        # If one model is not served and another one does not answer, report the second problem. The
-        # client can then try again.
-        temporary_problems = [problem for problem in problems if problem.status != 404]
-        raise (temporary_problems or problems)[0]
-    raise await _wrong_model_error(request, name or "", other_names)
+    if other_names:
+        raise await _wrong_model_error(request, name or "", other_names)
+    # If one model is not served and another one does not answer, report the second problem. The
+    # client can then try again.
+    temporary_problems = [problem for problem in problems if problem.status != 404]
+    raise (temporary_problems or problems)[0]
+
+
+def _has_other_name(target: PoolingTarget, name: str | None) -> bool:
+    """Return whether the name of a target is known before its model is loaded, and is not `name`.
+
+    Such a model need not be loaded, because it cannot answer the request.
+    """
+    return bool(target.names) and name is not None and name not in target.names
 
 
 async def check_language_model(request: Request, name: str | None) -> None:
@@ -132,21 +149,31 @@ async def check_language_model(request: Request, name: str | None) -> None:
     Raises: ApiError 404 that names the language model. If the request names an embedding model or
         a reranker, the message also gives the route of that model.
     """
-    contexts = contexts_of(request)
     if select_context(request, name):
-        await context_of(request).adapters.select(None, context_of(request).settings.model_name)
+        context = context_of(request)
+        await context.adapters.select(None, context.settings.model_name)
         return
     pooling_names = {name for target in pooling_models_of(request).targets for name in target.names}
     # If a pooling model has the requested name, no adapter has the same name. The server is
     # therefore not queried.
-    possible_contexts = contexts.all if name not in pooling_names else ()
-    for context in possible_contexts:
-        if await context.adapters.select(name, context.settings.model_name):
-            request.state.context = context
-            return
-    suitable = " or ".join(repr(context.settings.model_name) for context in contexts.all)
+    if name not in pooling_names and await _select_adapter(request, name):
+        return
+    language_models = [context.settings.model_name for context in contexts_of(request).all]
+    suitable = " or ".join(map(repr, language_models))
     message = _wrong_model_message(name or "", suitable, await _served_models(request))
     raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _select_adapter(request: Request, name: str | None) -> bool:
+    """Select the LoRA adapter `name` and its language model for a request.
+
+    Return False if no language model has an adapter with this name.
+    """
+    for context in contexts_of(request).all:
+        if await context.adapters.select(name, context.settings.model_name):
+            request.state.context = context
+            return True
+    return False
 
 
 async def _wrong_model_error(

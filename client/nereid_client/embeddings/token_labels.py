@@ -1,7 +1,7 @@
 """Finds the labelled sections of a text, from the label probabilities of the text's tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,18 @@ Offsets = npt.NDArray[np.int32]
 
 _OUTSIDE = "O"
 """The label of a token that belongs to no labelled section."""
+
+
+class _Group(NamedTuple):
+    """Neighbouring tokens with the same label.
+
+    Attributes:
+        name: the label without its prefix, such as "LOC".
+        tokens: the tokens, as returned by `_best_labels`.
+    """
+
+    name: str
+    tokens: list[dict[str, Any]]
 
 
 def tokens_of(outputs: PoolingOutputs) -> list[tuple[Floats, Offsets]]:
@@ -60,20 +72,15 @@ def labelled_groups(
     Example: the tokens "New" (B-LOC, 0.9) and "York" (I-LOC, 0.7) return [{"entity_group": "LOC",
     "score": 0.8, "word": "New York", "start": 0, "end": 8}].
     """
-    names: list[str] = []  # the label of each group, without its prefix
-    groups: list[list[dict[str, Any]]] = []  # the tokens of each group
+    groups: list[_Group] = []
     for token in _best_labels(text, probabilities, offsets, labels):
         prefix, name = _split_label(token["entity"])
-        continues_group = bool(names) and name == names[-1] and prefix != "B"
-        if not continues_group:
-            names.append(name)
-            groups.append([])
-        groups[-1].append(token)
-    return [
-        _group(text, name, tokens)
-        for name, tokens in zip(names, groups, strict=True)
-        if name != _OUTSIDE
-    ]
+        continues_group = bool(groups) and name == groups[-1].name and prefix != "B"
+        if continues_group:
+            groups[-1].tokens.append(token)
+        else:
+            groups.append(_Group(name, [token]))
+    return [_section(text, group) for group in groups if group.name != _OUTSIDE]
 
 
 def _best_labels(
@@ -111,18 +118,19 @@ def _split_label(label: str) -> tuple[str, str]:
     return (prefix, name) if dash and prefix in ("B", "I") else ("I", label)
 
 
-def _group(text: str, name: str, tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Convert the tokens of a group to one labelled section of the text.
+def _section(text: str, group: _Group) -> dict[str, Any]:
+    """Convert a group of tokens to one labelled section of the text.
 
     Example: in the text "in New York", the tokens "New" (score 0.9) and "York" (0.7) with the name
     "LOC" return {"entity_group": "LOC", "score": 0.8, "word": "New York", "start": 3, "end": 11}.
     """
+    tokens = group.tokens
     start, end = tokens[0]["start"], tokens[-1]["end"]
     section = text[start:end]
     word = section.lstrip()  # in some tokenizers, a token includes the space before its word
     num_spaces = len(section) - len(word)
     return {
-        "entity_group": name,
+        "entity_group": group.name,
         "score": sum(token["score"] for token in tokens) / len(tokens),
         "word": word,
         "start": start + num_spaces,

@@ -88,8 +88,8 @@ async def chunk_events(
     try:
         while item is not None:
             unsent += [sse.event(chunk) for chunk in builder.add(item)]
-            # The last chunks are sent together with [DONE], after the loop.
-            if unsent and builder.unfinished:
+            is_last = not builder.unfinished
+            if unsent and not is_last:  # the last chunks are sent together with [DONE]
                 yield b"".join(unsent)
                 unsent = []
             item = await anext(rest, None)

@@ -62,11 +62,15 @@ def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
     Args:
         prompts: for each prompt, a list with the usage of each choice. None means no usage so far.
     """
-    # The usages that have been reported, grouped by the prompt.
-    reported = [[usage for usage in choices if usage] for choices in prompts]
-    groups = [usages for usages in reported if usages]
-    all_usages = [usage for usages in groups for usage in usages]
-    num_prompt = sum(usages[0]["prompt_tokens"] for usages in groups)
+    num_prompt = 0
+    num_cached = 0
+    all_usages: list[Usage] = []
+    for choices in prompts:
+        usages = [usage for usage in choices if usage]
+        if usages:
+            num_prompt += usages[0]["prompt_tokens"]
+            num_cached += max(map(_cached_tokens, usages))
+            all_usages += usages
     num_generated = sum(usage["completion_tokens"] for usage in all_usages)
     counts: Json = {
         "prompt_tokens": num_prompt,
@@ -74,7 +78,6 @@ def total_usage(prompts: Iterable[Iterable[Usage | None]]) -> Json:
         "total_tokens": num_prompt + num_generated,
     }
     if any("prompt_tokens_details" in usage for usage in all_usages):
-        num_cached = sum(max(map(_cached_tokens, usages)) for usages in groups)
         counts["prompt_tokens_details"] = {"cached_tokens": num_cached}
     if any("completion_tokens_details" in usage for usage in all_usages):
         num_reasoning = sum(map(_reasoning_tokens, all_usages))

@@ -85,14 +85,24 @@ class _CompletionChunks(ChunkBuilder[PromptDelta]):
         number = self.record(prompt, delta)
         if not any(delta.get(name) for name in _CHUNK_FIELDS):
             return []
-        text = delta.get("text", "")
-        choice = {"index": number, **_choice(text, delta)}
+        choice = {"index": number, **_choice(delta.get("text", ""), delta)}
         if self._options.logprobs:
-            entries = delta.get("logprobs", ())
-            is_last = "finish_reason" in delta
-            part = self._logprobs[number].add(text, entries, is_last=is_last)
-            choice["logprobs"] = part if entries else None
-        return [self.chunk(choice | _token_ids(self._options, first=delta, delta=delta))]
+            choice["logprobs"] = self._logprobs_of(number, delta)
+        choice |= _token_ids(self._options, prompt_delta=delta, delta=delta)
+        return [self.chunk(choice)]
+
+    def _logprobs_of(self, number: int, delta: Delta) -> Json | None:
+        """Return the field `logprobs` of a chunk, or None if the delta has no log-probabilities.
+
+        Args:
+            number: the number of the choice. Its builder receives the text of every delta, because
+                the log-probabilities of this text may arrive with another delta.
+            delta: the delta of the chunk.
+        """
+        entries = delta.get("logprobs", ())
+        is_last = "finish_reason" in delta
+        part = self._logprobs[number].add(delta.get("text", ""), entries, is_last=is_last)
+        return part if entries else None
 
 
 _CHUNK_FIELDS = ("text", "finish_reason", "logprobs", "token_ids", "prompt_token_ids")
@@ -113,9 +123,11 @@ def completion(
         totals: for each prompt, a list with the sum of the deltas of each choice.
     """
     choices: list[Json] = []
-    for prompt, choice_totals in enumerate(totals):
+    for echo, choice_totals in zip(options.echoes, totals, strict=True):
+        # Only the first choice reports the tokens and log-probabilities of the prompt.
+        prompt_total = choice_totals[0]
         for total in best(choice_totals, frame.num_choices):
-            choice = _whole_choice(frame, options, prompt, choice_totals[0], total)
+            choice = _whole_choice(frame, options, echo, prompt_total, total)
             choices.append({"index": len(choices), **choice})
     usages = [[_usage(options, total) for total in choice_totals] for choice_totals in totals]
     return {**frame.with_choices("text_completion", choices), "usage": total_usage(usages)}
@@ -143,51 +155,52 @@ def _mean_logprob(total: Delta) -> float:
 
 
 def _whole_choice(
-    frame: CompletionFrame, options: CompletionOptions, prompt: int, first: Delta, total: Delta
+    frame: CompletionFrame,
+    options: CompletionOptions,
+    echo: str,
+    prompt_total: Delta,
+    total: Delta,
 ) -> Json:
     """Return one choice of a whole completion.
 
     Args:
         frame: the fields that all choices have in common.
         options: the options that decide what the choice contains.
-        prompt: the index of the prompt.
-        first: the sum of the deltas of the prompt's first choice. Only the first choice reports
-            the tokens and log-probabilities of the prompt.
+        echo: the text of the prompt if the choice begins with this text, and else "".
+        prompt_total: the delta that reports the tokens and log-probabilities of the prompt.
         total: the sum of the deltas of this choice.
     """
-    echo = options.echoes[prompt]
-    text = "" if options.only_prompt else total.get("text", "")
-    choice = _choice(echo + text, total)
     if options.only_prompt:
-        choice |= {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
+        choice = _choice(echo, {"finish_reason": "length"})
+    else:
+        choice = _choice(echo + total.get("text", ""), total)
     if options.logprobs:
-        parts = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
-        choice["logprobs"] = _whole_logprobs(parts, options, echo, first=first, total=total)
+        choice["logprobs"] = _whole_logprobs(frame, options, echo, prompt_total, total)
     if options.prompt_logprobs:
-        choice["prompt_logprobs"] = prompt_logprobs(first.get("prompt_logprobs", []))
-    return choice | _token_ids(options, first=first, delta=total)
+        choice["prompt_logprobs"] = prompt_logprobs(prompt_total.get("prompt_logprobs", []))
+    return choice | _token_ids(options, prompt_delta=prompt_total, delta=total)
 
 
 def _whole_logprobs(
-    builder: CompletionLogprobs,
+    frame: CompletionFrame,
     options: CompletionOptions,
     echo: str,
-    *,
-    first: Delta,
+    prompt_total: Delta,
     total: Delta,
 ) -> Json:
-    """Return the field `logprobs` of a whole choice.
+    """Return the field `logprobs` of a whole choice. The arguments are those of `_whole_choice`.
 
-    If the choice begins with the prompt (`echo` is not ""), the field begins with the tokens of the
-    prompt. The arguments `first` and `total` are those of `_whole_choice`.
+    The field describes the tokens of the text: first the tokens of the prompt, if the text begins
+    with the prompt, and then the generated tokens, unless only the prompt is requested.
     """
+    builder = CompletionLogprobs(tokens_as_ids=frame.tokens_as_ids, echo=echo)
     parts = []
     if echo:
-        token_ids = first.get("prompt_token_ids", ())
-        parts.append(builder.prompt(token_ids, first.get("prompt_logprobs", [])))
+        token_ids = prompt_total.get("prompt_token_ids", ())
+        parts.append(builder.prompt(token_ids, prompt_total.get("prompt_logprobs", [])))
     if not options.only_prompt:
-        text, entries = total.get("text", ""), total.get("logprobs", ())
-        parts.append(builder.add(text, entries, is_last=True))
+        entries = total.get("logprobs", ())
+        parts.append(builder.add(total.get("text", ""), entries, is_last=True))
     return joined(parts)
 
 
@@ -205,19 +218,21 @@ def _usage(options: CompletionOptions, total: Delta) -> Usage | None:
     return prompt_usage
 
 
-def _token_ids(options: CompletionOptions, *, first: Delta, delta: Delta) -> Json:
-    """Return the fields that contain token ids.
+def _token_ids(options: CompletionOptions, *, prompt_delta: Delta, delta: Delta) -> Json:
+    """Return the fields that contain token ids. Without requested token ids, return {}.
 
     Args:
-        options: decides whether token ids are requested.
-        first: the delta that reports the token ids of the prompt.
+        options: the options that decide what the choice contains.
+        prompt_delta: the delta that reports the token ids of the prompt, if any delta does.
         delta: the delta with the generated token ids.
     """
+    if not options.token_ids:
+        return {}
     fields: Json = {}
-    if options.token_ids and "token_ids" in delta:
+    if "token_ids" in delta:
         fields["token_ids"] = [] if options.only_prompt else delta["token_ids"]
-    if options.token_ids and "prompt_token_ids" in first:
-        fields["prompt_token_ids"] = first["prompt_token_ids"]
+    if "prompt_token_ids" in prompt_delta:
+        fields["prompt_token_ids"] = prompt_delta["prompt_token_ids"]
     return fields
 
 

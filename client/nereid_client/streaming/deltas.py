@@ -117,14 +117,16 @@ def merge(deltas: Iterable[Delta]) -> Delta:
     """
     deltas = list(deltas)
     total: Delta = {}
+    # These values are replaced by later values.
     for delta in deltas:
         for key in _REPLACED_KEYS:
             if key in delta:
                 total[key] = delta[key]  # type: ignore[literal-required]
-    for text in ("text", "reasoning", "content"):
-        pieces = [delta[text] for delta in deltas if text in delta]
-        if pieces:
-            total[text] = "".join(pieces)
+    # Texts and lists are joined.
+    for name in ("text", "reasoning", "content"):
+        texts = [delta[name] for delta in deltas if name in delta]
+        if texts:
+            total[name] = "".join(texts)
     if any("logprobs" in delta for delta in deltas):
         total["logprobs"] = [entry for delta in deltas for entry in delta.get("logprobs", ())]
     if any("token_ids" in delta for delta in deltas):
@@ -161,12 +163,14 @@ def by_kind(deltas: Iterable[Delta]) -> list[Delta]:
     content "c" become content "ab", the tool call and content "c".
     """
     groups: list[list[Delta]] = []
-    group_kinds: set[str] = set()
+    group_kinds: set[str] = set()  # the kinds of output in the last group
     for delta in deltas:
         kinds = {kind for kind in _KINDS if kind in delta}
-        if groups and len(group_kinds | kinds) <= 1:
+        # A delta without output, which has for example only the usage, fits into every group.
+        has_one_kind = len(group_kinds | kinds) <= 1
+        if groups and has_one_kind:
             groups[-1].append(delta)
-            group_kinds |= kinds
+            group_kinds = group_kinds | kinds
         else:
             groups.append([delta])
             group_kinds = kinds
@@ -202,15 +206,15 @@ async def fold(deltas: AsyncGenerator[Delta], num_choices: int = 1) -> list[Delt
 
     Raises: BackendError, also if a choice has no finish reason at the end of the stream.
     """
-    waiting: list[Delta] = []
+    unmerged: list[Delta] = []
     async with aclosing(deltas):
         async for delta in deltas:
-            _append(waiting, delta)
-    totals = {total.get("index", 0): total for total in by_choice(waiting)}
-    choices = [totals.get(index, {}) for index in range(num_choices)]
-    if not all("finish_reason" in total for total in choices):
+            _append(unmerged, delta)
+    choices = {choice.get("index", 0): choice for choice in by_choice(unmerged)}
+    sorted_choices = [choices.get(index, {}) for index in range(num_choices)]
+    if any("finish_reason" not in choice for choice in sorted_choices):
         raise unfinished_error()
-    return choices
+    return sorted_choices
 
 
 def unfinished_error() -> BackendError:
@@ -255,9 +259,11 @@ async def interleaved(
 
     Closing this generator closes all sources.
 
+    A task for each source puts its deltas into a common queue. A single source needs no queue.
+
     Raises: the first BackendError that a source raises.
     """
-    if len(sources) == 1:  # a single generator needs no tasks
+    if len(sources) == 1:
         async with aclosing(sources[0]) as source:
             async for delta in source:
                 yield 0, delta
@@ -272,10 +278,10 @@ async def interleaved(
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
-            if item is None:  # one of the sources has ended
-                num_running -= 1
-            else:
+            if item is not None:
                 yield item
+            else:  # one of the sources has ended
+                num_running -= 1
     finally:
         for feeder in feeders:
             feeder.cancel()
@@ -283,6 +289,7 @@ async def interleaved(
 
 
 _Queue = asyncio.Queue[tuple[int, Delta] | Exception | None]
+"""A queue of deltas with the index of their source, of errors, and of None for an ended source."""
 
 
 async def _feed(queue: _Queue, index: int, source: AsyncGenerator[Delta]) -> None:

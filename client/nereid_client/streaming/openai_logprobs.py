@@ -68,9 +68,10 @@ class CompletionLogprobs:
 
     def __init__(self, *, tokens_as_ids: bool = False, echo: str = "") -> None:
         self._tokens_as_ids = tokens_as_ids
-        self._text = echo  # the end of the choice's text, where the next tokens are searched
-        self._base = 0  # the position of `_text` in the text of the choice
-        self._position = 0  # the position after the last token that was found
+        # The end of the choice's text, in which the texts of the next tokens are searched.
+        self._text = echo
+        self._text_start = 0  # the position of `_text` in the text of the choice
+        self._next_position = 0  # the position after the last token that was found
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def prompt(self, token_ids: Sequence[int], logprobs: PromptLogprobs) -> Json:
@@ -78,28 +79,26 @@ class CompletionLogprobs:
 
         Args:
             token_ids: the token ids of the prompt.
-            logprobs: the log-probabilities of these tokens. The first token has no entry. Its text
-                is the text of the prompt before the second token.
+            logprobs: for each token, its log-probability and those of the most likely tokens. The
+                first token has None, because no token comes before it.
         """
-        later_tokens = [
-            (entries or {})[str(token_id)]["decoded_token"] or ""
-            for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True)
-        ]
-        tokens = [_first_token(self._text, later_tokens), *later_tokens]
         part = _empty()
-        for token, token_id, entries in zip(tokens, token_ids, logprobs, strict=True):
-            part["tokens"].append(self._token_name(token, token_id))
-            part["text_offset"].append(self._locate(token, is_last=True))
+        texts = _prompt_texts(self._text, token_ids, logprobs)
+        for text, token_id, entries in zip(texts, token_ids, logprobs, strict=True):
+            part["tokens"].append(self._token_name(text, token_id))
+            part["text_offset"].append(self._locate(text, is_last=True))
             if entries is None:
                 part["token_logprobs"].append(None)
                 part["top_logprobs"].append(None)
             else:
                 part["token_logprobs"].append(_finite(entries[str(token_id)]["logprob"]))
-                part["top_logprobs"].append(self._likely_tokens(entries))
-        self._position = self._base + len(self._text)  # the text of the deltas follows the prompt
+                part["top_logprobs"].append(self._likely_prompt_tokens(entries))
+        # The text of the deltas starts at the end of the prompt, even if the last token of the
+        # prompt was not found.
+        self._next_position = self._text_start + len(self._text)
         return part
 
-    def _likely_tokens(self, entries: Mapping[str, PromptLogprob]) -> dict[str, float]:
+    def _likely_prompt_tokens(self, entries: Mapping[str, PromptLogprob]) -> dict[str, float]:
         """Return the log-probability of each token that is likely at one position of the prompt.
 
         Example: {"17": {"decoded_token": "ab", "logprob": -0.1, ...}} returns {"ab": -0.1}.
@@ -122,17 +121,29 @@ class CompletionLogprobs:
         self._append_text(text)
         part = _empty()
         for entry in entries:
-            self._skip_incomplete_character(entry, is_last=is_last)
-            piece = self._decode(entry)
-            likely_tokens = {
-                self._token_name(likely["token"], likely["token_id"]): _finite(likely["logprob"])
-                for likely in (entry, *entry["top_logprobs"])
-            }
-            part["text_offset"].append(self._locate(piece, is_last=is_last))
+            part["text_offset"].append(self._locate_entry(entry, is_last=is_last))
             part["tokens"].append(self._token_name(entry["token"], entry["token_id"]))
             part["token_logprobs"].append(_finite(entry["logprob"]))
-            part["top_logprobs"].append(likely_tokens)
+            part["top_logprobs"].append(self._likely_tokens(entry))
         return part
+
+    def _locate_entry(self, entry: TokenLogprob, *, is_last: bool) -> int:
+        """Return the position of the next generated token in the text of the choice.
+
+        Mutates: the decoder and `_next_position`, so that the next call searches after this token.
+        """
+        self._skip_incomplete_character(entry, is_last=is_last)
+        return self._locate(self._decode(entry), is_last=is_last)
+
+    def _likely_tokens(self, entry: TokenLogprob) -> dict[str, float]:
+        """Return the log-probabilities of a generated token and of the most likely tokens.
+
+        Example: the token "ab" and the most likely token "cd" return {"ab": -1.2, "cd": -0.4}.
+        """
+        return {
+            self._token_name(likely["token"], likely["token_id"]): _finite(likely["logprob"])
+            for likely in (entry, *entry["top_logprobs"])
+        }
 
     def _token_name(self, token: str, token_id: int) -> str:
         return _as_id(token_id) if self._tokens_as_ids else token
@@ -161,44 +172,47 @@ class CompletionLogprobs:
     def _append_text(self, text: str) -> None:
         """Append text to `_text`.
 
-        Remove the text before `_position` from `_text`, because its tokens have been located.
+        Remove the text before `_next_position` from `_text`, because its tokens have been located.
         """
-        num_located = min(self._position - self._base, len(self._text))
-        self._text = self._text[num_located:] + text
-        self._base += num_located
+        num_located_chars = min(self._next_position - self._text_start, len(self._text))
+        self._text = self._text[num_located_chars:] + text
+        self._text_start += num_located_chars
 
     def _locate(self, piece: str, *, is_last: bool) -> int:
         """Return the position of a token's text in the text of the choice.
 
-        The search for the next token starts after this token.
-
         Example: in the text "ab cd", the pieces "ab" and " cd" return 0 and 2. A piece that is not
         in the text returns the current position.
+
+        Mutates: `_next_position`, so that the search for the next token starts after this token.
 
         Args:
             piece: the text of the token.
             is_last: whether the text of the choice is complete.
         """
-        offset = self._position - self._base  # the index in `_text`, which lacks the earlier text
-        next_text = self._text[offset : offset + len(piece)]
-        if self._position == 0 and next_text != piece:
-            # Some tokenizers put a space before the first token, but the text does not have this
-            # space.
-            stripped = piece.lstrip(" ")
-            if stripped and self._text.startswith(stripped):
-                self._position = len(stripped)
-                return 0
-        # If more deltas follow, `expected` can be only the beginning of the piece, because the rest
-        # has not arrived yet. A piece that starts with `expected` therefore also matches.
+        if self._next_position == 0:
+            piece = _without_extra_space(piece, self._text)
+        index = self._find(piece, is_last=is_last)
+        if index is None:
+            return min(self._next_position, self._text_start + len(self._text))
+        position = self._text_start + index
+        self._next_position = position + len(piece)
+        return position
+
+    def _find(self, piece: str, *, is_last: bool) -> int | None:
+        """Return the index of the next token's text in `_text`, or None if it is not there.
+
+        The arguments are those of `_locate`.
+        """
+        start = self._next_position - self._text_start
+        next_text = self._text[start : start + len(piece)]
+        # If more deltas follow, `next_text` can be only the beginning of the piece, because the
+        # rest has not arrived yet. A piece that starts with `next_text` therefore also matches.
         is_next = next_text == piece or (not is_last and piece.startswith(next_text))
         if is_next:
-            begin = offset
-        else:
-            begin = self._text.find(piece, offset, offset + _SEARCH_CHARS + len(piece))
-        if begin < 0:  # the token is not in the text
-            return min(self._position, self._base + len(self._text))
-        self._position = self._base + begin + len(piece)
-        return self._base + begin
+            return start
+        index = self._text.find(piece, start, start + _SEARCH_CHARS + len(piece))
+        return None if index < 0 else index
 
 
 def joined(parts: Iterable[Json]) -> Json:
@@ -223,6 +237,31 @@ def _chat_entry(entry: TopLogprob, *, tokens_as_ids: bool) -> Json:
         "logprob": _finite(entry["logprob"]),
         "bytes": entry["bytes"],
     }
+
+
+def _without_extra_space(piece: str, text: str) -> str:
+    """Return the first token of a text without the space that only the token has.
+
+    Some tokenizers put a space before the first token, but the text does not have this space.
+
+    Examples: " ab" and the text "ab cd" return "ab". " ab" and the text " ab cd" return " ab".
+    """
+    stripped = piece.lstrip(" ")
+    has_extra_space = not text.startswith(piece) and text.startswith(stripped)
+    return stripped if stripped and has_extra_space else piece
+
+
+def _prompt_texts(prompt: str, token_ids: Sequence[int], logprobs: PromptLogprobs) -> list[str]:
+    """Return the text of each token of a prompt.
+
+    The entries of `logprobs` contain the texts. The first token has no entry, so its text is the
+    text of the prompt before the second token.
+    """
+    later_texts = []
+    for token_id, entries in zip(token_ids[1:], logprobs[1:], strict=True):
+        entry = (entries or {})[str(token_id)]  # only the first token has no entries
+        later_texts.append(entry["decoded_token"] or "")
+    return [_first_token(prompt, later_texts), *later_texts]
 
 
 def _first_token(text: str, others: Sequence[str]) -> str:

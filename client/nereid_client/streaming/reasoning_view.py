@@ -18,6 +18,7 @@ class ReasoningView:
     """
 
     streams_reasoning: bool = True
+    # Maps the index of a choice to the pieces of its reasoning that have not been sent.
     _collected: dict[int, list[str]] = field(default_factory=dict)
 
     def apply(self, delta: Delta) -> Delta:
@@ -28,13 +29,13 @@ class ReasoningView:
         """
         if self.streams_reasoning:
             return delta
+        index = delta.get("index", 0)
         changed = delta.copy()
-        pieces = self._collected.setdefault(delta.get("index", 0), [])
-        pieces.append(changed.pop("reasoning", ""))
-        has_ended = not changed.keys().isdisjoint(_END_OF_REASONING)
-        if has_ended:
-            reasoning = "".join(pieces)
-            pieces.clear()
-            if reasoning:
-                changed["reasoning"] = reasoning
+        new_reasoning = changed.pop("reasoning", "")
+        self._collected.setdefault(index, []).append(new_reasoning)
+        has_reasoning_ended = any(key in changed for key in _END_OF_REASONING)
+        if has_reasoning_ended:
+            whole_reasoning = "".join(self._collected.pop(index))
+            if whole_reasoning:
+                changed["reasoning"] = whole_reasoning
         return changed

@@ -7,7 +7,6 @@ rejects many requests, the frontend rejects most of the new requests without sen
 """
 
 import collections
-import contextlib
 import json
 import time
 from contextlib import AbstractContextManager
@@ -152,14 +151,16 @@ class Throttle:
         self._rejection_times.append(now)
         self._last_message = message
         self._retry_after = retry_after
+        # The server took `duration_s` seconds to reject this request. Meanwhile, it may have
+        # received more requests, which it must also reject. The frontend then sends no request for
+        # the same number of seconds. Without this pause, a slow server would receive requests
+        # faster than it can reject them. A request that waited in the queue until its time limit
+        # says nothing about the time that a rejection takes.
+        duration_s = now - started
         num_later = sum(admitted > started for admitted in self._admission_times)
         was_in_queue = message.lower().startswith(_EXPIRED_IN_QUEUE)
         if num_later >= _TOLERATED_REJECTIONS and not was_in_queue:
-            # The server took `now - started` seconds to reject this request. Meanwhile, it received
-            # more requests, which it must also reject. The frontend therefore sends no request for
-            # the same number of seconds. Without this pause, a slow server would receive requests
-            # faster than it can reject them.
-            self._paused_until = now + min(now - started, _LONGEST_PAUSE_S)
+            self._paused_until = now + min(duration_s, _LONGEST_PAUSE_S)
 
     def rejection(self, now: float) -> ApiError | None:
         """Return an error if the throttle rejects a new request, or None if the request may run."""
@@ -224,7 +225,7 @@ class AdmissionControl:
             return
         now = time.monotonic()
         client = current_client.get()
-        key = (client.share, scope["path"])
+        key = (client.share, scope["path"])  # the key of the client's throttle for this path
         rejection = self._admit(client, self._throttles.get(key), now)
         if rejection is not None:
             self._metrics.count_refusal(rejection)
@@ -243,6 +244,7 @@ class AdmissionControl:
             throttle: limits the requests to an overloaded server. None if it is not overloaded.
             now: the current time of time.monotonic().
         """
+        # In the transaction, no other process admits requests between the check and the count.
         with self._gate.transaction():
             rejection = self._gate.rejection(client) or client.rejection(now)
             if rejection is None and throttle is not None:
@@ -286,14 +288,25 @@ class AdmissionControl:
             if message["type"] == "http.response.start" and message["status"] in _OVERLOADED:
                 retry_after = Headers(raw=message["headers"]).get("retry-after")
             elif message["type"] == "http.response.body" and retry_after is not None:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    text = json.loads(message["body"])["error"]["message"]
-                    now = time.monotonic()
-                    self._throttle(key, now).record_rejection(text, retry_after, started, now)
+                self._record_rejection(key, message.get("body", b""), retry_after, started)
                 retry_after = None
             await send(message)
 
         return send_observed
+
+    def _record_rejection(
+        self, key: tuple[str, str], body: bytes, retry_after: str, started: float
+    ) -> None:
+        """Record a rejection by the server in a throttle. Ignore a body that is no error object.
+
+        The arguments `key` and `started` are those of `_observed`.
+        """
+        try:
+            text = json.loads(body)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            return
+        now = time.monotonic()
+        self._throttle(key, now).record_rejection(text, retry_after, started, now)
 
     def _throttle(self, key: tuple[str, str], now: float) -> Throttle:
         """Return the throttle of a client for a path. Create the throttle if there is none yet."""

@@ -94,6 +94,10 @@ class Bucket:
             self.per_minute = per_minute
 
 
+_NO_LIMITS = KeyEntry(key="unused")
+"""The table of a client without limits. The key is required, but no client can use this key."""
+
+
 class Client:
     """A client of the API, with its limits and its counters of requests and tokens.
 
@@ -115,7 +119,7 @@ class Client:
     def __init__(
         self,
         name: str = "",
-        entry: KeyEntry | None = None,
+        entry: KeyEntry = _NO_LIMITS,
         share: str = "",
         priority: int | None = None,
         usages: Usages | None = None,
@@ -124,11 +128,10 @@ class Client:
         self.name = name
         self.priority = priority
         self.share = (share or name)[:_MAX_SHARE_LENGTH]
-        # At first, the buckets have the limit 0, which means that nothing is limited. `update` then
-        # sets the limits of the client.
-        self._requests = Bucket(0, usages, f"requests of {name}")
-        self._tokens = Bucket(0, usages, f"tokens of {name}")
-        self.update(entry or KeyEntry(key="unused"), now=0.0)
+        self.weight = entry.weight
+        self.max_concurrent = entry.max_concurrent_requests
+        self._requests = Bucket(entry.requests_per_minute, usages, f"requests of {name}")
+        self._tokens = Bucket(entry.tokens_per_minute, usages, f"tokens of {name}")
 
     def update(self, entry: KeyEntry, now: float) -> None:
         """Replace the limits of the client.

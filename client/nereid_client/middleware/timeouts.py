@@ -90,11 +90,12 @@ class Timeouts:
     ) -> None:
         """Call the application. If the timeout of the request expires, end the response.
 
-        The timeout expires at the time limit. It also expires if the client does not read the
-        response, or if another request aborts this request.
+        The timeout expires for one of three reasons: the time limit is reached, the client does not
+        read the response, or another request aborts this request.
         """
         state = scope.setdefault("state", {})
-        request_id, client_name = state.get("request_id", ""), current_client.get().name
+        request_id = state.get("request_id", "")
+        client_name = current_client.get().name
         try:
             async with asyncio.timeout(limit.seconds) as timeout:
                 with (
@@ -105,7 +106,7 @@ class Timeouts:
                     await self._app(scope, receive, response.send)
         except TimeoutError:
             if not timeout.expired():
-                raise
+                raise  # the application itself has raised this error
             if watch.is_unread:
                 self._report_unread(scope)
             elif request.is_aborted:
@@ -206,6 +207,10 @@ class _ObservedResponse:
             await self._send(message)
         finally:
             self.unsent_since = None
+        self._record(message)
+
+    def _record(self, message: Message) -> None:
+        """Record whether the response has started, whether it is a stream, and whether it ended."""
         if message["type"] == "http.response.start":
             self._has_started = True
             media_type = Headers(raw=message["headers"]).get("content-type", "")

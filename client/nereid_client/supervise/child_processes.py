@@ -99,7 +99,7 @@ class ChildProcess:
             OSError: if the program cannot be started.
         """
         self.name = name
-        # The thread that reads the output changes these attributes (see `_record`).
+        # `_record` changes these attributes. The class docstring describes them.
         self.errors: collections.deque[str] = collections.deque(maxlen=_ERROR_LINES)
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.refusals: list[str] = []
@@ -193,19 +193,28 @@ class ChildProcess:
                     on_line(line)
 
     def _record(self, line: str) -> None:
-        """Store a line of the output. Errors, crashes and refusals are stored separately."""
+        """Store a line of the output in `errors` or in `tail`.
+
+        If the line reports a crash, also set `crash`. If a model rejects its settings in this line,
+        also add the reason to `refusals`.
+        """
         if _ERROR_LINE.match(line):
             self.errors.append(line)
         elif line and not line.startswith(_TABLE_STARTS):
             self.tail.append(line)
         if _CRASH_LINE.match(line):
             self.crash = line
-        if not line.startswith(ERROR_PREFIX):
-            return
-        reason = line.removeprefix(ERROR_PREFIX).strip()
-        # Several models can reject the same setting. The reason is stored only once.
+        if line.startswith(ERROR_PREFIX):
+            self._record_refusal(line.removeprefix(ERROR_PREFIX).strip())
+
+    def _record_refusal(self, reason: str) -> None:
+        """Add a reason to `refusals`. The first reason also sets `refused_at`.
+
+        Several models can reject the same setting. The reason is then stored only once.
+        """
+        if not self.refusals:
+            self.refused_at = time.monotonic()
         if reason not in self.refusals:
-            self.refused_at = min(self.refused_at, time.monotonic())
             self.refusals.append(reason)
 
 
@@ -226,24 +235,31 @@ def end_descendants(grace_s: float, wait: Waiter, keep: Collection[int] = ()) ->
     Returns: the names and ids of the processes that were running, such as "python3 (17)".
     """
     running = _descendants(keep)
-    names = [f"{_command(pid)} ({pid})" for pid in running]
+    names = [_name_and_id(pid) for pid in running]
     _signal_all(running, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while _descendants(keep) and time.monotonic() < deadline:
         must_hurry = wait(_STOP_CHECK_EVERY_S)
         if must_hurry:
             break
-    # A process may start another process before it is killed, so the loop runs until no process is
-    # left.
+    _kill_descendants(keep)
+    return names
+
+
+def _kill_descendants(keep: Collection[int]) -> None:
+    """Kill all descendants of this process, except the processes `keep` and their descendants.
+
+    A process may start another process before it is killed, so the loop runs until no process is
+    left. If processes remain after `_MAX_KILL_S` seconds, print their names.
+    """
     deadline = time.monotonic() + _MAX_KILL_S
     while remaining := _descendants(keep):
         if time.monotonic() > deadline:
-            texts = ", ".join(f"{_command(pid)} ({pid})" for pid in remaining)
-            complain(f"nereid: these processes did not end after SIGKILL: {texts}")
+            names = ", ".join(_name_and_id(pid) for pid in remaining)
+            complain(f"nereid: these processes did not end after SIGKILL: {names}")
             break
         _signal_all(remaining, signal.SIGKILL)
         time.sleep(_KILL_CHECK_EVERY_S)
-    return names
 
 
 @dataclass(frozen=True)
@@ -382,8 +398,13 @@ def _reap(pid: int) -> bool:
     return process is None or process.state == ZOMBIE
 
 
-def _command(pid: int) -> str:
+def _name_and_id(pid: int) -> str:
+    """Return the name and the id of a process, such as "python3 (17)".
+
+    If the process has ended, the name is "?".
+    """
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return "?"
+        name = "?"
+    return f"{name} ({pid})"

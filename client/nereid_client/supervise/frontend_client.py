@@ -48,15 +48,24 @@ def fetch(
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers)
     try:
-        with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=timeout_s) as answer:
+        with _DIRECT.open(request, timeout=timeout_s) as answer:
             return Answer(answer.status, answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         with error:
             return Answer(error.code, error.read().decode(errors="replace"))
     except (OSError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return Answer(None, str(error), is_late=isinstance(reason, TimeoutError))
+        return Answer(None, str(error), is_late=_is_timeout(error))
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Return whether a request failed because the server took too long.
+
+    If the time ends while urllib connects, urllib wraps the TimeoutError in a URLError.
+    """
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return isinstance(cause, TimeoutError)
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,7 @@ class HangWatch(threading.Thread):
 
     def _check(self) -> str | None:
         """Return a description of the hang, or None if the model answers or has no requests."""
-        page = read_metrics(self._metrics_url)
-        # `page` is "" if the metrics arrive too late. `page` is None if the server has ended. The
-        # supervisor detects the end of the server without this thread.
-        if page is None or (page and not count_running(self._frontend, page)):
+        if not self._may_hang():
             return None
         # A hang can begin shortly after a check, so the next check begins up to this time later.
         # The rest of the limit is the time in which the model must answer.
@@ -123,3 +120,11 @@ class HangWatch(threading.Thread):
             f"tritonserver hangs: the model {self._probe.model} did not answer a small request "
             f"within {timeout_s:g} s while requests were running (--hang-timeout)"
         )
+
+    def _may_hang(self) -> bool:
+        """Return whether the server runs, and has requests or does not report their number."""
+        page = read_metrics(self._metrics_url)
+        if page is None:  # the server has ended, and the supervisor detects this itself
+            return False
+        is_late = page == ""
+        return is_late or count_running(self._frontend, page) > 0

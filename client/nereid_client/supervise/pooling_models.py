@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nereid_client.console import CliError
 from nereid_client.supervise import startup_checks
-from nereid_client.supervise.frontend_client import FrontendClient
+from nereid_client.supervise.frontend_client import Answer, FrontendClient
 
 NOT_SERVED = "none"
 _POLL_EVERY_S = 0.1
@@ -30,12 +30,28 @@ _EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+class _ModelFlag(NamedTuple):
+    """A flag that selects the checkpoint of a pooling model.
+
+    Attributes:
+        kind: the name of the model in the model repository, "embedding" or "rerank".
+        demo_folder: the name of the demo checkpoint's folder.
+        help: the beginning of the flag's description.
+    """
+
+    kind: str
+    demo_folder: str
+    help: str
+
+
 _FLAGS = {
-    "--embedding-model": ("embedding", "embed", "The folder of an embedding model's checkpoint."),
-    "--rerank-model": (
-        "rerank",
-        "rerank",
-        "The folder of a reranker's or classifier's checkpoint.",
+    "--embedding-model": _ModelFlag(
+        "embedding", "embed", "The folder of an embedding model's checkpoint."
+    ),
+    "--rerank-model": _ModelFlag(
+        "rerank", "rerank", "The folder of a reranker's or classifier's checkpoint."
     ),
 }
 
@@ -90,22 +106,33 @@ def choose_pooling_models(args: argparse.Namespace, repository: Path) -> list[Po
     for flag, (kind, demo_folder, _) in _FLAGS.items():
         attribute = flag.removeprefix("--").replace("-", "_")  # such as "embedding_model"
         checkpoint = getattr(args, attribute, None) or os.environ.get(_variable(kind, "MODEL"))
-        has_model = (repository / kind / "config.pbtxt").is_file()
         demo = repository.parent / "demo" / demo_folder
-        if not checkpoint and has_model and demo.is_dir():
-            checkpoint = demo
-        if not checkpoint or checkpoint == NOT_SERVED:
-            continue
-        if not has_model:
-            raise CliError(
-                f"{flag} requires the file {kind}/config.pbtxt in the model repository, but "
-                f"{repository} does not have it"
-            )
-        path = Path(checkpoint).expanduser().absolute()
-        _check_checkpoint(path, flag)
-        name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
-        models.append(PoolingModel(kind, path, name))
+        if not checkpoint and _has_model(repository, kind) and demo.is_dir():
+            checkpoint = str(demo)
+        if checkpoint and checkpoint != NOT_SERVED:
+            models.append(_pooling_model(flag, checkpoint, repository))
     return models
+
+
+def _has_model(repository: Path, kind: str) -> bool:
+    return (repository / kind / "config.pbtxt").is_file()
+
+
+def _pooling_model(flag: str, checkpoint: str, repository: Path) -> PoolingModel:
+    """Return the model of a flag with this checkpoint.
+
+    Raises: CliError if the path is not a checkpoint, or if the model repository lacks the model.
+    """
+    kind = _FLAGS[flag].kind
+    if not _has_model(repository, kind):
+        raise CliError(
+            f"{flag} requires the file {kind}/config.pbtxt in the model repository, but "
+            f"{repository} does not have it"
+        )
+    path = Path(checkpoint).expanduser().absolute()
+    _check_checkpoint(path, flag)
+    name = os.environ.get(_variable(kind, "SERVED_MODEL_NAME")) or path.resolve().name
+    return PoolingModel(kind, path, name)
 
 
 def _check_checkpoint(path: Path, flag: str) -> None:
@@ -165,16 +192,21 @@ class PoolingWarmUp(threading.Thread):
         self._is_ready.wait()
         for model in self._models:
             path, body = model.example
-            answer = self._frontend.post(path, body)
-            while answer.status in _UNAVAILABLE:
-                time.sleep(_POLL_EVERY_S)
-                answer = self._frontend.post(path, body)
+            answer = self._post_until_available(path, body)
             if answer.status != 200:
                 self.failure = (
                     f"the model {model.name} cannot answer its first request: {answer.text}"
                 )
                 return
             self.curls.append(self._frontend.curl(path, body))
+
+    def _post_until_available(self, path: str, body: dict[str, Any]) -> Answer:
+        """Repeat a POST request until the model is available, and return the answer."""
+        answer = self._frontend.post(path, body)
+        while answer.status in _UNAVAILABLE:
+            time.sleep(_POLL_EVERY_S)
+            answer = self._frontend.post(path, body)
+        return answer
 
 
 def _variable(kind: str, name: str) -> str:

@@ -66,12 +66,15 @@ class StubWatch:
         self._server = server
         self._clock = clock
         self._can_unload = can_unload
+
+        # The state of `dead_model`.
         self._models: dict[int, str] = {}  # maps the process id of a stub to the name of its model
         # Maps the process id of a dead stub to the time at which it was found.
         self._dead_since: dict[int, float] = {}
         self._rescan_due = 0.0  # the time of the next search for new stubs
-        # The time at which `has_abandoned_stub` next reads the state of the server.
-        self._check_due = 0.0
+
+        # The state of `has_abandoned_stub`.
+        self._check_due = 0.0  # the time at which the state of the server is read again
         # The time at which the server started to wait for a stub process. If the server is not
         # waiting, the value is None.
         self._waiting_since: float | None = None
@@ -79,45 +82,64 @@ class StubWatch:
     def dead_model(self) -> str | None:
         """Return the name of a model whose stub process has died, or None if no stub has died.
 
-        A dead process is a zombie until its parent, the Triton server, reaps it. Afterwards, it has
-        vanished. The model is returned only if this state lasts for some time.
+        A dead process is a zombie until its parent, the Triton server, reaps it. Afterwards, the
+        process table does not contain the process, and `process_of` returns None. The model is
+        returned only if one of these states lasts for some time.
+
+        Mutates: `has_crashed`, if a model is returned.
         """
         now = self._clock()
         if now >= self._rescan_due:
             self._rescan_due = now + _RESCAN_EVERY_S
             self._rescan()
-        # The server itself ends a stub process if it unloads the model, or if the model cannot be
-        # loaded.
-        may_vanish = self._can_unload or not self.are_models_loaded
         for pid, model in list(self._models.items()):
             process = process_of(pid)
-            has_vanished = process is None
-            if process is not None and process.state != ZOMBIE:
+            is_running = process is not None and process.state != ZOMBIE
+            if is_running:
                 continue
-            if has_vanished and may_vanish:
-                del self._models[pid]
-                self._dead_since.pop(pid, None)
+            if process is None and self._may_disappear():
+                self._forget(pid)
                 continue
-            limit_s = _VANISHED_S if has_vanished else _ZOMBIE_S
+            limit_s = _VANISHED_S if process is None else _ZOMBIE_S
             dead_since = self._dead_since.setdefault(pid, now)
             if now - dead_since >= limit_s:
                 self.has_crashed = process is not None and process.has_crashed
                 return model
         return None
 
+    def _may_disappear(self) -> bool:
+        """Return whether the server itself may end a stub process.
+
+        The server ends a stub if it unloads the model, or if the model cannot be loaded.
+        """
+        return self._can_unload or not self.are_models_loaded
+
+    def _forget(self, pid: int) -> None:
+        """Stop observing a stub process."""
+        del self._models[pid]
+        self._dead_since.pop(pid, None)
+
     def has_abandoned_stub(self) -> bool:
         """Return whether the Triton server hangs during its start.
 
-        The server hangs if it waits for the end of a stub process that keeps running.
+        The server hangs if it waits for the end of a stub process that keeps running. The state of
+        the server is read at most once in `_CHECK_EVERY_S` seconds.
         """
         now = self._clock()
         if now >= self._check_due:
             self._check_due = now + _CHECK_EVERY_S
-            if not (self._models and is_waiting_for_a_child(self._server)):
-                self._waiting_since = None
-            elif self._waiting_since is None:
-                self._waiting_since = now
-        return self._waiting_since is not None and now - self._waiting_since >= _ABANDONED_AFTER_S
+            self._update_waiting_since(now)
+        if self._waiting_since is None:
+            return False
+        return now - self._waiting_since >= _ABANDONED_AFTER_S
+
+    def _update_waiting_since(self, now: float) -> None:
+        """Set `_waiting_since` if the server has begun to wait, or clear it if the wait is over."""
+        is_waiting = bool(self._models) and is_waiting_for_a_child(self._server)
+        if not is_waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
 
     def _rescan(self) -> None:
         """Find the stub processes that the server has started."""

@@ -135,22 +135,30 @@ class Supervisor:
 
         Until then, print from time to time what the server is waiting for.
         """
-        warm_up, pooling_warm_up = self._warm_up, self._pooling_warm_up
+        warm_up = self._warm_up
         if warm_up is None:  # all models have answered
             return
         elapsed_s = time.monotonic() - self._started
-        if warm_up.curl and pooling_warm_up.is_done:
-            self._warm_up = None
-            self._server.stubs.are_models_loaded = True
-            if self._is_announced:
-                say(f"nereid: everything answers again after {elapsed_s:.1f} s")
-                return
-            self._is_announced = True
-            self._watch_for_hangs()
-            self._announce([warm_up.curl, *pooling_warm_up.curls], elapsed_s)
+        if warm_up.curl is not None and self._pooling_warm_up.is_done:
+            curls = [warm_up.curl, *self._pooling_warm_up.curls]
+            self._end_warm_up(curls, elapsed_s)
         elif elapsed_s >= self._next_progress_s:
             self._next_progress_s += _PROGRESS_EVERY_S
             say(f"nereid: {warm_up.stage} ({elapsed_s:.0f} s so far)")
+
+    def _end_warm_up(self, curls: list[str], elapsed_s: float) -> None:
+        """Print that all models answer. After the first start, also start the hang detection.
+
+        The arguments are those of `_announce`.
+        """
+        self._warm_up = None
+        self._server.stubs.are_models_loaded = True
+        if self._is_announced:
+            say(f"nereid: everything answers again after {elapsed_s:.1f} s")
+            return
+        self._is_announced = True
+        self._watch_for_hangs()
+        self._announce(curls, elapsed_s)
 
     def _handle_failures(self) -> int | None:
         """Find the programs that have failed, and plan their restarts.
@@ -161,7 +169,9 @@ class Supervisor:
             if program.restart_at is not None:  # the restart is planned already
                 continue
             failure = self._failure_of(program)
-            exit_code = None if failure is None else self._plan_restart(program, failure)
+            if failure is None:
+                continue
+            exit_code = self._plan_restart(program, failure)
             if exit_code is not None:
                 return exit_code
         return None
@@ -194,7 +204,8 @@ class Supervisor:
     def _server_failure(self) -> str | None:
         """Return the reason why the running server does not answer, or None if the server works."""
         server = self._server
-        if self._is_announced and time.monotonic() - server.child.refused_at > _LAST_RESPONSES_S:
+        refused_since_s = time.monotonic() - server.child.refused_at
+        if self._is_announced and refused_since_s > _LAST_RESPONSES_S:
             # A model has stopped, and it rejects all further requests.
             return f"{server.name}: {server.child.refusals[0]}"
         is_warming_up = self._warm_up is not None
@@ -226,15 +237,18 @@ class Supervisor:
             self._remove_shared_memory()
 
     def _restart_due_programs(self) -> None:
-        """Start each failed program again at the time in its attribute `restart_at`."""
+        """Start each failed program again at the time in its attribute `restart_at`.
+
+        Then start a new warm-up, unless the current warm-up still waits for the models.
+        """
         for program in self._programs:
             if program.restart_at is None or time.monotonic() < program.restart_at:
                 continue
             program.start()
             if program is self._server:
                 self._watch_for_hangs()
-            needs_warm_up = self._warm_up is None or self._warm_up_failure is not None
-            if needs_warm_up:
+            is_warming_up = self._warm_up is not None and self._warm_up_failure is None
+            if not is_warming_up:
                 self._started = time.monotonic()
                 self._next_progress_s = _PROGRESS_EVERY_S
                 self._start_warm_up()
@@ -252,8 +266,7 @@ class Supervisor:
             return 1 if self._is_announced else 2
         self._print_output(failure, child)
         if self._is_announced and program.restarts.number:
-            number = program.restarts.number
-            restarts = "1 restart" if number == 1 else f"{number} restarts"
+            restarts = _counted(program.restarts.number, "restart")
             complain(
                 f"nereid serve: {program.name} failed again after {restarts} in a row "
                 "(--max-restarts)"
@@ -297,21 +310,21 @@ class Supervisor:
             return
         frontend.signal(signal.SIGUSR1)
         deadline = time.monotonic() + limit_s
-        has_reported = False
+        is_first_check = True
         while not self._hurry.wait(_DRAIN_CHECK_EVERY_S):
             num_left = count_unfinished(self._plan.frontend, self._plan.metrics_url)
             if not num_left:
                 return
-            requests = "1 request" if num_left == 1 else f"{num_left} requests"
+            requests = _counted(num_left, "request")
             if time.monotonic() >= deadline:
                 say(f"nereid: {requests} did not finish within {limit_s:g} s (--drain-timeout)")
                 return
-            if not has_reported:
-                has_reported = True
+            if is_first_check:
                 say(
                     f"nereid: waiting for {requests} to finish, for at most {limit_s:g} s; "
                     "a second signal stops at once"
                 )
+            is_first_check = False
 
     def _end_all(self) -> None:
         """End all processes, and remove the shared memory of the server."""
@@ -353,6 +366,11 @@ class Supervisor:
         finally:
             for number, handler in zip(numbers, previous, strict=True):
                 signal.signal(number, handler)
+
+
+def _counted(number: int, noun: str) -> str:
+    """Return a number with a noun. Examples: "1 request" and "2 requests"."""
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @contextmanager

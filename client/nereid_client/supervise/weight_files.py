@@ -22,10 +22,18 @@ _LFS_POINTER = b"version https://git-lfs"
 def find_damage(folder: Path) -> str | None:
     """Describe the first damaged or missing weight file. Return None if all files are intact."""
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        single = folder / "model.safetensors"
-        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-        return _first_damage(files)
+    if index.is_file():
+        return _damage_of_shards(folder, index)
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    return _first_damage(files)
+
+
+def _damage_of_shards(folder: Path, index: Path) -> str | None:
+    """Describe the first damaged or missing file of a checkpoint with several weight files.
+
+    Return None if all files are intact. The file `index` contains the names of the weight files.
+    """
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         missing = [name for name in names if not (folder / name).is_file()]
@@ -73,12 +81,11 @@ def _damage_of_file(path: Path) -> str | None:
                 is_pointer = (start + file.read(len(_LFS_POINTER))).startswith(_LFS_POINTER)
                 return _wrong_length_message(path, size, length, is_pointer=is_pointer)
             header = json.loads(file.read(length))
-        ends = [tensor["data_offsets"][1] for tensor in _tensors(header)]
-        num_tensor_bytes = max(ends, default=0)
+        tensor_ends = [tensor["data_offsets"][1] for tensor in _tensors(header)]
+        expected_size = _LENGTH_BYTES + length + max(tensor_ends, default=0)
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         return f"the header of the file {path} cannot be read ({reason}). Download it again."
-    expected_size = _LENGTH_BYTES + length + num_tensor_bytes
     if expected_size != size:
         return (
             f"the file {path} is incomplete: according to its header it should have "

@@ -137,6 +137,9 @@ class ModelControl:
     async def using(self, model: str) -> AsyncIterator[None]:
         """Load a model if necessary. The model stays loaded until the `async with` block ends.
 
+        If the block fails because the model is not available, `is_loaded` becomes None, so that the
+        next request queries the server.
+
         Raises: ApiError 503 if the model cannot be loaded, 404 if a client has unloaded it.
         """
         await self.prepare(model)
@@ -146,7 +149,7 @@ class ModelControl:
             yield
         except BackendError as error:
             if error.code in ("UNAVAILABLE", "NOT_FOUND"):
-                state.is_loaded = None  # the server may have restarted without this model
+                state.is_loaded = None
             raise
         finally:
             state.num_requests -= 1
@@ -243,20 +246,26 @@ class ModelControl:
 
         Raises: BackendError if the models with running requests leave too little memory.
         """
-        needed = _memory_of(state)
+        needed_bytes = _memory_of(state)
         async with self._memory_lock:
             others = [other for other in self._states.values() if other is not state]
-            for other in others:
-                # None means that the frontend does not know whether the model is loaded.
-                if other.is_loaded is None and not other.lock.locked():
-                    other.is_loaded = await self._repository.is_model_ready(other.spec.triton_name)
-            while _used_memory(others) + needed > budget:
+            await self._query_unknown_states(others)
+            while _used_memory(others) + needed_bytes > budget:
                 candidates = [other for other in others if _can_be_unloaded(other)]
                 if not candidates:
                     raise BackendError("UNAVAILABLE", _too_little_memory(state, others, budget))
                 longest_idle = min(candidates, key=lambda other: other.last_used)
                 await self._unload_for_memory(longest_idle)
             state.is_loading = True
+
+    async def _query_unknown_states(self, states: Iterable[ModelState]) -> None:
+        """Set `is_loaded` of the models for which the frontend does not know this value.
+
+        A model that is being loaded or unloaded is skipped.
+        """
+        for state in states:
+            if state.is_loaded is None and not state.lock.locked():
+                state.is_loaded = await self._repository.is_model_ready(state.spec.triton_name)
 
     async def _unload_for_memory(self, state: ModelState) -> None:
         """Unload an idle model, and wait until its processes have ended."""

@@ -20,7 +20,7 @@ _MAX_DEFAULT_KV_CACHE = 4 * _GIB
 # Maps each value of the setting `dtype` to the number of bytes of one weight in memory.
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 # Maps each value of `weight_dtype` to the number of bytes of one weight, including its scale.
-_ROUNDED_BYTES = {"int8": 1.04, "int4": 0.63}
+_QUANTIZED_BYTES = {"int8": 1.04, "int4": 0.63}
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # On a CPU, weights that are stored in float16 become float32, unless `dtype` is set.
 _FLOAT16_BYTES = 4.0
@@ -116,16 +116,22 @@ def _weight_bytes(folder: Path, settings: Mapping[str, str]) -> int:
         folder: the folder of the checkpoint, or a GGUF file.
         settings: the settings of the model, which can change the data type of the weights.
     """
-    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        files = [*folder.glob("*.gguf"), *folder.glob("pytorch_model*.bin")]
-    total = 0.0
-    for path in files:
-        if path.suffix == ".safetensors":
-            total += sum(_tensor_bytes(tensor, settings) for tensor in tensors_of(path))
-        else:
-            total += path.stat().st_size
-    return int(total)
+    return int(sum(_file_bytes(path, settings) for path in _weight_files(folder)))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a checkpoint. If it has safetensors files, return only these."""
+    if folder.is_file():
+        return [folder]
+    safetensors_files = sorted(folder.glob("*.safetensors"))
+    return safetensors_files or [*folder.glob("*.gguf"), *folder.glob("pytorch_model*.bin")]
+
+
+def _file_bytes(path: Path, settings: Mapping[str, str]) -> float:
+    """Return the size of the weights of one file in memory, in bytes."""
+    if path.suffix != ".safetensors":
+        return path.stat().st_size
+    return sum(_tensor_bytes(tensor, settings) for tensor in tensors_of(path))
 
 
 def _tensor_bytes(tensor: Mapping[str, Any], settings: Mapping[str, str]) -> float:
@@ -155,9 +161,9 @@ def _number_bytes(stored: str, num_dimensions: int, settings: Mapping[str, str])
     """
     if stored not in _FLOATS:
         return None
-    rounded = _ROUNDED_BYTES.get(settings.get("weight_dtype", ""))
-    if rounded is not None and num_dimensions > 1:
-        return rounded
+    quantized = _QUANTIZED_BYTES.get(settings.get("weight_dtype", ""))
+    if quantized is not None and num_dimensions > 1:
+        return quantized
     dtype = settings.get("dtype", "auto")
     is_on_cpu = not settings.get("device", "").startswith("cuda")
     if dtype == "auto" and is_on_cpu and stored == "F16":

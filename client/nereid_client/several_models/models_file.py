@@ -143,11 +143,13 @@ def _pop_budget(tables: dict[str, Any], path: Path) -> int | None:
 
     Raises: SettingsError if the budget is not a size.
     """
-    is_model = isinstance(tables.get(_BUDGET), dict)  # a model can have this name, too
-    if _BUDGET not in tables or is_model:
+    budget = tables.get(_BUDGET)
+    is_model = isinstance(budget, dict)  # a model can have the name memory_budget, too
+    if budget is None or is_model:
         return None
+    del tables[_BUDGET]
     try:
-        return parse_size(_BUDGET, tables.pop(_BUDGET))
+        return parse_size(_BUDGET, budget)
     except SettingsError as error:
         raise SettingsError(f"models_file: the file {path} is wrong: {error}") from None
 
@@ -226,13 +228,14 @@ def _check_names(specs: list[ModelSpec], path: Path) -> None:
 
     Raises: SettingsError.
     """
-    seen: set[str] = set()
     names = [name for spec in specs for name in spec.names]
-    for name in names:
-        if name in seen:
-            raise SettingsError(f"models_file: the file {path} has the name {name!r} twice.")
-        seen.add(name)
-    # The names in the model repository. A "-" replaces each character that is not allowed there.
+    repeated_names = [name for at, name in enumerate(names) if name in names[:at]]
+    if repeated_names:
+        raise SettingsError(
+            f"models_file: the file {path} has the name {repeated_names[0]!r} twice."
+        )
+    # Names in requests can be different, but have the same name in the model repository, where a
+    # "-" replaces each character that is not allowed there.
     triton_names = [name for spec in specs for name in (spec.triton_name, *spec.steps.values())]
     if len(set(triton_names)) < len(triton_names):
         raise SettingsError(

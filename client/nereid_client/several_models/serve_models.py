@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nereid_client.console import CliError
 from nereid_client.settings import SettingsError
-from nereid_client.several_models.models_file import read_models_file
+from nereid_client.several_models.models_file import ModelSpec, read_models_file
 from nereid_client.several_models.repository import write_repository
 from nereid_client.supervise import startup_checks
 from nereid_client.supervise.hang_detection import PROBES, Probe
@@ -48,19 +48,14 @@ class ServedModels:
             models = read_models_file(file)
         except SettingsError as error:
             raise CliError(str(error).replace("models_file", "--config", 1)) from None
-        self.specs = models.specs
-        for spec in self.specs:
-            try:
-                startup_checks.check_checkpoint(spec.path)
-            except CliError as error:
-                place = f"--config: [{spec.name}] in {file}"
-                raise CliError(str(error).replace("--model", place, 1)) from None
-        self._file = file
-
-        language_models = [spec for spec in self.specs if spec.kind == "llm"]
+        for spec in models.specs:
+            _check_checkpoint(spec, file)
+        language_models = [spec for spec in models.specs if spec.kind == "llm"]
         default = language_models[0]  # `read_models_file` requires at least one language model
+        self.specs = models.specs
         self.path = default.path
         self.name = default.name
+        self._file = file
         self._specs_at_start = models.specs_at_start
 
     @property
@@ -137,6 +132,18 @@ class ServedModels:
             write_repository(folder, repository, self.specs, _defaults(environment))
         except OSError as error:
             raise CliError(f"the folder {folder} cannot be written ({error.strerror})") from None
+
+
+def _check_checkpoint(spec: ModelSpec, file: Path) -> None:
+    """Check the checkpoint of a model that a file models.toml describes.
+
+    Raises: CliError that names the file and the table of the model.
+    """
+    try:
+        startup_checks.check_checkpoint(spec.path)
+    except CliError as error:
+        place = f"--config: [{spec.name}] in {file}"
+        raise CliError(str(error).replace("--model", place, 1)) from None
 
 
 def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """POST /v1/embeddings, /v1/embed, /v2/embed, /embed, /embed_all and /embed_sparse."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 
 from nereid_client.embeddings.embedding_output import (
     WRITERS,
+    Floats,
     encode_list,
     encode_object,
     json_response,
@@ -40,9 +41,11 @@ async def embeddings(request: Request) -> Response:
     served = await choose_model(request, body.model, (EMBEDDING,))
     options = body.options_for(served.info.get("prompts") or {})
     outputs = await call_model(request, served, body.input, options)
-    write = WRITERS[body.vector_type]
+    to_json_text = WRITERS[body.vector_type]
     items = (
-        f'{{"object":"embedding","index":{index},"embedding":{write(row)}}}'
+        encode_object(
+            {"object": '"embedding"', "index": str(index), "embedding": to_json_text(row)}
+        )
         for index, row in enumerate(rows_of(outputs))
     )
     members = {"object": "list", "model": served.name, "usage": usage_of(outputs)}
@@ -82,20 +85,30 @@ async def _cohere_embed(request: Request, version: str) -> Response:
     require_full_length(served, "max_tokens", body.max_tokens)
     options = body.options(served.info.get("prompts") or {}) | {"kind": "dense"}
     outputs = await call_model(request, served, body.model_inputs, options)
-    rows = rows_of(outputs)
-    encoded_lists: dict[str, str] = {}  # maps each requested type to the JSON text of all vectors
-    for vector_type in body.embedding_types or ["float"]:
-        encoded_lists[vector_type] = await encode_list(map(WRITERS[vector_type], rows))
-    has_one_list = version == "1" and body.embedding_types is None
-    tokens = usage_of(outputs)["prompt_tokens"]
+    num_tokens = usage_of(outputs)["prompt_tokens"]
     members = {
         "id": f"embed-{request_id_of(request)}",
         "texts": body.texts or [],
-        "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": tokens}},
-        "response_type": "embeddings_floats" if has_one_list else "embeddings_by_type",
+        "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}},
     }
-    encoded = encoded_lists["float"] if has_one_list else encode_object(encoded_lists)
-    return json_response(members, "embeddings", encoded)
+    encoded_lists = await _encode_lists(rows_of(outputs), body.embedding_types or ["float"])
+    if version == "1" and body.embedding_types is None:
+        members["response_type"] = "embeddings_floats"
+        return json_response(members, "embeddings", encoded_lists["float"])
+    members["response_type"] = "embeddings_by_type"
+    return json_response(members, "embeddings", encode_object(encoded_lists))
+
+
+async def _encode_lists(rows: Sequence[Floats], vector_types: Sequence[str]) -> dict[str, str]:
+    """Return a dict that maps each type of vector to the JSON text of all vectors.
+
+    Example: one row [0.5] and the types "float" and "int8" return {"float": "[[0.5]]", "int8":
+    "[[127]]"}.
+    """
+    return {
+        vector_type: await encode_list(map(WRITERS[vector_type], rows))
+        for vector_type in vector_types
+    }
 
 
 @router.post("/embed", summary="Create embeddings (TEI's format)")

@@ -47,8 +47,7 @@ async def pooling(request: Request) -> Response:
     """
     body = await read_request(request, VectorsRequest)
     served = await choose_model(request, body.model, _kinds_of_model(body.task))
-    tasks = _EMBEDDING_TASKS | _CLASSIFIER_TASKS
-    kind = _default_kind(served) if body.task is None else tasks[body.task]
+    kind = _kind_of_output(served, body.task)
     require_kind(served, kind)
     if served.kind == RERANK:
         outputs = await _classify(request, served, body)
@@ -56,15 +55,24 @@ async def pooling(request: Request) -> Response:
     else:
         outputs = await call_model(request, served, body.input, body.options() | {"kind": kind})
         rows = rows_of(outputs)
-    # `to_json_text` returns JSON text, so that the slow conversion of a vector runs only once.
-    to_json_text = WRITERS[body.vector_type]
+    members = envelope("pool", request_id_of(request), served.name)
+    members["usage"] = usage_of(outputs)
+    encoded_rows = await _encode_rows(rows, body.vector_type)
+    return json_response(members, "data", encoded_rows)
+
+
+async def _encode_rows(rows: Sequence[Floats], vector_type: str) -> str:
+    """Return the JSON text of the response's field `data`.
+
+    The slow conversion of each row to JSON text runs only once, because the text of the row is then
+    inserted into the text of its object.
+    """
+    to_json_text = WRITERS[vector_type]
     items = (
         encode_object({"index": str(index), "object": '"pooling"', "data": to_json_text(row)})
         for index, row in enumerate(rows)
     )
-    members = envelope("pool", request_id_of(request), served.name)
-    members["usage"] = usage_of(outputs)
-    return json_response(members, "data", await encode_list(items))
+    return await encode_list(items)
 
 
 def _kinds_of_model(task: str | None) -> Sequence[str]:
@@ -74,8 +82,10 @@ def _kinds_of_model(task: str | None) -> Sequence[str]:
     return (EMBEDDING,) if task in _EMBEDDING_TASKS else (RERANK,)
 
 
-def _default_kind(served: ServedModel) -> str:
-    """Return the kind of output that a model computes if the request has no `task`."""
+def _kind_of_output(served: ServedModel, task: str | None) -> str:
+    """Return the kind of output for a task. Without a task, return the default of the model."""
+    if task is not None:
+        return (_EMBEDDING_TASKS | _CLASSIFIER_TASKS)[task]
     default: str = served.info["kinds"][0]
     # This route cannot return sparse weights or scores. /embed_sparse returns sparse weights, and
     # scores require pairs of texts.

@@ -72,11 +72,10 @@ async def _rerank(request: Request, default_format: str) -> Response:
     query parameter `format` selects the format. The default is "tei" if the body has `texts`, and
     `default_format` otherwise.
     """
-    fields = await read_body(request)
-    if fields.get("format") is None and "format" in request.query_params:
-        fields["format"] = request.query_params["format"]
-    body = validate(RerankRequest, fields)
-    response_format = body.format or ("tei" if body.texts is not None else default_format)
+    body = await _read_rerank_request(request)
+    if body.texts is not None:
+        default_format = "tei"
+    response_format = body.format or default_format
     served = await choose_scorer(request, body.model)
     outputs = await _score(request, served, body)
     ranked = embedding_output.ranking(
@@ -88,6 +87,17 @@ async def _rerank(request: Request, default_format: str) -> Response:
     return JSONResponse(
         _response_body(response_format, ranked, outputs, served, request_id_of(request))
     )
+
+
+async def _read_rerank_request(request: Request) -> RerankRequest:
+    """Read and validate a body. If it has no `format`, add the query parameter `format`.
+
+    Raises: ApiError 400 that names the first wrong field.
+    """
+    fields = await read_body(request)
+    if fields.get("format") is None and "format" in request.query_params:
+        fields["format"] = request.query_params["format"]
+    return validate(RerankRequest, fields)
 
 
 async def _score(request: Request, served: ServedModel, body: RerankRequest) -> PoolingOutputs:
@@ -124,6 +134,9 @@ def _response_body(
 ) -> Any:  # noqa: ANN401 - JSON
     """Return the body of a rerank response.
 
+    In the formats of SGLang and TEI, the body is only the list of results. In the formats of Jina
+    and Cohere, the body is an object with the results, the model and the usage.
+
     Args:
         response_format: "sglang", "tei", "cohere" or "jina".
         ranked: the documents, sorted by descending score.
@@ -136,8 +149,12 @@ def _response_body(
     if response_format == "tei":
         return embedding_output.tei_results(ranked)
     usage = usage_of(outputs)
-    body: dict[str, Any] = {"id": f"rerank-{request_id}", "model": served.name}
-    body |= {"usage": usage, "results": embedding_output.jina_results(ranked)}
+    body: dict[str, Any] = {
+        "id": f"rerank-{request_id}",
+        "model": served.name,
+        "usage": usage,
+        "results": embedding_output.jina_results(ranked),
+    }
     if response_format == "cohere":
         body["meta"] = {
             "api_version": {"version": "2"},

@@ -76,19 +76,18 @@ async def create_response(request: Request) -> Response:
     to_json(body)  # raises an ApiError if the body cannot be stored and returned as JSON
     is_stored = _will_be_stored(responses_request, responses.store)
     items = _conversation(responses_request, responses.store)
-    chat = chat_request(responses_request, body, items)
-    deltas = RESPONSES_NAMES.rename_in(_generate(request, responses_request, chat))
+    deltas = _generate(request, responses_request, chat_request(responses_request, body, items))
     builder = _new_builder(request, responses_request, is_stored=is_stored)
-    streams = bool(responses_request.stream)
     if responses_request.background:
-        run = BackgroundResponse(builder, encode(items), streams=streams)
+        run = BackgroundResponse(builder, encode(items), streams=bool(responses_request.stream))
         responses.start(run, deltas)
-        return _follow(run, _ALL_EVENTS) if streams else JSONResponse(builder.as_json())
+        return _follow(run, _ALL_EVENTS) if run.events is not None else _response_object(run)
 
     def store() -> bool:
+        """Store the response, unless the request forbids it. Return whether it was stored."""
         return is_stored and responses.add(builder, encode(items))
 
-    if streams:
+    if responses_request.stream:
         return await _stream(request, builder, deltas, store)
     await sse.unless_disconnected(request.receive, builder.add_all(deltas))
     return JSONResponse(builder.as_json() | {"store": store()})
@@ -259,31 +258,40 @@ def _items_until(previous_id: str, store: Store) -> list[Json]:
     Raises: ApiError 400 if the response has not ended, 404 if it is not stored.
     """
     previous = store.find(previous_id)
-    if isinstance(previous, BackgroundResponse | RunningElsewhere):
-        status = "in_progress"
-        if isinstance(previous, BackgroundResponse):
-            status = previous.builder.status
-        raise ApiError(
-            400,
-            f"previous_response_id must name a response that has ended, but {shown(previous_id)} "
-            f"has the status {status}. Wait until it ends, or cancel it.",
-            param="previous_response_id",
-        )
+    if isinstance(previous, BackgroundResponse):
+        raise _not_ended_error(previous_id, previous.builder.status)
+    if isinstance(previous, RunningElsewhere):
+        raise _not_ended_error(previous_id, "in_progress")
     if not isinstance(previous, StoredResponse):
         raise _not_found(previous_id, "previous_response_id")
     items: list[Json] = json.loads(previous.context)
     return items + previous.output
 
 
+def _not_ended_error(previous_id: str, status: str) -> ApiError:
+    """Return the error for a request that continues a response that has not ended."""
+    return ApiError(
+        400,
+        f"previous_response_id must name a response that has ended, but {shown(previous_id)} "
+        f"has the status {status}. Wait until it ends, or cancel it.",
+        param="previous_response_id",
+    )
+
+
 def _generate(
     request: Request, responses_request: ResponsesRequest, chat: Json
 ) -> AsyncGenerator[Delta]:
-    """Generate a response as a chat completion, and return its deltas."""
+    """Generate a response as a chat completion, and return its deltas.
+
+    An error names a field of the Responses API, not a field of the chat completion.
+    """
     backend = context_of(request).backend
     request_id = unique_request_id(request)
     if responses_request.truncation == "auto":
-        return generate_truncated(backend, request_id, chat)
-    return backend.generate(Generation(request_id, chat_request=to_json(chat)))
+        deltas = generate_truncated(backend, request_id, chat)
+    else:
+        deltas = backend.generate(Generation(request_id, chat_request=to_json(chat)))
+    return RESPONSES_NAMES.rename_in(deltas)
 
 
 def _new_builder(
@@ -346,7 +354,7 @@ async def _events(
         while delta is not None:
             events = builder.add(delta)
             if builder.is_over:
-                events[-1]["response"]["store"] = store()
+                _set_stored(events, is_stored=store())
             yield b"".join(map(sse.named_event, events))
             delta = await anext(rest, None)
         if not builder.is_over:
@@ -354,5 +362,13 @@ async def _events(
     except FrontendError as error:
         if not builder.is_over:
             events = builder.fail(to_api_error(error))
-            events[-1]["response"]["store"] = store()
+            _set_stored(events, is_stored=store())
             yield b"".join(map(sse.named_event, events))
+
+
+def _set_stored(events: list[Json], *, is_stored: bool) -> None:
+    """Set the field `store` of the whole response, which the last event of a stream contains.
+
+    Mutates: the last of `events`.
+    """
+    events[-1]["response"]["store"] = is_stored

@@ -32,23 +32,28 @@ async def score(request: Request) -> Response:
     """
     body = await read_request(request, ScoreRequest)
     served = await choose_model(request, body.model, (RERANK, EMBEDDING))
-    if served.kind == RERANK:
-        outputs = await _call_reranker(request, served, body)
-        scores = outputs.arrays["scores"]
-    elif uses_late_interaction(served):
-        outputs = await late_interaction(
-            request, served, body.model_inputs, truncate=body.truncates
-        )
-        scores = outputs.arrays["scores"]
-    else:
-        outputs = await _call_embedder(request, served, body)
-        scores = _cosine_similarities(outputs.arrays["embeddings"], len(body.query_texts))
+    outputs = await _score(request, served, body)
     data = [
         {"index": index, "object": "score", "score": value}
-        for index, value in enumerate(scores.tolist())
+        for index, value in enumerate(outputs.arrays["scores"].tolist())
     ]
     head = envelope("score", request_id_of(request), served.name)
     return JSONResponse({**head, "data": data, "usage": usage_of(outputs)})
+
+
+async def _score(request: Request, served: ServedModel, body: ScoreRequest) -> PoolingOutputs:
+    """Return the outputs `scores`, with one score for each pair of texts, and `num_tokens`.
+
+    The kind of the model `served` decides how the scores are computed.
+    """
+    if served.kind == RERANK:
+        return await _call_reranker(request, served, body)
+    if uses_late_interaction(served):
+        inputs = body.model_inputs
+        return await late_interaction(request, served, inputs, truncate=body.truncates)
+    outputs = await _call_embedder(request, served, body)
+    scores = _cosine_similarities(outputs.arrays["embeddings"], len(body.query_texts))
+    return PoolingOutputs({**outputs.arrays, "scores": scores}, {})
 
 
 @router.post("/similarity", summary="Compare texts with one text (TEI's format)")

@@ -45,17 +45,19 @@ async def predict(request: Request) -> list[Any]:
     """
     body = await read_request(request, PredictRequest)
     served = await choose_model(request, body.model, (RERANK,))
-    labels_tokens = "token_classify" in served.info.get("kinds", ())
-    if not labels_tokens:
+    if "token_classify" in served.info.get("kinds", ()):
+        results = _labelled_parts(body, await _classify(request, served, body), served)
+    else:
         require_kind(served, "classify")
         _check_no_aggregation(body)
-    options = {"activation": "none" if body.raw_scores else None, "truncate": body.truncates}
-    outputs = await call_model(request, served, body.model_inputs, options)
-    if labels_tokens:
-        results = _labelled_parts(body, outputs, served)
-    else:
-        results = [_predictions(row, served) for row in outputs.arrays["probabilities"].tolist()]
+        results = _labelled_texts(await _classify(request, served, body), served)
     return results if body.is_batch else results[0]
+
+
+async def _classify(request: Request, served: ServedModel, body: PredictRequest) -> PoolingOutputs:
+    """Call the classifier, and return its output tensors."""
+    options = {"activation": "none" if body.raw_scores else None, "truncate": body.truncates}
+    return await call_model(request, served, body.model_inputs, options)
 
 
 def _check_no_aggregation(body: PredictRequest) -> None:
@@ -155,8 +157,11 @@ def _model_type(served: ServedModel) -> dict[str, Any]:
     }
 
 
-def _predictions(scores: list[float], served: ServedModel) -> list[dict[str, Any]]:
-    """Return the labels of a text with their scores, sorted by descending score."""
-    pairs = zip(labels_of(served, len(scores)), scores, strict=True)
-    ranked = sorted(pairs, key=lambda pair: -pair[1])
-    return [{"score": score, "label": label} for label, score in ranked]
+def _labelled_texts(outputs: PoolingOutputs, served: ServedModel) -> list[list[dict[str, Any]]]:
+    """Return the labels of each text with their scores, sorted by descending score."""
+    results = []
+    for scores in outputs.arrays["probabilities"].tolist():
+        pairs = zip(labels_of(served, len(scores)), scores, strict=True)
+        ranked = sorted(pairs, key=lambda pair: -pair[1])
+        results.append([{"score": score, "label": label} for label, score in ranked])
+    return results

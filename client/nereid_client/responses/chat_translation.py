@@ -119,13 +119,20 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
     if role != "assistant":
         chat.append(role, text)
         return
+    _add_assistant_text(chat, text)
+
+
+def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
+    """Add a text of the assistant to the chat. Two texts without a call become two messages.
+
+    After a tool call, the text is added to the message with the calls. A new message would come
+    between the calls and their outputs, and chat templates do not accept this order.
+
+    Mutates: chat.
+    """
     last = chat.messages[-1] if chat.messages else {}
-    if last.get("tool_calls"):
-        # The text is added to the message with the calls. A new message would come between the
-        # calls and their outputs, and chat templates do not accept this order.
-        message = chat.assistant_message()
-    else:
-        message = chat.assistant_message(later_fields=("content",))
+    later_fields = () if last.get("tool_calls") else ("content",)
+    message = chat.assistant_message(later_fields)
     message["content"] = (message["content"] or "") + text
 
 

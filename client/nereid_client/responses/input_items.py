@@ -97,14 +97,17 @@ def _item(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
 
     Raises: ApiError.
     """
-    kind = item.get("type") or ("message" if "role" in item else None)
+    kind = item.get("type")
+    if not kind and "role" in item:
+        kind = "message"  # OpenAI's API allows messages without a type
     if kind == "item_reference":
         return _referenced(item, place, find)
-    read = _READERS.get(kind) if isinstance(kind, str) else None
-    if read is None:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise _wrong(f"{place}.type", f"one of {', '.join(_READERS)}, item_reference", kind)
-    item_id = _string(item, "id", place) if item.get("id") is not None else new_id(str(kind))
-    return {"id": item_id, "type": kind, **read(item, place)}
+    has_id = item.get("id") is not None
+    item_id = _string(item, "id", place) if has_id else new_id(kind)
+    read_fields = _READERS[kind]
+    return {"id": item_id, "type": kind, **read_fields(item, place)}
 
 
 def _referenced(item: Mapping[str, Any], place: str, find: FindItem) -> Json:
@@ -138,15 +141,22 @@ def _message(item: Mapping[str, Any], place: str) -> Json:
             role,
             "The output of a function is an item of the type function_call_output.",
         )
-    given = item.get("content")
-    if role == "user" and isinstance(given, list):
-        content = [_user_part(part, f"{place}.content[{at}]") for at, part in enumerate(given)]
-    else:
-        fields: Json = {"type": "input_text"}
-        if role == "assistant":
-            fields = {"type": "output_text", "annotations": [], "logprobs": []}
-        content = [fields | {"text": text} for text in _texts(given, f"{place}.content")]
+    content = _message_content(item.get("content"), role, f"{place}.content")
     return {"role": role, "status": _status(item, place), "content": content}
+
+
+def _message_content(content: object, role: str, place: str) -> list[Json]:
+    """Return the content parts of a message. Only messages of the user may contain images.
+
+    Example: "Hi" and the role "user" return [{"type": "input_text", "text": "Hi"}].
+    """
+    if role == "user" and isinstance(content, list):
+        return [_user_part(part, f"{place}[{at}]") for at, part in enumerate(content)]
+    texts = _texts(content, place)
+    if role == "assistant":
+        fields = {"type": "output_text", "annotations": [], "logprobs": []}
+        return [{**fields, "text": text} for text in texts]
+    return [{"type": "input_text", "text": text} for text in texts]
 
 
 def _user_part(part: object, place: str) -> Json:

@@ -45,14 +45,24 @@ async def generate_truncated(
                     yield delta
             return
         except BackendError as error:
-            counts = tokens_and_limit(error.message)
-            if counts is None or has_deltas:
+            shorter_chat = None if has_deltas else _shortened(chat, error)
+            if shorter_chat is None:
                 raise
-            num_tokens, limit = counts
-            shorter = without_oldest_turns(chat["messages"], share=1 - limit / num_tokens)
-            if shorter is None:
-                raise
-            chat = chat | {"messages": shorter}
+            chat = shorter_chat
+
+
+def _shortened(chat: Json, error: BackendError) -> Json | None:
+    """Return a chat without its oldest turns, so that the backend may accept the chat.
+
+    Return None if the backend rejected the chat for another reason than its length, or if there is
+    no turn that can be removed.
+    """
+    counts = tokens_and_limit(error.message)
+    if counts is None:
+        return None
+    num_tokens, limit = counts
+    messages = without_oldest_turns(chat["messages"], share=1 - limit / num_tokens)
+    return None if messages is None else chat | {"messages": messages}
 
 
 def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] | None:
@@ -77,11 +87,14 @@ def without_oldest_turns(messages: Sequence[Json], share: float) -> list[Json] |
     ]
     if not turn_starts:
         return None
-    # The number of characters that come before each message, and the number of all characters.
+    # `chars_before[i]` is the number of characters before message i. The last number is the total.
     sizes = [len(to_json(message)) for message in messages]
-    num_before = list(itertools.accumulate(sizes, initial=0))
-    num_excess = share * num_before[-1]
-    least_before = num_before[num_opening] + num_excess
-    sufficient_starts = [start for start in turn_starts if num_before[start] >= least_before]
+    chars_before = list(itertools.accumulate(sizes, initial=0))
+    excess_chars = share * chars_before[-1]
+    sufficient_starts = [
+        start
+        for start in turn_starts
+        if chars_before[start] - chars_before[num_opening] >= excess_chars
+    ]
     first_kept = sufficient_starts[0] if sufficient_starts else turn_starts[-1]
     return [*messages[:num_opening], *messages[first_kept:]]

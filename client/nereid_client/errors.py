@@ -200,16 +200,26 @@ def to_api_error(error: FrontendError) -> ApiError:
     status, code = _HTTP_STATUS_AND_CODE.get(error.code, (500, "internal_error"))
     message = _TENSOR_NAME.sub("prompt", error.message)
     if status == 400:
-        param, message = _split_field(message)
-        if tokens_and_limit(message) is not None:
-            # OpenAI's API has an error code and a message for an input that is too long. Many
-            # clients look for this code or these words, so the error contains the code and the
-            # words.
-            code = "context_length_exceeded"
-            message = f"Input tokens exceed the configured limit: {message}"
-        return ApiError(400, message, param=param, code=code)
+        return _invalid_argument_error(message)
     headers = _retry_after(message) if status in (429, 503) else None
     return ApiError(status, message, code=code, headers=headers)
+
+
+def _invalid_argument_error(message: str) -> ApiError:
+    """Return an ApiError 400 for a message of the backend about a wrong field.
+
+    OpenAI's API has an error code and a message for an input that is too long. Many clients look
+    for this code or these words, so the error for such an input contains the code and the words.
+    """
+    param, sentence = _split_field(message)
+    if tokens_and_limit(sentence) is None:
+        return ApiError(400, sentence, param=param)
+    return ApiError(
+        400,
+        f"Input tokens exceed the configured limit: {sentence}",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def tokens_and_limit(message: str) -> tuple[int, int] | None:
@@ -310,7 +320,8 @@ def shown(value: object, limit: int = 80) -> str:
 def _split_field(message: str) -> tuple[str | None, str]:
     """Split an error message of the backend into the field name and a sentence.
 
-    The name is None if the message does not begin with a field.
+    The name is None if the message does not begin with a field. A message with a colon becomes a
+    sentence only if the text after the colon begins with a verb, or with "the value" and a verb.
 
     Examples:
         "seed: the value must be an integer"  -> ("seed", "seed must be an integer")
@@ -343,11 +354,14 @@ def _retry_after(message: str) -> dict[str, str]:
 def _requirement(detail: ErrorDetails) -> str:
     """Return the words of an error message that come after "FIELD must be".
 
-    Examples: "at most 2", "a string" and "'float' or 'base64'".
+    If a field accepts several types, the path in `detail` ends with pydantic's name of a type.
+
+    Examples: "at most 2", "'float' or 'base64'", and "a list of strings" for the path
+    ("stop", "list[str]").
     """
-    last_name = str(detail["loc"][-1]) if detail["loc"] else ""
-    if last_name in _UNION_TYPES:
-        return _UNION_TYPES[last_name]
+    type_name = str(detail["loc"][-1]) if detail["loc"] else ""
+    if type_name in _UNION_TYPES:
+        return _UNION_TYPES[type_name]
     requirement = _REQUIREMENTS.get(detail["type"])
     if requirement is None:
         # Example: pydantic's message "Input should be a valid URL" returns "a valid URL".

@@ -67,10 +67,14 @@ class BatchRun:
         self._client = client
         self._max_line_bytes = max_line_bytes
         self._folder = store.folder(batch.id)
+
+        # The end of the batch.
         self._timeout: asyncio.Timeout | None = None  # cancels the requests when the batch expires
         self._is_cancelled = False
-        self._save_due = 0.0  # the time after which the counts are saved again
+
+        # The results.
         self._recorded: set[int] = set()  # the numbers of the lines whose results are stored
+        self._save_due = 0.0  # the time after which the counts are saved again
 
     def cancel(self) -> None:
         """Stop the running requests of the batch, and end the batch with the status "cancelled"."""
@@ -162,6 +166,8 @@ class BatchRun:
 
         Raises: OSError if a result cannot be stored. The running requests are then cancelled.
         """
+        # An exception that is raised inside `except*` would become an exception group again. The
+        # error is therefore stored, and raised after the `try` statement.
         storage_error: OSError | None = None
         parser = LineParser(self._batch.endpoint, self._max_line_bytes)
         try:

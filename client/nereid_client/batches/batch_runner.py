@@ -9,7 +9,7 @@ import fcntl
 import logging
 import time
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from nereid_client.batches.batch_run import BatchRun
 from nereid_client.batches.line_requests import LineSender, LineSlots, batch_client
@@ -22,6 +22,11 @@ _CLEAN_EVERY_S = 10.0
 _MAX_RUNNING_BATCHES = 16
 
 _log = logging.getLogger(__name__)
+
+
+class _RunningBatch(NamedTuple):
+    run: BatchRun
+    task: asyncio.Task[None]
 
 
 class BatchRunner:
@@ -54,12 +59,17 @@ class BatchRunner:
         self._gate = gate
         self._key_file = key_file
         self._max_line_bytes = max_line_bytes
-        # Maps the id of each running batch to the run and its task.
-        self._runs: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
+
+        # The batches and their clients.
+        self._runs: dict[str, _RunningBatch] = {}  # maps the id of each running batch to its task
         self._ended: set[str] = set()  # the ids of the batches that this process has ended
         self._clients: dict[str, Client] = {}  # maps the name of a client to its `Client` object
+
+        # The folder of the batches.
         self._lock: BinaryIO | None = None  # the locked file; None if this process has no lock
         self._clean_due = 0.0  # the time after which expired files are deleted again
+
+        # The task that starts and cancels the batches.
         self._wake_up = asyncio.Event()
         self._loop_task = asyncio.create_task(self._run())
 
@@ -113,8 +123,7 @@ class BatchRunner:
             if batch.id not in self._runs and len(self._runs) < _MAX_RUNNING_BATCHES:
                 self._start(batch)
             if batch.id in self._runs and self._must_be_cancelled(batch):
-                run, _ = self._runs[batch.id]
-                run.cancel()
+                self._runs[batch.id].run.cancel()
 
     def _start(self, batch: Batch) -> None:
         """Start a task that runs a batch. The task calls `_on_end` when it ends.
@@ -130,7 +139,7 @@ class BatchRunner:
             max_line_bytes=self._max_line_bytes,
         )
         task = asyncio.create_task(run.run())
-        self._runs[batch.id] = (run, task)
+        self._runs[batch.id] = _RunningBatch(run, task)
         task.add_done_callback(lambda task: self._on_end(batch, task))
 
     def _on_end(self, batch: Batch, task: asyncio.Task[None]) -> None:
@@ -150,7 +159,7 @@ class BatchRunner:
 
     async def _stop_all(self) -> None:
         """Cancel the tasks of all running batches, and wait until the tasks have ended."""
-        tasks = {task for _, task in self._runs.values()}
+        tasks = {running.task for running in self._runs.values()}
         for task in tasks:
             task.cancel()
         if tasks:

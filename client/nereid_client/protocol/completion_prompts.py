@@ -22,21 +22,22 @@ def read_prompts(value: object) -> tuple[Prompt, ...]:
         return (value,)
     if value == []:
         raise FieldError("prompt", "prompt must not be an empty list")
-    if not isinstance(value, list) or not isinstance(value[0], str | int | float | list):
-        raise FieldError(
-            "prompt",
-            "prompt must be a string, a list of strings, a list of token ids or a list of lists "
-            f"of token ids, but the request has {shown(value)}",
-        )
-    if isinstance(value[0], str):
+    first = value[0] if isinstance(value, list) else None
+    if isinstance(value, list) and isinstance(first, str):
         _check_texts(value)
         return tuple(value)
-    if isinstance(value[0], list):
+    if isinstance(value, list) and isinstance(first, list):
         return tuple(
             tuple(check_token_ids(item, "prompt", f"prompt[{index}]"))
             for index, item in enumerate(value)
         )
-    return (tuple(check_token_ids(value, "prompt", "prompt")),)
+    if isinstance(first, int | float):  # `check_token_ids` raises an error for a float
+        return (tuple(check_token_ids(value, "prompt", "prompt")),)
+    raise FieldError(
+        "prompt",
+        "prompt must be a string, a list of strings, a list of token ids or a list of lists "
+        f"of token ids, but the request has {shown(value)}",
+    )
 
 
 def _check_texts(prompts: list[object]) -> None:

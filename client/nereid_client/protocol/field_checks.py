@@ -120,19 +120,22 @@ def check_tool_choice(choice: str | Mapping[str, Any], tools: Sequence[Mapping[s
 
 
 def _chosen_names(choice: str | Mapping[str, Any]) -> list[object]:
-    """Return the names of the functions in a tool choice. For "required", return an empty list.
+    """Return the names of the functions in a tool choice.
+
+    For "required", return an empty list, because the model may then call any function.
 
     Raises: FieldError if the choice has no known form.
     """
     if choice == "required":
         return []
     names: list[object] = []
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if isinstance(choice, Mapping) and kind == "function":
         names = [_function_name(choice)]
-    elif isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+    elif isinstance(choice, Mapping) and kind == "allowed_tools":
         names = _allowed_names(choice.get("allowed_tools"))
-    has_only_names = all(names)  # `_function_name` returns None for a function without a name
-    if names and has_only_names:
+    has_unnamed_function = not all(names)
+    if names and not has_unnamed_function:
         return names
     raise FieldError(
         "tool_choice",

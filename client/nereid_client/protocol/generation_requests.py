@@ -169,14 +169,22 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @model_validator(mode="after")
-    def _check_echo(self) -> Self:
-        """Check that echo is compatible with the other fields, such as max_tokens and stream."""
+    def _check_zero_tokens(self) -> Self:
+        """Check that max_tokens is 0 only if the whole response is the echo of the prompt."""
         if self.max_tokens == 0 and (not self.echo or self.stream):
             raise FieldError(
                 "max_tokens",
                 "max_tokens must be at least 1, but the request has 0. The value 0 is allowed only "
                 "with echo=true and stream=false.",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> Self:
+        """If echo is true, check that the frontend knows the text to return for the prompt.
+
+        The frontend does not convert token ids to text.
+        """
         if not self.echo:
             return self
         if self.truncate_prompt_tokens is not None:
@@ -223,9 +231,9 @@ class CompletionRequest(GenerationRequest):
 
         Example: {"prompt": "a", "max_tokens": 5, "best_of": 3} returns {"max_tokens": 5, "n": 3}.
         """
-        names = PASSED_ON - {"n"}
+        passed_on = PASSED_ON - {"n"}
         given = self.model_dump(exclude_none=True)
-        fields = {name: value for name, value in given.items() if name in names}
+        fields = {name: value for name, value in given.items() if name in passed_on}
         if self.num_generated > 1:
             fields["n"] = self.num_generated
         if self.only_prompt:
@@ -233,6 +241,7 @@ class CompletionRequest(GenerationRequest):
             # tokens.
             fields["max_tokens"] = 1
         if self.echoes_logprobs:
+            # The frontend puts the tokens of the prompt before the generated tokens.
             fields["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
             fields["return_token_ids"] = True
         return fields

@@ -268,9 +268,11 @@ def text_of(value: object, field: str, place: str) -> str:
     Raises: FieldError if the value has another form.
     """
     part = _only_member(value)
-    if isinstance(part, dict) and isinstance(part.get("content"), list):
+    if isinstance(part, dict) and isinstance(part.get("content"), list):  # vLLM's format
         return text_of(part["content"], field, place)
-    text = part.get("text") if isinstance(part, dict) else part
+    text = part
+    if isinstance(part, dict):
+        text = part.get("text")
     if not isinstance(text, str):
         raise FieldError(
             field,
@@ -342,7 +344,8 @@ def _document_of(value: object, field: str, place: str) -> Document:
     if isinstance(part.get("content"), list):  # vLLM's format
         return _document_of(part["content"], field, place)
     refuse_videos_and_audio(part, field, place)
-    if "image" not in part and "image_url" not in part:
+    has_image = "image" in part or "image_url" in part
+    if not has_image:
         return text_of(value, field, place)
     image = content_part(part, field, place)
     if "text" in image:

@@ -26,15 +26,7 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
     result contains at most 64 hashes. For a shorter prompt, the last hash is that of the whole
     prompt. If the body contains no prompt, the result is empty.
     """
-    try:
-        fields = json.loads(body)
-        parts = [fields[name] for name in _PROMPT_FIELDS if name in fields]
-    except (ValueError, TypeError, RecursionError):
-        return ()
-    # Remove the closing brackets. Example: `[[{"content": "a"}]]` becomes `[[{"content": "a`. The
-    # text of the next turn, `[[{"content": "a"}, {"content": "b`, begins with the same characters.
-    text = json.dumps(parts, ensure_ascii=False).rstrip(']}"') if parts else ""
-    text = text[: _CHARACTERS_PER_HASH * _MAX_HASHES]
+    text = _prompt_text(body)[: _CHARACTERS_PER_HASH * _MAX_HASHES]
     hash_so_far = hashlib.blake2b(digest_size=8)
     hashes = []
     for start in range(0, len(text), _CHARACTERS_PER_HASH):
@@ -42,6 +34,25 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
         hash_so_far.update(part.encode("utf-8", "surrogatepass"))
         hashes.append(hash_so_far.digest())
     return tuple(hashes)
+
+
+def _prompt_text(body: bytes) -> str:
+    """Return the JSON text of the fields that form the prompt, without the closing brackets.
+
+    The text of a conversation's next turn then begins with the text of this turn. If the body
+    contains no prompt, return "".
+
+    Example: b'{"messages": [{"content": "a"}]}' returns '[[{"content": "a'. The text of the next
+    turn is '[[{"content": "a"}, {"content": "b'.
+    """
+    try:
+        fields = json.loads(body)
+        parts = [fields[name] for name in _PROMPT_FIELDS if name in fields]
+    except (ValueError, TypeError, RecursionError):
+        return ""
+    if not parts:
+        return ""
+    return json.dumps(parts, ensure_ascii=False).rstrip(']}"')
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type check
@@ -77,19 +88,26 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         # If all servers are full, Ray repeats this choice. This flag makes Ray wait before each
         # repetition.
         pending_request.routing_context.should_backoff = True
-        counts = [self._num_requests[server.replica_id] for server in candidate_replicas]
-        fewest = min(counts)
-        best = self._server_with_prefix(_hashes_of(pending_request), candidate_replicas)
-        if best is not None:
-            num_extra = self._num_requests[best.replica_id] - fewest
+        best = self._best_server(_hashes_of(pending_request), candidate_replicas)
+        return [[best], candidate_replicas]
+
+    def _best_server(
+        self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]
+    ) -> RunningReplica:
+        """Return the server with the longest prefix, or a server with the fewest requests.
+
+        The class docstring describes the choice.
+        """
+        fewest = min(self._num_requests[server.replica_id] for server in servers)
+        with_prefix = self._server_with_prefix(hashes, servers)
+        if with_prefix is not None:
+            num_extra = self._num_requests[with_prefix.replica_id] - fewest
             if num_extra <= self._max_extra_requests:
-                return [[best], candidate_replicas]
+                return with_prefix
         least_used = [
-            server
-            for server, count in zip(candidate_replicas, counts, strict=True)
-            if count == fewest
+            server for server in servers if self._num_requests[server.replica_id] == fewest
         ]
-        return [[random.choice(least_used)], candidate_replicas]
+        return random.choice(least_used)
 
     def _server_with_prefix(
         self, hashes: Sequence[bytes], servers: Sequence[RunningReplica]

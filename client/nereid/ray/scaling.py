@@ -32,20 +32,20 @@ class ScaleWithLoad:
         """Return the wanted number of servers, and an empty state.
 
         Ray rounds the number up, applies the smallest and the largest number of replicas, and waits
-        for the configured delays.
+        for the configured delays. If no server has reported a gauge, the number does not change.
         """
-        current = context.current_num_replicas
-        loads = [
-            self._load(name, values)
+        num_servers = context.current_num_replicas
+        quotients = [
+            self._quotient(name, values)
             for name, values in (context.aggregated_metrics or {}).items()
             if name in self._targets and values
         ]
-        if not current or not loads:
+        if not num_servers or not quotients:
             return context.target_num_replicas, {}
-        load = max(loads)
-        is_balanced = abs(load - 1) <= _TOLERANCE
-        return (current if is_balanced else current * load), {}
+        largest = max(quotients)
+        is_on_target = abs(largest - 1) <= _TOLERANCE
+        return (num_servers if is_on_target else num_servers * largest), {}
 
-    def _load(self, name: str, values: Mapping[Any, float]) -> float:
+    def _quotient(self, name: str, values: Mapping[Any, float]) -> float:
         """Return the average of a gauge over all servers, divided by the target for this gauge."""
         return sum(values.values()) / len(values) / self._targets[name]

@@ -83,9 +83,9 @@ class Server:
         self._metrics_url = f"http://127.0.0.1:{ports['--metrics-port']}/metrics"
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._session: aiohttp.ClientSession | None = None
-        command = [sys.executable, "-c", _SERVE, "serve", f"--model={model}", "--log-file=-"]
-        command += [f"{flag}={port}" for flag, port in ports.items()]
-        command += arguments
+        port_flags = [f"{flag}={port}" for flag, port in ports.items()]
+        flags = [f"--model={model}", "--log-file=-", *port_flags, *arguments]
+        command = [sys.executable, "-c", _SERVE, "serve", *flags]
         # The frontend listens on 127.0.0.1, because only this replica connects to the frontend.
         environment = {**os.environ, "NEREID_OPENAI_HOST": "127.0.0.1", **settings}
         self._process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)

@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import sys
+from collections.abc import Iterator
 
 try:
     import numpy as np
@@ -28,36 +29,48 @@ def tensor(name: str, datatype: str, value: object) -> InferInput:
     return infer_input
 
 
-def main() -> None:
-    """Send one request and print the text while it is written."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the command-line arguments."""
     parser = argparse.ArgumentParser(description="Stream text over gRPC.")
     parser.add_argument("prompt", nargs="?", default="Once upon a time")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
     parser.add_argument("--url", default=os.environ.get("NEREID_GRPC_URL", "127.0.0.1:8001"))
     parser.add_argument("--max-tokens", type=int, default=256)
-    args = parser.parse_args()
+    return parser.parse_args()
 
-    responses: queue.Queue = queue.Queue()
+
+def main() -> None:
+    """Send one request and print the text while it is written."""
+    args = parse_arguments()
+    inputs = request_inputs(args.prompt, args.max_tokens, is_chat=args.chat)
     with InferenceServerClient(args.url) as client:
-        client.start_stream(callback=lambda result, error: responses.put((result, error)))
-        client.async_stream_infer(
-            "llm",
-            request_inputs(args.prompt, args.max_tokens, is_chat=args.chat),
-            outputs=[InferRequestedOutput("text_output")],
-            enable_empty_final_response=True,  # the last response marks the end
-        )
-        while True:
-            result, error = responses.get()
-            if error is not None:
-                sys.exit(f"The server returned an error: {error}")
-            text = result.as_numpy("text_output")
-            for part in text if text is not None else ():
-                sys.stdout.write(part.decode())
-                sys.stdout.flush()
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                break
-        client.stop_stream()
+        for text in stream(client, inputs):
+            sys.stdout.write(text)
+            sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def stream(client: InferenceServerClient, inputs: list[InferInput]) -> Iterator[str]:
+    """Send a request to the model `llm`, and yield the pieces of the text as they arrive."""
+    # A thread of the client calls the callback for each response.
+    responses: queue.Queue = queue.Queue()
+    client.start_stream(callback=lambda result, error: responses.put((result, error)))
+    client.async_stream_infer(
+        "llm",
+        inputs,
+        outputs=[InferRequestedOutput("text_output")],
+        enable_empty_final_response=True,  # the last response marks the end
+    )
+    is_final = False
+    while not is_final:
+        result, error = responses.get()
+        if error is not None:
+            sys.exit(f"The server returned an error: {error}")
+        pieces = result.as_numpy("text_output")
+        if pieces is not None:
+            yield from (piece.decode() for piece in pieces)
+        is_final = result.get_response().parameters["triton_final_response"].bool_param
+    client.stop_stream()
 
 
 def request_inputs(prompt: str, max_tokens: int, *, is_chat: bool) -> list[InferInput]:

@@ -2,19 +2,18 @@
 
 import asyncio
 import json
-import math
 import secrets
-import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from nereid_client.errors import ApiError, Disconnected, from_validation
+from nereid_client.json_body import NESTED_TOO_DEEPLY, parse_json_object
 from nereid_client.language_model.adapters import Adapters, current_adapter
 from nereid_client.language_model.fill_in_middle import FillInMiddle
 from nereid_client.language_model.triton_backend import Backend
@@ -30,8 +29,6 @@ R = TypeVar("R", bound=BaseModel)
 
 _LARGE_BODY_BYTES = 1 << 20
 """Bodies with more bytes are parsed one at a time. Python parses 1 MiB of JSON in about 2 ms."""
-
-_TOO_DEEP = "The JSON of the request body is nested too deeply. Send a body with less nesting."
 
 
 @dataclass(frozen=True)
@@ -152,19 +149,20 @@ def unique_request_id(request: Request) -> str:
     return f"{request_id_of(request)}-{secrets.token_hex(4)}"
 
 
+def register_given_id(request: Request, body: GenerationRequest) -> None:
+    """If the body contains a request id, let clients abort the request by this id."""
+    if body.given_id is not None:
+        request.state.running_request.ids.add(body.given_id)
+
+
 def frame_for(request: Request, body: GenerationRequest, prefix: str) -> CompletionFrame:
     """Return the fields that all chunks of a completion have in common.
-
-    If the body contains a request id, register the id, so that clients can abort the request by
-    this id.
 
     Args:
         request: the HTTP request.
         body: the validated body of the request.
         prefix: the beginning of the completion's id, such as "chatcmpl".
     """
-    if body.given_id is not None:
-        request.state.running_request.ids.add(body.given_id)
     return CompletionFrame(
         id=f"{prefix}-{body.given_id or request_id_of(request)}",
         model=name_of_model(request),
@@ -197,15 +195,19 @@ async def read_prompt_body(request: Request, max_prompts: int = 1) -> dict[str, 
     limits = await context_of(request).limits.get()
     if limits is None:
         return await read_body(request)
-    content_length = request.headers.get("content-length", "")
-    if content_length.isdecimal() and content_length.isascii():
-        limits.check_size(int(content_length), max_prompts)
+    limits.check_size(_content_length(request), max_prompts)
     raw = await _read_with_limit(request, limits)
     # A body without a Content-Length is checked after it is read.
     limits.check_size(len(raw), _most_prompts(raw, max_prompts))
     body = await _parse_object(request, raw)
     limits.check_members(body)
     return body
+
+
+def _content_length(request: Request) -> int:
+    """Return the value of the header Content-Length, or 0 if there is no valid header."""
+    text = request.headers.get("content-length", "")
+    return int(text) if text.isdecimal() and text.isascii() else 0
 
 
 async def _read_body_for_a_model(request: Request, max_prompts: int) -> dict[str, Any]:
@@ -274,9 +276,10 @@ async def _read_with_limit(request: Request, limits: RequestLimits) -> bytes:
             chunks.append(chunk)
             # The index of the last prompt's start, or -1 if no prompt starts in this chunk.
             last_start = max(chunk.rfind(b'"'), chunk.rfind(b"["))
-            if last_start >= 0:
-                num_bytes_of_prompt = 0
-            num_bytes_of_prompt += len(chunk) - (last_start + 1)
+            if last_start < 0:
+                num_bytes_of_prompt += len(chunk)
+            else:
+                num_bytes_of_prompt = len(chunk) - (last_start + 1)
             limits.check_prompt_size(num_bytes_of_prompt)
     except ClientDisconnect:
         raise Disconnected from None
@@ -294,55 +297,13 @@ async def _parse_object(request: Request, raw: bytes) -> dict[str, Any]:
     contexts = contexts_of(request)
     await contexts.turns.wait(current_client.get().share)
     if len(raw) <= _LARGE_BODY_BYTES:
-        return _json_object(raw)
+        return parse_json_object(raw)
     async with contexts.large_bodies:
         started = time.perf_counter()
         try:
-            return _json_object(raw)
+            return parse_json_object(raw)
         finally:
             await asyncio.sleep(time.perf_counter() - started)
-
-
-def _json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a body, and return its JSON object. Parsing blocks the event loop.
-
-    Raises: ApiError 400 that describes the problem and, for a syntax error, its line and column.
-    """
-    try:
-        body = json.loads(raw, parse_constant=_reject_constant, parse_float=_finite_float)
-    except json.JSONDecodeError as error:
-        if not raw.strip():
-            raise ApiError(400, "The request body must be a JSON object, but it is empty") from None
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ApiError(400, f"The request body is not valid JSON at {place}: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ApiError(
-            400,
-            "The request body must be JSON in UTF-8, but it is not valid UTF-8 at byte "
-            f"{error.start}",
-        ) from None
-    except RecursionError:
-        raise ApiError(400, _TOO_DEEP) from None
-    except ValueError as error:  # NaN, 1e999, or an integer with thousands of digits
-        reason = str(error)
-        if "digits" in reason:
-            reason = f"an integer has more than {sys.get_int_max_str_digits()} digits"
-        raise ApiError(400, f"The request body has an invalid number: {reason}") from None
-    if not isinstance(body, dict):
-        raise ApiError(
-            400, f"The request body must be a JSON object, but it is {_JSON_TYPES[type(body)]}"
-        )
-    return body
-
-
-_JSON_TYPES = {
-    list: "a list",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    type(None): "null",
-}
 
 
 def validate(kind: type[R], body: dict[str, Any]) -> R:
@@ -364,7 +325,7 @@ def to_json(value: object) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except RecursionError:
-        raise ApiError(400, _TOO_DEEP) from None
+        raise ApiError(400, NESTED_TOO_DEEPLY) from None
     check_unicode(text)
     return text
 
@@ -386,19 +347,3 @@ def check_unicode(text: str) -> None:
             f"The request body contains {character}, which is half of a surrogate pair and not a "
             "Unicode character. Send the text in valid UTF-8.",
         ) from None
-
-
-def _reject_constant(name: str) -> NoReturn:
-    """Reject NaN and Infinity, which Python's parser accepts although they are not valid JSON."""
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite_float(text: str) -> float:
-    """Convert the text of a JSON number to a float. Raise ValueError if the number is too large.
-
-    Example: Python would convert "1e999" to infinity, so this number is too large.
-    """
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text} is too large")
-    return number

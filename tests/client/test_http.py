@@ -166,7 +166,7 @@ async def test_the_backend_is_closed_at_the_end(connect, backend):
 
 async def test_other_clients_are_served_between_large_bodies(connect, monkeypatch):
     parsed = []
-    real_parser = request_context._json_object
+    real_parser = request_context.parse_json_object
 
     def slow_parser(raw):
         parsed.append(len(raw))
@@ -174,7 +174,7 @@ async def test_other_clients_are_served_between_large_bodies(connect, monkeypatc
             time.sleep(0.05)
         return real_parser(raw)
 
-    monkeypatch.setattr(request_context, "_json_object", slow_parser)
+    monkeypatch.setattr(request_context, "parse_json_object", slow_parser)
     large = {"prompt": "a" * request_context._LARGE_BODY_BYTES, "max_tokens": "wrong"}
     async with connect() as client, anyio.create_task_group() as clients:
         for _ in range(8):

@@ -10,6 +10,7 @@ from nereid_client.request_context import (
     context_of,
     frame_for,
     read_prompt_body,
+    register_given_id,
     to_json,
     unique_request_id,
     validate,
@@ -36,6 +37,7 @@ async def chat_completions(request: Request) -> Response:
         chat_request=to_json(chat.passed_on(body)),
         num_choices=chat.num_choices,
     )
+    register_given_id(request, chat)
     frame = frame_for(request, chat, "chatcmpl")
     deltas = context_of(request).backend.generate(generation)
     if not chat.stream:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -16,6 +17,7 @@ from nereid_client.request_context import (
     context_of,
     frame_for,
     read_prompt_body,
+    register_given_id,
     to_json,
     unique_request_id,
     validate,
@@ -41,16 +43,16 @@ async def completions(request: Request) -> Response:
     body = validate(CompletionRequest, await read_prompt_body(request, max_prompts))
     await check_language_model(request, body.model)
     _check_num_prompts(body.prompt, max_prompts)
-    request_id = unique_request_id(request)
-    prompts = [await _with_suffix(request, prompt, body.suffix) for prompt in body.prompt]
-    generations = _generations(body, prompts, request_id)
+    generations = await _generations(request, body)
+    register_given_id(request, body)
     frame = frame_for(request, body, "cmpl")
     options = _options(body)
+    backend = context_of(request).backend
     if not body.stream:
-        work = _generate_all(context_of(request).backend, generations)
+        work = _generate_all(backend, generations)
         totals = await sse.unless_disconnected(request.receive, work)
         return JSONResponse(completion(frame, options, totals))
-    deltas = _stream(context_of(request).backend, generations)
+    deltas = _stream(backend, generations)
     first = await sse.first_of(request, deltas)
     return sse.EventStream(completion_events(frame, options, first, deltas), source=deltas)
 
@@ -92,29 +94,27 @@ async def _with_suffix(request: Request, prompt: Prompt, suffix: str | None) -> 
     return await fill_in_middle.prompt(prompt, suffix, unique_request_id(request))
 
 
-def _generations(
-    body: CompletionRequest, prompts: Sequence[Prompt], request_id: str
-) -> list[Generation]:
-    """Return the input of the ensemble for each prompt.
+async def _generations(request: Request, body: CompletionRequest) -> list[Generation]:
+    """Return the input of the ensemble for each prompt. The index of a prompt ends its request id.
 
     Raises: ApiError 400 if a prompt is not valid Unicode.
     """
-    sampling_parameters = to_json(body.sampling_parameters())
+    request_id = unique_request_id(request)
+    prompts = [await _with_suffix(request, prompt, body.suffix) for prompt in body.prompt]
+    without_prompt = Generation(
+        request_id,
+        sampling_parameters=to_json(body.sampling_parameters()),
+        with_text=True,
+        num_choices=body.num_generated,
+    )
     generations = []
     for index, prompt in enumerate(prompts):
-        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        if text is not None:
-            check_unicode(text)
-        generations.append(
-            Generation(
-                f"{request_id}-{index}",
-                text_input=text,
-                input_ids=token_ids,
-                sampling_parameters=sampling_parameters,
-                with_text=True,
-                num_choices=body.num_generated,
-            )
-        )
+        generation = replace(without_prompt, request_id=f"{request_id}-{index}")
+        if isinstance(prompt, str):
+            check_unicode(prompt)
+            generations.append(replace(generation, text_input=prompt))
+        else:
+            generations.append(replace(generation, input_ids=prompt))
     return generations
 
 

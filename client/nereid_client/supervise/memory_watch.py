@@ -88,29 +88,39 @@ class MemoryWatch:
         self._kill = kill or _kill
         self._complain = complain
         self._clock = clock
-        total = self._memory().total
-        self._budget = budget or int(total * _DEFAULT_SHARE)
+
+        # The limits in bytes.
+        total_bytes = self._memory().total
+        self._budget = budget or int(total_bytes * _DEFAULT_SHARE)
         # The largest process is killed if fewer than this number of bytes are available.
-        self._reserve = min(int(total * _RESERVE_SHARE), _MAX_RESERVE)
+        self._reserve = min(int(total_bytes * _RESERVE_SHARE), _MAX_RESERVE)
+
+        # The state of `check`.
         # Maps the id of each process above the budget to the time at which the check first found
         # that the process is above the budget.
         self._over_since: dict[int, float] = {}
         self._check_due = 0.0  # the time of the next check
 
     def check(self) -> None:
-        """Kill a process that uses too much memory. Read the memory at most once a second."""
+        """Kill a process that uses too much memory. Read the memory at most once a second.
+
+        A process above the budget is killed only after `_TOLERATED_S` seconds. The first check that
+        finds such a process prints a warning.
+        """
         now = self._clock()
         if now < self._check_due:
             return
         self._check_due = now + _CHECK_EVERY_S
         processes = self._processes()
-        over = [process for process in processes if process.num_bytes > self._budget]
-        previous = self._over_since
-        self._over_since = {process.pid: previous.get(process.pid, now) for process in over}
-        for process in over:
-            if process.pid not in previous:
+        over_budget = [process for process in processes if process.num_bytes > self._budget]
+        over_before = self._over_since  # the processes that the last check found above the budget
+        self._over_since = {
+            process.pid: over_before.get(process.pid, now) for process in over_budget
+        }
+        for process in over_budget:
+            if process.pid not in over_before:
                 self._warn(process)
-            elif now - previous[process.pid] >= _TOLERATED_S:
+            elif now - over_before[process.pid] >= _TOLERATED_S:
                 self._restart(process, "it has exceeded its budget for too long")
                 return
         self._check_available(processes)

@@ -1,24 +1,20 @@
 """The supervisor, which starts, restarts and stops the Triton server and the frontend."""
 
-import contextlib
-import functools
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
-from nereid_client.console import CliError, complain, say, set_line_format
-from nereid_client.json_logs import JsonLines, LinesWithoutMessages, to_json_line
+from nereid_client.console import complain, say
 from nereid_client.supervise.child_processes import ChildProcess, adopt_orphans, end_descendants
 from nereid_client.supervise.hang_detection import HangWatch
 from nereid_client.supervise.memory_watch import MemoryWatch
 from nereid_client.supervise.pooling_models import PoolingWarmUp
-from nereid_client.supervise.serve_plan import STANDARD_OUTPUT, ServePlan
+from nereid_client.supervise.serve_log import open_log
+from nereid_client.supervise.serve_plan import ServePlan
 from nereid_client.supervise.start_fork_server import start_fork_server
 from nereid_client.supervise.supervised_program import SupervisedProgram
 from nereid_client.supervise.unfinished_requests import count_unfinished
@@ -27,6 +23,8 @@ from nereid_client.supervise.warmup import WarmUp
 SERVER_EXIT_TIMEOUT_S = 5
 _TICK_S = 0.05
 _PROGRESS_EVERY_S = 10.0
+# The numbers of seconds between SIGTERM and SIGKILL.
+_SERVER_GRACE_S = SERVER_EXIT_TIMEOUT_S + 5.0
 _FRONTEND_GRACE_S = 8.0
 _LEFTOVER_GRACE_S = 3.0
 _ORPHAN_GRACE_S = 1.0
@@ -68,7 +66,7 @@ class Supervisor:
 
         Returns: the exit code: 0 after a signal, 1 after a failure, 2 for a wrong setting.
         """
-        with _open_log(self._plan.log_path, self._plan.log_format) as log, self._handle_signals():
+        with open_log(self._plan.log_path, self._plan.log_format) as log, self._handle_signals():
             adopt_orphans()
             try:
                 return self._run(log)
@@ -331,8 +329,7 @@ class Supervisor:
         # The frontend ends before the Triton server, because it must close its streams to the
         # server.
         for program in reversed(self._programs):
-            is_server = program is self._server
-            grace_s = SERVER_EXIT_TIMEOUT_S + 5.0 if is_server else _FRONTEND_GRACE_S
+            grace_s = _SERVER_GRACE_S if program is self._server else _FRONTEND_GRACE_S
             program.child.stop(grace_s, self._hurry.wait)
         if self._fork_server is not None:
             self._fork_server.stop(_LEFTOVER_GRACE_S, self._hurry.wait)
@@ -371,42 +368,3 @@ class Supervisor:
 def _counted(number: int, noun: str) -> str:
     """Return a number with a noun. Examples: "1 request" and "2 requests"."""
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
-
-
-@contextmanager
-def _open_log(path: Path, log_format: str) -> Iterator[IO[str]]:
-    """Open the log for writing.
-
-    Raises: CliError if the file cannot be written.
-    """
-    is_json = log_format == "json"
-    if path == STANDARD_OUTPUT:
-        yield _standard_output(is_json=is_json)
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("w", buffering=1)
-    except OSError as error:
-        example = Path(tempfile.gettempdir()) / "nereid.log"
-        raise CliError(
-            f"--log-file: the file {path} cannot be written ({error.strerror}). Give another one, "
-            f"such as {example}."
-        ) from None
-    try:
-        yield cast("IO[str]", JsonLines(log)) if is_json else log
-    finally:
-        with contextlib.suppress(OSError):  # the disk is full: the rest of the log is lost
-            log.close()
-
-
-def _standard_output(*, is_json: bool) -> IO[str]:
-    """Return the standard output as a log. Lines that are printed as messages are not repeated.
-
-    Args:
-        is_json: whether the log and the messages of `nereid serve` are JSON objects.
-    """
-    if is_json:
-        set_line_format(functools.partial(to_json_line, source="nereid"))
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
-    output = JsonLines(sys.stdout) if is_json else sys.stdout
-    return cast("IO[str]", LinesWithoutMessages(cast("IO[str]", output)))

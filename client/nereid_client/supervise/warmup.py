@@ -34,27 +34,25 @@ class WarmUp(threading.Thread):
             time.sleep(_POLL_EVERY_S)
         self.is_ready.set()
         self.stage = "waiting for the first response"
-        chat = {
-            "model": self._frontend.model,
-            "messages": [{"role": "user", "content": "Hello! Who are you?"}],
-        }
-        answer = self._request_token("/v1/chat/completions", chat)
+        model = self._frontend.model
+        path = "/v1/chat/completions"
+        messages = [{"role": "user", "content": "Hello! Who are you?"}]
+        body: dict[str, Any] = {"model": model, "messages": messages}
+        answer = self._request_token(path, body)
         if answer.status == 400:  # the model has no chat template, but it can complete a text
-            plain = {"model": self._frontend.model, "prompt": "Once upon a time"}
-            answer = self._request_token("/v1/completions", plain)
-        if answer.status != 200:
+            path = "/v1/completions"
+            body = {"model": model, "prompt": "Once upon a time"}
+            answer = self._request_token(path, body)
+        if answer.status == 200:
+            self.curl = self._frontend.curl(path, body)
+        else:
             self.failure = f"the model cannot answer its first request: {answer.text}"
 
     def _request_token(self, path: str, body: dict[str, Any]) -> Answer:
-        """Request one token, and repeat the request while the server is unavailable.
-
-        Set `curl` if the request succeeds.
-        """
+        """Request one token, and repeat the request while the server is unavailable."""
         one_token = {**body, "max_tokens": 1}
         answer = self._frontend.post(path, one_token)
         while answer.status in _UNAVAILABLE:
             time.sleep(_POLL_EVERY_S)
             answer = self._frontend.post(path, one_token)
-        if answer.status == 200:
-            self.curl = self._frontend.curl(path, body)
         return answer

@@ -1,0 +1,65 @@
+"""Opens the log of `nereid serve`: a file, or the standard output."""
+
+import contextlib
+import functools
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from nereid_client.console import CliError, set_line_format
+from nereid_client.json_logs import JsonLines, LinesWithoutMessages, to_json_line
+from nereid_client.supervise.serve_plan import STANDARD_OUTPUT
+
+
+@contextmanager
+def open_log(path: Path, log_format: str) -> Iterator[IO[str]]:
+    """Open the log for writing, and close it when the `with` block ends.
+
+    Args:
+        path: the file. STANDARD_OUTPUT selects the standard output, which is not closed.
+        log_format: the setting log_format. "json" converts each line to a JSON object.
+
+    Raises: CliError if the file cannot be written.
+    """
+    is_json = log_format == "json"
+    if path == STANDARD_OUTPUT:
+        yield _standard_output(is_json=is_json)
+        return
+    log = _open_file(path)
+    try:
+        yield cast("IO[str]", JsonLines(log)) if is_json else log
+    finally:
+        with contextlib.suppress(OSError):  # the disk is full: the rest of the log is lost
+            log.close()
+
+
+def _open_file(path: Path) -> IO[str]:
+    """Open a log file for writing. Create its folder if necessary.
+
+    Raises: CliError if the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", buffering=1)
+    except OSError as error:
+        example = Path(tempfile.gettempdir()) / "nereid.log"
+        raise CliError(
+            f"--log-file: the file {path} cannot be written ({error.strerror}). Give another one, "
+            f"such as {example}."
+        ) from None
+
+
+def _standard_output(*, is_json: bool) -> IO[str]:
+    """Return the standard output as a log. Lines that are printed as messages are not repeated.
+
+    Args:
+        is_json: whether the log and the messages of `nereid serve` are JSON objects.
+    """
+    if is_json:
+        set_line_format(functools.partial(to_json_line, source="nereid"))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
+    output = JsonLines(sys.stdout) if is_json else sys.stdout
+    return cast("IO[str]", LinesWithoutMessages(cast("IO[str]", output)))

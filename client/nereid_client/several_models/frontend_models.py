@@ -30,15 +30,22 @@ def create_contexts(
 
     Raises: SettingsError if the file of the models is wrong.
     """
-    url = settings.grpc_url
-    if make_backend is not None or not settings.models_file:
-        backend = make_backend() if make_backend else TritonBackend(url, settings.ensemble)
-        return Contexts((Context(settings, ClientBackend(backend, metrics)),))
+    if make_backend is not None:
+        return _one_context(settings, metrics, make_backend())
+    if not settings.models_file:
+        backend = TritonBackend(settings.grpc_url, settings.ensemble)
+        return _one_context(settings, metrics, backend)
     models = read_models_file(Path(settings.models_file))
-    control = ModelControl(models.specs, TritonCalls(url), models.memory_budget)
+    calls = TritonCalls(settings.grpc_url)
+    control = ModelControl(models.specs, calls, models.memory_budget)
     llms = [spec for spec in models.specs if spec.kind == "llm"]
     contexts = [_context(settings, metrics, spec, control) for spec in llms]
     return Contexts(tuple(contexts), control)
+
+
+def _one_context(settings: Settings, metrics: RequestMetrics, backend: Backend) -> Contexts:
+    """Return the contexts of a frontend with one language model."""
+    return Contexts((Context(settings, ClientBackend(backend, metrics)),))
 
 
 def _context(

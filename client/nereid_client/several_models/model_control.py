@@ -199,8 +199,8 @@ class ModelControl:
                     f"/v1/models/{state.spec.name}/load loads it.",
                     code="model_unloaded",
                 )
-            is_unknown = state.is_loaded is None
-            if is_unknown and await self._repository.is_model_ready(state.spec.triton_name):
+            # None means that the frontend does not know whether the model is loaded.
+            if state.is_loaded is None and await self._is_ready(state):
                 state.is_loaded = True
             if state.is_loaded:
                 return
@@ -265,7 +265,10 @@ class ModelControl:
         """
         for state in states:
             if state.is_loaded is None and not state.lock.locked():
-                state.is_loaded = await self._repository.is_model_ready(state.spec.triton_name)
+                state.is_loaded = await self._is_ready(state)
+
+    async def _is_ready(self, state: ModelState) -> bool:
+        return await self._repository.is_model_ready(state.spec.triton_name)
 
     async def _unload_for_memory(self, state: ModelState) -> None:
         """Unload an idle model, and wait until its processes have ended."""

@@ -71,9 +71,14 @@ def estimate_memory(folder: Path, settings: Mapping[str, str]) -> ModelMemory:
         weights += _weight_bytes(Path(draft_model).expanduser(), draft_settings)
     kv_cache_memory = settings.get("kv_cache_memory")
     kv_cache = parse_size("kv_cache_memory", kv_cache_memory) if kv_cache_memory else 0
-    data_parallel_size = settings.get("data_parallel_size", "1")
-    num_replicas = int(data_parallel_size) if data_parallel_size.isdecimal() else 1
+    num_replicas = _num_replicas(settings)
     return ModelMemory(num_replicas * weights, num_replicas * kv_cache)
+
+
+def _num_replicas(settings: Mapping[str, str]) -> int:
+    """Return the setting data_parallel_size. If the value is not a number, the model rejects it."""
+    text = settings.get("data_parallel_size", "1")
+    return int(text) if text.isdecimal() else 1
 
 
 def default_kv_cache(budget: int) -> int:

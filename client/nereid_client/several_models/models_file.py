@@ -184,17 +184,25 @@ def _with_memory(models: ModelsFile, budget: int, path: Path) -> ModelsFile:
         than the budget.
     """
     specs = [_estimate_model(spec, budget, path) for spec in models.specs]
-    models = ModelsFile(specs, budget)
-    loaded = [(spec.name, spec.memory) for spec in models.specs_at_start if spec.memory]
-    total = sum(memory.total for _, memory in loaded)
+    estimated = ModelsFile(specs, budget)
+    _check_memory_at_start(estimated, budget, path)
+    return estimated
+
+
+def _check_memory_at_start(models: ModelsFile, budget: int, path: Path) -> None:
+    """Check that the models that are loaded at the start fit into the memory budget together.
+
+    Raises: SettingsError that names the memory of each of these models.
+    """
+    memories = {spec.name: spec.memory for spec in models.specs_at_start if spec.memory}
+    total = sum(memory.total for memory in memories.values())
     if total > budget:
-        sizes = ", ".join(f"{name} {memory.describe()}" for name, memory in loaded)
+        sizes = ", ".join(f"{name} {memory.describe()}" for name, memory in memories.items())
         raise SettingsError(
             f"models_file: the models that the file {path} loads at the start need "
             f"{format_bytes(total)} together ({sizes}), but memory_budget is "
             f"{format_bytes(budget)}. Set load_at_start = false for some of them."
         )
-    return models
 
 
 def _estimate_model(spec: ModelSpec, budget: int, path: Path) -> ModelSpec:

@@ -101,9 +101,7 @@ class ServedModels:
         """
         defaults = _defaults(environment)
         for spec in self.specs:
-            settings = {**defaults[spec.kind], **spec.entry.settings, "model": str(spec.path)}
-            prefix = _PREFIXES[spec.kind]
-            variables = {f"{prefix}{name}".upper(): value for name, value in settings.items()}
+            variables = _variables_of_model(spec, defaults[spec.kind])
             # The check always includes a language model, even if `spec` is a pooling model. The
             # check therefore needs the checkpoint of a language model.
             variables.setdefault("NEREID_MODEL", str(self.path))
@@ -134,6 +132,17 @@ class ServedModels:
             raise CliError(f"the folder {folder} cannot be written ({error.strerror})") from None
 
 
+def _variables_of_model(spec: ModelSpec, defaults: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of a model as environment variables.
+
+    Example: an embedding model with the setting dtype="float32" returns {"NEREID_EMBEDDING_DTYPE":
+    "float32", "NEREID_EMBEDDING_MODEL": PATH}.
+    """
+    settings = {**defaults, **spec.entry.settings, "model": str(spec.path)}
+    prefix = _PREFIXES[spec.kind]
+    return {f"{prefix}{name}".upper(): value for name, value in settings.items()}
+
+
 def _check_checkpoint(spec: ModelSpec, file: Path) -> None:
     """Check the checkpoint of a model that a file models.toml describes.
 
@@ -152,12 +161,10 @@ def without_model_settings(environment: Mapping[str, str]) -> dict[str, str]:
     The Triton server must not receive the settings, because a model prefers an environment variable
     to the setting in models.toml.
     """
-    engine = {*_engine_variables(), *_NEVER_DEFAULTS}
-    prefixes = (_PREFIXES["embedding"], _PREFIXES["rerank"])
     return {
-        name: value
-        for name, value in environment.items()
-        if name not in engine and not name.startswith(prefixes)
+        variable: value
+        for variable, value in environment.items()
+        if _kind_of_variable(variable) is None and variable not in _NEVER_DEFAULTS
     }
 
 

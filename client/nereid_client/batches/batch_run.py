@@ -127,7 +127,13 @@ class BatchRun:
             self._store.save(self._batch)
 
     async def _send_lines(self) -> None:
-        """Send all lines that have no result yet. Stop if the batch expires or is cancelled."""
+        """Send all lines that have no result yet. Stop if the batch expires or is cancelled.
+
+        The status of the batch then becomes "finalizing". Its result files get ids if they have
+        lines.
+
+        Mutates: the counts, the ids of the result files and the status of the batch.
+        """
         batch = self._batch
         with (
             ResultFile(self._folder / "output" / "content") as output,
@@ -148,9 +154,8 @@ class BatchRun:
 
         If the batch expires or is cancelled, store an error for each line without a result.
         """
-        left_s = max(self._batch.expires_at - time.time(), 0.0)
-        if self._is_cancelled:
-            left_s = 0.0
+        time_to_expiry_s = max(self._batch.expires_at - time.time(), 0.0)
+        left_s = 0.0 if self._is_cancelled else time_to_expiry_s
         try:
             async with asyncio.timeout(left_s) as timeout:
                 self._timeout = timeout  # the method `cancel` makes this timeout expire at once

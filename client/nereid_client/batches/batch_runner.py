@@ -174,7 +174,15 @@ class BatchRunner:
         files = self._store.files
         await asyncio.to_thread(files.delete_expired, now)
         await asyncio.to_thread(self._store.delete_expired, now)
-        num_bytes = await asyncio.to_thread(files.num_bytes)
+        self._pause_if_full(await asyncio.to_thread(files.num_bytes))
+
+    def _pause_if_full(self, num_bytes: int) -> None:
+        """Pause all batches if the folder is too large, or else let them continue.
+
+        Args:
+            num_bytes: the number of bytes in the folder.
+        """
+        files = self._store.files
         is_full = num_bytes > files.limits.num_bytes
         if is_full and not self._slots.is_paused:
             _log.warning(

@@ -37,6 +37,10 @@ async def batches_lifespan(app: FastAPI) -> AsyncIterator[None]:
         await batches.runner.close()
 
 
+_FRACTION_FOR_BATCHES = 4
+"""Batches use at most a quarter of max_concurrent_requests. The rest is for other requests."""
+
+
 def _create_batches(app: FastAPI, context: Context) -> Batches | None:
     """Open the folder of the batches, and start to run the batches in this folder.
 
@@ -48,8 +52,8 @@ def _create_batches(app: FastAPI, context: Context) -> Batches | None:
     limits = FileLimits(settings.max_stored_files, settings.max_stored_file_bytes)
     store = BatchStore(FileStore(Path(settings.batch_folder).expanduser(), limits))
     gate = app.state.gate
-    # Batches use at most a quarter of max_concurrent_requests. The rest is for other requests.
-    limit = min(settings.max_batch_requests, max(1, settings.max_concurrent_requests // 4))
+    share_of_batches = max(1, settings.max_concurrent_requests // _FRACTION_FOR_BATCHES)
+    limit = min(settings.max_batch_requests, share_of_batches)
     runner = BatchRunner(
         store,
         sender=LineSender(app, context.backend.is_ready),

@@ -142,15 +142,18 @@ class LineSender:
             if response.status not in (_OVERLOADED, _UNAVAILABLE):
                 return response
             has_server_failed = response.status == _UNAVAILABLE and not await self._is_ready()
-            if not has_server_failed:
+            if has_server_failed:
+                num_outages += 1
+                if num_outages == _MAX_OUTAGES:
+                    return response
+                await self._wait_until_ready()
+            else:  # the server is overloaded
                 await asyncio.sleep(max(wait_s, response.retry_after_s))
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-                continue
-            num_outages += 1
-            if num_outages == _MAX_OUTAGES:
-                return response
-            while not await self._is_ready():
-                await asyncio.sleep(_READY_CHECK_EVERY_S)
+
+    async def _wait_until_ready(self) -> None:
+        while not await self._is_ready():
+            await asyncio.sleep(_READY_CHECK_EVERY_S)
 
     async def _call(self, path: str, body: bytes, client: Client) -> LineResponse:
         """Send one request to the application, and return the response."""

@@ -36,17 +36,20 @@ class FormReader:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._write = write
-        # The header that is being parsed.
-        self._header_name = b""
-        self._header_value = b""
+        self._num_parts = 0  # the number of parts that have started
+        self._is_complete = False  # whether the end of the form has arrived
+
         # The form part that is being parsed.
         self._disposition = b""  # the value of the part's header Content-Disposition
-        self._name = ""
+        self._name = ""  # the name of the form field
         self._is_file = False
-        self._text = b""
+        self._text = b""  # the value of a text field
 
-        self._num_parts = 0
-        self._is_complete = False
+        # The header of this part that is being parsed.
+        self._header_name = b""
+        self._header_value = b""
+
+        # The parser calls these methods when a part, a header or the content of a part arrives.
         self._parser = MultipartParser(
             _boundary_of(content_type),
             {
@@ -105,7 +108,7 @@ class FormReader:
     def _end_headers(self) -> None:
         """Read the name of the form part whose headers have just ended.
 
-        If this part is the file, set `filename`.
+        Mutates: `_name` and `_is_file`. If this part is the file, also `filename`.
 
         Raises: ApiError 400 if the form has two files.
         """
@@ -124,16 +127,17 @@ class FormReader:
         self.filename = unquote(filename) or "file"
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
-        """Pass a part of the file on, or append it to the value of a text field.
+        """Pass the next bytes of the file on, or append the next bytes of a text field.
 
-        The bytes are `data[start:end]`.
+        The parser calls this method. The bytes are `data[start:end]`.
 
         Raises: ApiError 400 if the text is too long.
         """
+        content = data[start:end]
         if self._is_file:
-            self._write(data[start:end])
+            self._write(content)
             return
-        self._text += data[start:end]
+        self._text += content
         if len(self._text) > _MAX_FIELD_BYTES:
             raise ApiError(
                 400,

@@ -208,21 +208,33 @@ class BatchStore:
 
         Raises: OSError.
         """
-        for name, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
-            folder = self.folder(batch.id) / name
-            if file_id is None or not folder.exists():
-                continue
-            now = int(time.time())
-            file = StoredFile(
-                id=file_id,
-                owner=batch.owner,
-                bytes=(folder / "content").stat().st_size,
-                created_at=now,
-                expires_at=now + batch.keep_output_s,
-                filename=f"{batch.id}_{name}.jsonl",
-                purpose="batch_output",
-            )
-            self.files.publish(file, folder)
+        self._publish_file(batch, "output", batch.output_file_id)
+        self._publish_file(batch, "errors", batch.error_file_id)
+
+    def _publish_file(self, batch: Batch, name: str, file_id: str | None) -> None:
+        """Move one result file of a batch to the file store, if the file exists.
+
+        Args:
+            batch: the batch.
+            name: the name of the file's folder, "output" or "errors".
+            file_id: the id of the file. None if the batch has no such file.
+
+        Raises: OSError.
+        """
+        folder = self.folder(batch.id) / name
+        if file_id is None or not folder.exists():
+            return
+        now = int(time.time())
+        file = StoredFile(
+            id=file_id,
+            owner=batch.owner,
+            bytes=(folder / "content").stat().st_size,
+            created_at=now,
+            expires_at=now + batch.keep_output_s,
+            filename=f"{batch.id}_{name}.jsonl",
+            purpose="batch_output",
+        )
+        self.files.publish(file, folder)
 
     def delete_expired(self, now: float) -> None:
         """Delete each ended batch KEEP_S seconds after the time in its field `expires_at`."""

@@ -164,17 +164,8 @@ class FileStore:
 
         Stored files, unfinished uploads and the results of running batches are counted.
         """
-        total = 0
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                with suppress(FileNotFoundError):  # another process may delete the file meanwhile
-                    status = os.stat(os.path.join(folder, name))
-                    # The input of a batch is usually a hard link to a stored file. Its bytes are
-                    # not counted, because they are already counted for the stored file.
-                    is_link_of_stored_file = name == "input" and status.st_nlink > 1
-                    if not is_link_of_stored_file:
-                        total += status.st_size
-        return total
+        paths = [Path(folder, name) for folder, _, names in os.walk(self.folder) for name in names]
+        return sum(_counted_bytes(path) for path in paths)
 
     def delete_expired(self, now: float) -> None:
         """Delete files that have expired, and uploads that were interrupted."""
@@ -210,7 +201,7 @@ class Upload:
     _CHECK_EVERY_BYTES = 16 * 1024 * 1024
 
     def __init__(self, store: FileStore, file_id: str, folder: Path) -> None:
-        self.num_bytes = 0
+        self.num_bytes = 0  # the bytes of the file that have arrived
         self._store = store
         self._id = file_id
         self._folder = folder / file_id
@@ -223,10 +214,11 @@ class Upload:
 
         Raises: ApiError 413 if the folder is full, 507 if the disk is full.
         """
-        self._unchecked_bytes += len(data)
         self.num_bytes += len(data)
+        self._unchecked_bytes += len(data)
         is_check_due = self._unchecked_bytes >= self._CHECK_EVERY_BYTES
-        if is_check_due or self.num_bytes > self._store.limits.num_bytes:
+        exceeds_limit_alone = self.num_bytes > self._store.limits.num_bytes
+        if is_check_due or exceeds_limit_alone:
             self._unchecked_bytes = 0
             self._check_folder_size(len(data))
         with disk_errors(self._store.folder):
@@ -300,3 +292,17 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _counted_bytes(path: Path) -> int:
+    """Return the bytes of a file that count towards the limit of the folder.
+
+    The input of a batch is usually a hard link to a stored file. Its bytes are not counted, because
+    they are already counted for the stored file.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # another process has deleted the file
+        return 0
+    is_link_of_stored_file = path.name == "input" and status.st_nlink > 1
+    return 0 if is_link_of_stored_file else status.st_size

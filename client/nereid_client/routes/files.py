@@ -1,6 +1,7 @@
 """/v1/files: the input files and result files of batches, as in OpenAI's API."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -9,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from nereid_client.batches.lifespan import Batches, batches_of
 from nereid_client.batches.multipart import FormReader
-from nereid_client.batches.stored_files import KEEP_S, StoredFile
+from nereid_client.batches.stored_files import KEEP_S, StoredFile, Upload
 from nereid_client.errors import ApiError, Disconnected, shown
 from nereid_client.middleware.client_keys import current_client
 from nereid_client.protocol.batch_requests import FilesQuery, UploadForm
@@ -24,20 +25,26 @@ Json = dict[str, Any]
 async def upload_file(request: Request) -> Json:
     """Store a file whose lines are the requests of a batch: one JSON object in each line."""
     store = batches_of(request).store.files
-    content_type = request.headers.get("content-type", "")
     upload = await asyncio.to_thread(store.start_upload)
     try:
-        form = FormReader(content_type, upload.write)
-        await _receive(request, form)
-        fields = validate(UploadForm, _upload_fields(form.fields))
-        keep_s = fields.expires_after.seconds if fields.expires_after else KEEP_S
-        owner = current_client.get().name
-        file = await asyncio.to_thread(
-            upload.finish, owner, form.filename or "file", fields.purpose, keep_s
-        )
+        file = await _read_upload(request, upload)
     finally:
-        await asyncio.to_thread(upload.discard)
+        await asyncio.to_thread(upload.discard)  # deletes nothing if the file has been stored
     return file.as_json()
+
+
+async def _read_upload(request: Request, upload: Upload) -> StoredFile:
+    """Read the form in a request, write the file to the upload, and store the file.
+
+    Raises: ApiError if the form is wrong, or if the file cannot be stored.
+    """
+    form = FormReader(request.headers.get("content-type", ""), upload.write)
+    await _receive(request, form)
+    fields = validate(UploadForm, _upload_fields(form.fields))
+    keep_s = fields.expires_after.seconds if fields.expires_after else KEEP_S
+    owner = current_client.get().name
+    filename = form.filename or "file"
+    return await asyncio.to_thread(upload.finish, owner, filename, fields.purpose, keep_s)
 
 
 @router.get("/v1/files", summary="List the files")
@@ -100,13 +107,7 @@ async def _receive(request: Request, form: FormReader) -> None:
     limit_s = context_of(request).settings.receive_timeout_s
     stream = request.stream()
     try:
-        while True:
-            # The time limit applies to each part of the data separately, so the upload of a large
-            # file may take longer.
-            async with asyncio.timeout(limit_s or None):
-                data = await anext(stream, None)
-            if data is None:
-                break
+        while (data := await _next_part(stream, limit_s)) is not None:
             await asyncio.to_thread(form.feed, data)
     except ClientDisconnect:
         raise Disconnected from None
@@ -121,6 +122,18 @@ async def _receive(request: Request, form: FormReader) -> None:
     form.finish()
 
 
+async def _next_part(stream: AsyncGenerator[bytes], limit_s: float) -> bytes | None:
+    """Return the next part of a body, or None at the end of the body.
+
+    The time limit applies to each part separately, so the upload of a large file may take longer. A
+    limit of 0 means no limit.
+
+    Raises: TimeoutError if the part does not arrive in time.
+    """
+    async with asyncio.timeout(limit_s or None):
+        return await anext(stream, None)
+
+
 def _upload_fields(fields: dict[str, str]) -> Json:
     """Return the text fields of a form as an object.
 
@@ -131,8 +144,9 @@ def _upload_fields(fields: dict[str, str]) -> Json:
     """
     parsed: Json = {}
     for name, text in fields.items():
+        # The name "expires_after[anchor]" has the parts "expires_after", "[" and "anchor".
         outer, bracket, inner = name.removesuffix("]").partition("[")
-        is_member = bool(bracket)  # whether the field is a member of an object
+        is_member = bracket == "["  # whether the field is a member of an object
         if outer in parsed and isinstance(parsed[outer], dict) != is_member:
             raise ApiError(
                 400,

@@ -15,21 +15,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns: 0 after a signal, 1 after a failure, 2 if a setting is wrong.
     """
-    # The modules of the application are imported only in a process that answers requests.
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        settings = settings_from_flags(argv)
-        worker = WorkerPlace.from_environment()
-        if settings.frontend_workers > 1 and worker is None:
-            from nereid_client.workers.worker_pool import WorkerPool
-
-            arguments = sys.argv[1:] if argv is None else argv
-            return WorkerPool(settings, [sys.executable, "-m", "nereid_client", *arguments]).run()
-        from nereid_client.frontend_process import run_frontend
-
-        run_frontend(settings, worker)
+        return _run(arguments)
     except SettingsError as error:
         sys.stderr.write(f"nereid_client: {error}\n")
         return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run the frontend in this process, or start the workers of the frontend, which do so.
+
+    Returns: the exit code.
+
+    Raises: SettingsError.
+    """
+    settings = settings_from_flags(arguments)
+    worker = WorkerPlace.from_environment()  # None if no other process has started this process
+    # The modules are imported here, because the process that starts the workers does not need the
+    # modules of the application.
+    if settings.frontend_workers > 1 and worker is None:
+        from nereid_client.workers.worker_pool import WorkerPool
+
+        return WorkerPool(settings, [sys.executable, "-m", "nereid_client", *arguments]).run()
+    from nereid_client.frontend_process import run_frontend
+
+    run_frontend(settings, worker)
     return 0
 
 

@@ -240,13 +240,24 @@ def settings_from_flags(
         SettingsError: a value is wrong.
         SystemExit: a flag is unknown, or --help is given.
     """
+    parser = _flag_parser(settings_from_environment(environment))
+    flags = vars(parser.parse_args(argv))
+    given_flags = {name: text for name, text in flags.items() if text is not None}
+    return _from_texts(environment, given_flags)
+
+
+def _flag_parser(current: Settings) -> argparse.ArgumentParser:
+    """Return a parser with one flag for each setting.
+
+    Args:
+        current: the settings without flags. The help page shows their values.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m nereid_client",
         description="Run the OpenAI-compatible frontend for a Triton server that already runs. "
         "`nereid serve` starts both. The environment variable of each flag is in brackets.",
         allow_abbrev=False,
     )
-    current = settings_from_environment(environment)
     for name, setting in SCHEMA.items():
         value = getattr(current, name)
         is_secret = name == "api_key"
@@ -256,13 +267,14 @@ def settings_from_flags(
             metavar="N" if isinstance(value, int) else "TEXT",
             help=f"{setting['description']}{value_sentence} [{VARIABLES[name]}]",
         )
-    flags = vars(parser.parse_args(argv))
-    given_flags = {name: text for name, text in flags.items() if text is not None}
-    return _from_texts(environment, given_flags)
+    return parser
 
 
 def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Settings:
     """Return the settings. The values are texts from environment variables and from flags.
+
+    A flag takes precedence over a variable. The default of served_model_name is the last part of
+    the checkpoint's path.
 
     Args:
         environment: the environment variables.
@@ -271,9 +283,11 @@ def _from_texts(environment: Mapping[str, str], flags: Mapping[str, str]) -> Set
     Raises: SettingsError that names the flag or the variable.
     """
     checkpoint = PurePath(environment.get("NEREID_MODEL", ""))
-    given = {name: environment.get(variable, "") for name, variable in VARIABLES.items()}
-    given["served_model_name"] = given["served_model_name"] or checkpoint.name
-    texts = {name: text for name, text in given.items() if text} | dict(flags)
+    texts = {name: environment.get(variable, "") for name, variable in VARIABLES.items()}
+    texts["served_model_name"] = texts["served_model_name"] or checkpoint.name
+    texts = {name: text for name, text in texts.items() if text}
+    texts.update(flags)
+    # An error message names the flag if the flag is given, and else the variable.
     labels = VARIABLES | {name: _flag(name) for name in flags}
     with _settings_errors(labels):
         return TypeAdapter(Settings).validate_strings(texts)

@@ -38,6 +38,11 @@ class Sample:
     num_tokens: int = 0
     error: str = ""
 
+    @property
+    def later_token_s(self) -> float:
+        """The mean time for each token after the first one. There must be at least two tokens."""
+        return (self.total_s - self.first_token_s) / (self.num_tokens - 1)
+
 
 def bench(  # noqa: PLR0913 - each parameter is an option
     url: UrlOption = DEFAULT_URL,
@@ -65,12 +70,21 @@ def bench(  # noqa: PLR0913 - each parameter is an option
         load.run()
         print_json(load.summary())
     else:
-        with Live(console=Console(), refresh_per_second=_UPDATES_PER_S) as live:
-            load.run(lambda: live.update(_table(load.summary())))
-            live.update(_table(load.summary()))
+        _show_progress(load)
     if failed := [sample.error for sample in load.samples if sample.error]:
         complain(f"nereid bench: {len(failed)} requests failed. The first error: {failed[0]}")
         raise typer.Exit(1)
+
+
+def _show_progress(load: "_Load") -> None:
+    """Run a load test. Print a table of the results, and update the table after each response."""
+    with Live(console=Console(), refresh_per_second=_UPDATES_PER_S) as live:
+
+        def update() -> None:
+            live.update(_table(load.summary()))
+
+        load.run(update)
+        update()
 
 
 def _request_bodies(model: str, prompts: Sequence[str], max_tokens: int) -> list[Json]:
@@ -118,11 +132,7 @@ class _Load:
         good = [sample for sample in self.samples if not sample.error]
         num_tokens = sum(sample.num_tokens for sample in good)
         first_token_ms = [1000 * sample.first_token_s for sample in good]
-        later_token_ms = [
-            1000 * (sample.total_s - sample.first_token_s) / (sample.num_tokens - 1)
-            for sample in good
-            if sample.num_tokens > 1
-        ]
+        later_token_ms = [1000 * sample.later_token_s for sample in good if sample.num_tokens > 1]
         return {
             "requests": len(self._bodies),
             "succeeded": len(good),

@@ -4,7 +4,7 @@ import argparse
 import base64
 import mimetypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nereid_client.cli.api_client import (
@@ -85,9 +85,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not sys.stdin.isatty():
         question = _user_message(sys.stdin.read().strip(), images)
-        return 0 if _send_message(url, fields, [*opening], question) else 1
+        has_succeeded = _send_message(url, fields, [*opening], question)
+        return 0 if has_succeeded else 1
     say(f"Chatting with {model} at {url}. /new starts a new conversation, /quit ends the program.")
-    return _converse(url, fields, opening, images)
+    _converse(url, fields, opening, images)
+    return 0
 
 
 def _request_fields(args: argparse.Namespace, model: str) -> Json:
@@ -123,25 +125,31 @@ def _user_message(text: str, images: Sequence[Json]) -> Json:
     return {"role": "user", "content": content}
 
 
-def _converse(url: str, fields: Json, opening: list[Json], images: Sequence[Json]) -> int:
-    """Read messages from the terminal and print the responses. Return the exit code.
+def _converse(url: str, fields: Json, opening: list[Json], images: Sequence[Json]) -> None:
+    """Read messages from the terminal and print the responses, until the user quits.
 
-    The first message of each conversation contains the images.
+    Args:
+        url: the URL of the frontend.
+        fields: the fields of each request, except the messages.
+        opening: the messages at the start of each conversation.
+        images: the images that the first message of each conversation contains.
     """
     messages = [*opening]
-    while True:
-        try:
-            text = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            say()
-            return 0
-        if text == "/quit":
-            return 0
+    while (text := _read_message()) != "/quit":
         if text == "/new":
             messages = [*opening]
         elif text:
             is_first = len(messages) == len(opening)
             _send_message(url, fields, messages, _user_message(text, images if is_first else ()))
+
+
+def _read_message() -> str:
+    """Read a line from the terminal. For Ctrl-D and Ctrl-C, return "/quit"."""
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        say()
+        return "/quit"
 
 
 def _send_message(url: str, fields: Json, messages: list[Json], question: Json) -> bool:
@@ -152,10 +160,10 @@ def _send_message(url: str, fields: Json, messages: list[Json], question: Json) 
     Returns: whether the request succeeded.
     """
     body = {**fields, "messages": [*messages, question]}
-    answer: list[str] = []
+    answer: list[str] = []  # the pieces of the content that have been printed
     try:
         with send(f"{url}/v1/chat/completions", body) as response:
-            _print_response(events_of(response), answer.append)
+            _print_response(events_of(response), answer)
     except KeyboardInterrupt:  # closing the connection aborts the request
         say(f"{_PLAIN} [stopped]")
     except CliError as error:
@@ -165,29 +173,32 @@ def _send_message(url: str, fields: Json, messages: list[Json], question: Json) 
     return True
 
 
-def _print_response(events: Iterator[Json], collect: Callable[[str], object]) -> None:
-    """Print a response while it arrives. Reasoning is printed in a dim colour.
+def _print_response(events: Iterator[Json], answer: list[str]) -> None:
+    """Print a response while it arrives. In a terminal, reasoning is printed in a dim colour.
+
+    Mutates: answer. Each piece of the content is appended after it is printed, so that `answer` is
+        complete even if the user stops the response.
 
     Args:
         events: the chunks of a stream.
-        collect: a function that is called with each piece of the content.
+        answer: an empty list.
     """
     is_dim = False  # whether the terminal prints in the dim colour now
     deltas = (choice["delta"] for event in events for choice in event["choices"])
     for delta in deltas:
         _print_call_pieces(delta.get("tool_calls") or ())
-        reasoning = delta.get("reasoning") or ""
-        content = delta.get("content") or ""
-        if reasoning and not is_dim and sys.stdout.isatty():
-            sys.stdout.write(_DIM)
-            is_dim = True
-        sys.stdout.write(reasoning)
-        if content and is_dim:
-            sys.stdout.write(f"{_PLAIN}\n")
-            is_dim = False
-        sys.stdout.write(content)
+        if reasoning := delta.get("reasoning"):
+            if not is_dim and sys.stdout.isatty():
+                sys.stdout.write(_DIM)
+                is_dim = True
+            sys.stdout.write(reasoning)
+        if content := delta.get("content"):
+            if is_dim:
+                sys.stdout.write(f"{_PLAIN}\n")
+                is_dim = False
+            sys.stdout.write(content)
+            answer.append(content)
         sys.stdout.flush()
-        collect(content)
     say(_PLAIN if is_dim else "")
 
 

@@ -63,15 +63,20 @@ def _own_folders() -> list[Path]:
 
 def _from_loader_cache(name: str) -> Path | None:
     """Return the path of the library `name` in the dynamic loader's cache, or None."""
+    # Example of a line: "	libpython3.12.so.1.0 (libc6,x86-64) => /lib/libpython3.12.so.1.0".
+    line = rf"^\s*{re.escape(name)} .*=> (\S+)$"
+    match = re.search(line, _loader_cache(), re.MULTILINE)
+    if match is None or not Path(match[1]).is_file():
+        return None
+    return Path(match[1])
+
+
+def _loader_cache() -> str:
+    """Return the list of libraries that `ldconfig -p` prints, or "" if the program cannot run."""
     for ldconfig in ("ldconfig", "/sbin/ldconfig"):  # /sbin is not in the PATH of every user
         try:
-            listing = subprocess.run(
-                [ldconfig, "-p"], capture_output=True, text=True, check=True
-            ).stdout
+            command = [ldconfig, "-p"]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError):
             continue
-        # Example of a line: "	libpython3.12.so.1.0 (libc6,x86-64) => /lib/libpython3.12.so.1.0".
-        match = re.search(rf"^\s*{re.escape(name)} .*=> (\S+)$", listing, re.MULTILINE)
-        if match and Path(match[1]).is_file():
-            return Path(match[1])
-    return None
+    return ""

@@ -217,11 +217,12 @@ def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
 
     Example: `--max-model-len 2048` returns {"NEREID_MAX_MODEL_LEN": "2048"}.
     """
-    flags = {engine_variable(flag): flag for flag in ENGINE_FLAGS}
-    flags |= {VARIABLES[setting]: flag for flag, (setting, _) in FRONTEND_FLAGS.items()}
-    flags["NEREID_OPENAI_HOST"] = "--host"
-    values = {variable: getattr(args, attribute(flag)) for variable, flag in flags.items()}
-    variables = {variable: value for variable, value in values.items() if value is not None}
+    variables = {}
+    for variable, flag in _flags_by_variable().items():
+        value = getattr(args, attribute(flag))
+        if value is not None:
+            variables[variable] = value
+    # The values of these flags contain paths, which become absolute.
     if args.config:
         variables["NEREID_MODELS_FILE"] = str(args.config.expanduser().absolute())
     if args.draft_model:
@@ -229,6 +230,16 @@ def _variables_of_flags(args: argparse.Namespace) -> dict[str, str]:
     if args.lora:
         variables["NEREID_LORA_ADAPTERS"] = ",".join(map(_absolute_adapter, args.lora))
     return variables
+
+
+def _flags_by_variable() -> dict[str, str]:
+    """Return a dict that maps an environment variable to the flag with the value of the variable.
+
+    Example: the key "NEREID_MAX_MODEL_LEN" has the value "--max-model-len".
+    """
+    flags = {engine_variable(flag): flag for flag in ENGINE_FLAGS}
+    flags |= {VARIABLES[setting]: flag for flag, (setting, _) in FRONTEND_FLAGS.items()}
+    return flags | {"NEREID_OPENAI_HOST": "--host"}
 
 
 def _warn_about_other_server(grpc_url: str) -> None:

@@ -167,8 +167,9 @@ class Throttle:
         self._forget_old(now)
         num_rejected = len(self._rejection_times)
         num_admitted = len(self._admission_times)
-        is_tolerated = num_rejected < _TOLERATED_REJECTIONS + _TOLERATED_SHARE * num_admitted
-        if is_tolerated and now >= self._paused_until:
+        num_tolerated = _TOLERATED_REJECTIONS + _TOLERATED_SHARE * num_admitted
+        is_paused = now < self._paused_until
+        if num_rejected < num_tolerated and not is_paused:
             return None
         return ApiError(
             503,

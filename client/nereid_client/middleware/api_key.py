@@ -85,19 +85,22 @@ class ApiKey:
         """Return the client that sent a request, or None if the API key is missing or wrong.
 
         A key in the key file belongs to a client with a name. The client has no name if it sent the
-        key in the setting api_key, or if the server requires no key. If the client has no name, the
-        header X-Client-Id can set the client's share.
+        main key, which is the setting api_key, or if the server requires no key. If the client has
+        no name, the header X-Client-Id can set the client's share.
         """
         key = _key_in(headers)
-        client_of_key = self._key_file.find(key) if self._key_file is not None else None
-        if client_of_key is not None:
-            return client_of_key
+        client = self._key_file.find(key) if self._key_file is not None else None
+        if client is not None:
+            return client
         requires_key = bool(self._key) or self._key_file is not None
-        is_main_key = bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
-        if requires_key and not is_main_key:
+        if requires_key and not self._is_main_key(key):
             return None
         share = headers.get(CLIENT_HEADER, "")
         return Client(share=share) if share else ANONYMOUS
+
+    def _is_main_key(self, key: str) -> bool:
+        """Return whether a key is the setting api_key. The duration does not depend on the key."""
+        return bool(self._key) and hmac.compare_digest(key.encode("latin-1"), self._key)
 
 
 def _key_in(headers: Headers) -> str:

@@ -59,13 +59,13 @@ class BodyLimit:
             self._metrics.count_refusal(error)
             await error_response(error, scope)(scope, receive, send)
             return
-        now = asyncio.get_running_loop().time()
-        deadline = None if self._timeout_s is None else now + self._timeout_s
-        body = _ReceivedBody(current_client.get().share, deadline)
+        body = _ReceivedBody(current_client.get().share, self._deadline())
 
-        # This function may raise errors: the application's exception handler sends an error
-        # response, and counts the error in a metric.
         async def receive_counted() -> Message:
+            """Return the next message, or raise an error if the body exceeds a limit.
+
+            The application's exception handler then sends an error response.
+            """
             message = await self._receive_in_time(receive, body)
             self._count(message, body)
             return message
@@ -74,6 +74,12 @@ class BodyLimit:
             await self._app(scope, receive_counted, send)
         finally:
             self._total.remove(body.client, body.num_bytes)
+
+    def _deadline(self) -> float | None:
+        """Return the time at which a body that starts now must be complete, or None."""
+        if self._timeout_s is None:
+            return None
+        return asyncio.get_running_loop().time() + self._timeout_s
 
     async def _receive_in_time(self, receive: Receive, body: "_ReceivedBody") -> Message:
         """Return the next message of the client.
@@ -88,7 +94,7 @@ class BodyLimit:
                 message = await receive()
         except TimeoutError:
             if not timeout.expired():
-                raise
+                raise  # `receive` itself has raised this error
             raise self._too_slow(body.num_bytes) from None
         return message
 

@@ -209,11 +209,15 @@ class KeyFile:
         self._path = path
         self._clock = clock
         self._usages = usages
+
+        # The version of the file that was read last, and the time at which it is compared again.
+        self._version = self._current_version()
+        self._check_due = clock() + _CHECK_EVERY_S
+
+        # The content of the file.
         self._clients: dict[str, Client] = {}  # maps names to clients
         # Pairs of the digest of an API key and the client that has this key.
         self._digests: list[tuple[bytes, Client]] = []
-        self._version = self._current_version()
-        self._check_due = clock() + _CHECK_EVERY_S
         self._load()
 
     def find(self, key: str) -> Client | None:

@@ -48,13 +48,17 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and close the connection if the headers are too large."""
+        """Parse received bytes, and close the connection if the headers are too large.
+
+        The first bytes of a request also start its timer.
+        """
         if self._timer is None and not self._has_headers:
             self._start_timer()
         self._has_progress = False
         # The parser calls the methods `on_...`, which change `_has_headers` and `_has_progress`.
         super().data_received(data)
-        if self._has_headers or self._has_progress:
+        contains_only_headers = not self._has_headers and not self._has_progress
+        if not contains_only_headers:
             return
         self._num_header_bytes += len(data)
         if self._num_header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():

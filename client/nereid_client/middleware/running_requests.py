@@ -46,7 +46,8 @@ class RunningRequests:
     def abort(self, caller: RunningRequest, ids: Collection[str] | None) -> int:
         """Abort requests, and return the number of aborted requests.
 
-        A client of the key file can abort only its own requests.
+        A client of the key file can abort only its own requests. A client without a name can abort
+        the requests of all clients.
 
         Args:
             caller: the request that aborts other requests. This request itself is not aborted.
@@ -56,8 +57,8 @@ class RunningRequests:
         num_aborted = 0
         for request in self._requests - {caller}:
             is_named = ids is None or not request.ids.isdisjoint(ids)
-            is_own = caller.client in ("", request.client)
-            if is_named and is_own and not request.timeout.expired():
+            may_abort = not caller.client or caller.client == request.client
+            if is_named and may_abort and not request.timeout.expired():
                 request.is_aborted = True
                 request.timeout.reschedule(now)  # the middleware Timeouts then ends the request
                 num_aborted += 1

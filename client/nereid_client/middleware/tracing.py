@@ -48,7 +48,11 @@ class Traces:
             await self._call_in_span(scope, receive, send)
 
     async def _call_in_span(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle the request in a span. The span continues the client's trace, if there is one."""
+        """Handle the request in a span. The span continues the client's trace, if there is one.
+
+        The span has the status code of the response. Without the optional package OpenTelemetry,
+        there is no tracer, and this method is not called. The imports are therefore here.
+        """
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -62,9 +66,9 @@ class Traces:
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
-            carrier: dict[str, str] = {}
-            propagator.inject(carrier)
-            _set_traceparent(scope, carrier["traceparent"])
+            headers_of_span: dict[str, str] = {}
+            propagator.inject(headers_of_span)
+            _set_traceparent(scope, headers_of_span["traceparent"])
 
             async def send_observed(message: Message) -> None:
                 if message["type"] == "http.response.start":

@@ -98,8 +98,9 @@ class _WorkerResponse:
         self._reader = reader
         self._writer = writer
         self._parser = httptools.HttpResponseParser(self)
-        self._has_headers = self._is_complete = False
-        self._parts: list[bytes] = []
+        self._has_headers = False  # whether all headers have arrived
+        self._is_complete = False  # whether the whole response has arrived
+        self._parts: list[bytes] = []  # the parts of the body that have arrived, but are not read
 
     @property
     def media_type(self) -> str:
@@ -137,6 +138,10 @@ class _WorkerResponse:
             self._writer.close()
 
     async def _read(self) -> None:
+        """Read received bytes, and pass them to the parser, which calls the methods `on_...`.
+
+        Raises: EOFError if the connection has ended.
+        """
         data = await self._reader.read(_READ_BYTES)
         if not data:
             raise EOFError

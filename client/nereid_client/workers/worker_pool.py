@@ -108,10 +108,7 @@ class WorkerPool:
         check_settings(self._settings)
         host, port = self._settings.host, self._settings.port
         try:
-            # The first socket is not shared, so this line raises an error if any other program uses
-            # the port. A shared socket would raise no error if that program were a second frontend.
-            listening_socket(host, port, is_shared=False).close()
-            reserved = listening_socket(host, port)
+            reserved = _reserve_port(host, port)
         except OSError as error:
             complain(f"nereid_client: {host}:{port} cannot be used ({error.strerror or error})")
             return 1
@@ -177,14 +174,10 @@ class WorkerPool:
         socket_path.unlink(missing_ok=True)
         _delete_state(worker.place)
         wait_s = worker.restarts.next_wait_s() if has_started else None
-        # The code of a process that a signal has killed is the negative number of the signal.
-        is_killed = code < 0
-        ended = f"ended with exit code {code}"
-        if is_killed:
-            ended = f"was ended by {signal.Signals(-code).name}"
+        ended = _describe_end(code)
         if wait_s is None:
             complain(f"nereid: the {worker.name} {ended} and is not started again")
-            return 1 if is_killed else max(code, 1)
+            return max(code, 1)  # `code` is negative if a signal has killed the worker
         when = "now" if wait_s == 0 else f"in {wait_s:g} s"
         restart = worker.restarts.describe()
         complain(f"nereid: the {worker.name} {ended}; it is started again {when} ({restart})")
@@ -229,6 +222,29 @@ def _delete_abandoned_folders() -> None:
         pid = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
         if not Path("/proc", pid).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe_end(code: int) -> str:
+    """Describe how a process with this exit code has ended.
+
+    If a signal has killed the process, the code is the negative number of the signal.
+
+    Examples: 3 returns "ended with exit code 3", and -9 returns "was ended by SIGKILL".
+    """
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _reserve_port(host: str, port: int) -> socket.socket:
+    """Return a socket that reserves a port for the workers, whose sockets can share the port.
+
+    Raises: OSError if any other program uses the port.
+    """
+    # The first socket is not shared, so this line raises an error if any other program uses the
+    # port. A shared socket would raise no error if that program were a second frontend.
+    listening_socket(host, port, is_shared=False).close()
+    return listening_socket(host, port)
 
 
 def _delete_state(place: WorkerPlace) -> None:

@@ -1,6 +1,6 @@
 """Translate requests of Anthropic's API to chat completions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nereid_client.anthropic.cache_control import cache_retention
@@ -32,6 +32,9 @@ _SWITCHES = ("enable_thinking", "thinking")
 def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     """Return the body of the chat completion that generates the answer to a request.
 
+    Example: {"model": "a", "max_tokens": 5, "stop_sequences": ["."], "messages": [...]} returns
+    {"model": "a", "max_tokens": 5, "stop": ["."], "messages": [...]}.
+
     Args:
         request: the request of Anthropic's API.
         body: the request body as the client sent it. Fields that need no translation are copied
@@ -45,12 +48,26 @@ def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
     }
     if isinstance(request, MessagesRequest):
         translated |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences or None}
-    chat = _without_nulls(copied) | _without_nulls(translated)
-    chat["messages"] = request.chat_messages
-    if chat["messages"][-1]["role"] == "assistant":
-        # The client has sent the beginning of the answer, which the model continues.
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    return chat | _tool_fields(request) | _session_fields(body)
+    messages = request.chat_messages
+    return {
+        **_without_nulls(copied),
+        **_without_nulls(translated),
+        "messages": messages,
+        **_continuation_fields(messages),
+        **_tool_fields(request),
+        **_session_fields(body),
+    }
+
+
+def _continuation_fields(messages: Sequence[Json]) -> Json:
+    """Return the fields that make the model continue the last message, or {} if it must not.
+
+    If the last message is a message of the assistant, the client has sent the beginning of the
+    answer.
+    """
+    if messages[-1]["role"] != "assistant":
+        return {}
+    return {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def _without_nulls(fields: Json) -> Json:

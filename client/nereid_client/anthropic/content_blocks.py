@@ -123,15 +123,18 @@ def chat_messages(system: str | Sequence[Json] | None, messages: Sequence[Json])
     Raises: FieldError that names the wrong block, its value and the remedy.
     """
     turns = [_read_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    opening = list(itertools.takewhile(lambda turn: turn.role == "system", turns))
     system_blocks = [] if system is None else _read_blocks(system, "system", _TEXT_ONLY_BLOCKS)
-    while turns and turns[0].role == "system":
-        system_blocks += turns.pop(0).blocks
-    if not turns:
+    for turn in opening:
+        system_blocks += turn.blocks
+    conversation = turns[len(opening) :]
+    if not conversation:
         raise FieldError("messages", "messages must contain at least one message of the user")
-    chat: list[Json] = []
-    if text := _without_billing_line(_joined_text(system_blocks)):
-        chat.append({"role": "system", "content": text})
-    return chat + _chat_of_turns([_without_system_role(turn) for turn in turns])
+    chat = _chat_of_turns([_without_system_role(turn) for turn in conversation])
+    system_text = _without_billing_line(_joined_text(system_blocks))
+    if not system_text:
+        return chat
+    return [{"role": "system", "content": system_text}, *chat]
 
 
 def _chat_of_turns(turns: Sequence[_Turn]) -> list[Json]:
@@ -301,9 +304,11 @@ def _user_messages(blocks: Sequence[_Block], names: Mapping[str, str]) -> Iterat
     for block in blocks:
         if isinstance(block, _ToolResultBlock):
             yield _tool_message(block, names)
-    if any(isinstance(block, _ImageBlock) for block in blocks):
+    has_images = any(isinstance(block, _ImageBlock) for block in blocks)
+    has_texts = any(isinstance(block, _TextBlock) for block in blocks)
+    if has_images:
         yield {"role": "user", "content": _parts(blocks)}
-    elif any(isinstance(block, _TextBlock) for block in blocks):
+    elif has_texts:
         yield {"role": "user", "content": _joined_text(blocks)}
 
 

@@ -38,9 +38,11 @@ class MessageBuilder:
         self._id = message_id
         self._model = model
         self._shows_thinking = shows_thinking
+        # The content blocks.
         self._finished: list[Json] = []  # the complete blocks
         self._block: _Block | None = None  # the current block
         self._num_calls = 0  # the number of tool calls that have started
+        # The fields that describe the end of the message.
         self._usage: Usage = {"prompt_tokens": 0, "completion_tokens": 0}
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -119,24 +121,29 @@ class MessageBuilder:
     def _add_call(self, piece: ToolCallPiece) -> list[Json]:
         """Append a piece of a tool call. The first piece of a call starts a new block.
 
-        The calls of a message are numbered from 0, so the last call has the number
-        `_num_calls - 1`.
+        The calls of a message are numbered from 0.
+
+        Raises: BackendError if the tool call with this number has ended.
         """
-        call_number = piece["index"]
-        is_last_call = call_number == self._num_calls - 1
-        is_call_open = self._block is not None and self._block.kind == "tool_use"
-        if is_last_call and is_call_open:
-            return self._append(piece.get("arguments", ""))
-        if call_number < self._num_calls:
+        arguments = piece.get("arguments", "")
+        if self._is_current_call(piece["index"]):
+            return self._append(arguments)
+        is_new_call = piece["index"] >= self._num_calls
+        if not is_new_call:
             raise BackendError(
                 "INTERNAL",
-                f"The Triton server sent arguments of tool call {call_number} after this call had "
-                "ended",
+                f"The Triton server sent arguments of tool call {piece['index']} after this call "
+                "had ended",
             )
-        self._num_calls = call_number + 1
+        self._num_calls = piece["index"] + 1
         call = {"id": piece.get("id", ""), "name": piece.get("name", ""), "input": {}}
         start_events = self._start(_Block({"type": "tool_use", **call}))
-        return start_events + self._append(piece.get("arguments", ""))
+        return start_events + self._append(arguments)
+
+    def _is_current_call(self, number: int) -> bool:
+        """Return whether the current block is the tool call with this number."""
+        is_call = self._block is not None and self._block.kind == "tool_use"
+        return is_call and number == self._num_calls - 1
 
     def _start(self, block: "_Block") -> list[Json]:
         """Finish the current block and start a new block. Return the events for both steps."""
@@ -160,20 +167,22 @@ class MessageBuilder:
     def _finish(self) -> list[Json]:
         """Move the current block to the complete blocks, and return the last events of the block.
 
+        If there is no current block, return no events.
+
         The last events of a thinking block contain its signature. If thinking is not shown, the
         complete block contains no text.
         """
         if self._block is None:
             return []
+        whole_block = self._block.whole()
         events = []
-        block = self._block.whole()
         if self._block.kind == "thinking":
-            signature = {"type": "signature_delta", "signature": block["signature"]}
+            signature = {"type": "signature_delta", "signature": whole_block["signature"]}
             events.append(self._delta_event(signature))
             if not self._shows_thinking:
-                block["thinking"] = ""
+                whole_block["thinking"] = ""
         events.append({"type": "content_block_stop", "index": len(self._finished)})
-        self._finished.append(block)
+        self._finished.append(whole_block)
         self._block = None
         return events
 

@@ -64,14 +64,16 @@ class BackgroundResponse:
         The response contains the text of each delta. If the client has requested a stream, the
         encoded events are stored, too. The generators that `follow` has returned then yield them.
         """
-        num_bytes = sum(len(event.get("delta", "").encode()) for event in events)
+        num_text_bytes = sum(len(event.get("delta", "").encode()) for event in events)
+        num_event_bytes = 0
         if self.events is not None:
             encoded = [sse.named_event(event) for event in events]
             self.events += encoded
-            num_bytes += size_of(encoded)
-        self._changed.set()  # ends the waiting of all generators
+            num_event_bytes = size_of(encoded)
+        # Wake all generators, which then wait for the next change.
+        self._changed.set()
         self._changed = asyncio.Event()
-        return num_bytes
+        return num_text_bytes + num_event_bytes
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
         """Yield the events with a sequence number greater than `after`, until the response ends.
@@ -85,7 +87,8 @@ class BackgroundResponse:
             # wait below ends at once. If `is_over` is true, the list of events is complete.
             changed = self._changed
             is_over = self.builder.is_over
-            new_events = (self.events or [])[position:]
+            events = self.events or []  # None if the client has not requested a stream
+            new_events = events[position:]
             position += len(new_events)
             for part in _in_parts(new_events):
                 yield part
@@ -185,16 +188,15 @@ class Responses:
         self._gate.leave(run.client)
 
     async def _add_all(self, run: BackgroundResponse, deltas: AsyncGenerator[Delta]) -> None:
-        """Append all deltas to the response.
+        """Append all deltas to the response, and reserve space for them in the store.
 
-        Raises: FrontendError.
+        Raises: FrontendError if the store is full, the time limit is reached or the backend fails.
         """
         try:
             async with asyncio.timeout(self._limit_s) as limit, aclosing(deltas):
                 async for delta in deltas:
-                    events = run.builder.add(delta)
-                    num_bytes = run.record(events)
-                    self.store.reserve(run, num_bytes)
+                    num_new_bytes = run.record(run.builder.add(delta))
+                    self.store.reserve(run, num_new_bytes)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -208,25 +208,33 @@ class LogprobMatcher:
         """
         if not self._unassigned:
             return []
-        text_bytes = text.encode()
         tokens = [_bytes(entry) for entry in self._unassigned]
-        text_begin = b"".join(tokens).find(text_bytes)
-        if text_begin < 0:
-            # The tokens do not contain the text if the postprocessor has changed the text, for
-            # example to repair JSON. The method then returns the entries of all tokens.
-            all_entries, self._unassigned = self._unassigned, []
-            return all_entries
-        text_end = text_begin + len(text_bytes)
-        token_ends = list(accumulate(map(len, tokens)))
-        first_token = bisect_right(token_ends, text_begin)  # the token with the text's first byte
-        last_token = bisect_left(token_ends, text_end)  # the token with the text's last byte
-        text_entries = self._unassigned[first_token : last_token + 1]
-        self._unassigned = self._unassigned[last_token + 1 :]
+        begin, end = _tokens_of_text(text.encode(), tokens)
+        text_entries = self._unassigned[begin:end]
+        self._unassigned = self._unassigned[end:]
         return text_entries
 
     def clear(self) -> None:
         """Remove all log-probabilities that were not assigned to a text."""
         self._unassigned = []
+
+
+def _tokens_of_text(text: bytes, tokens: Sequence[bytes]) -> tuple[int, int]:
+    """Return the index of a text's first token, and the index after its last token.
+
+    If the postprocessor has changed the text, for example to repair JSON, the tokens do not contain
+    the text. All tokens then belong to the text.
+
+    Example: the text b"Hello" and the tokens [b"<m>", b"Hel", b"lo", b" you"] return (1, 3).
+    """
+    text_begin = b"".join(tokens).find(text)
+    if text_begin < 0:
+        return 0, len(tokens)
+    text_end = text_begin + len(text)
+    token_ends = list(accumulate(map(len, tokens)))
+    first_token = bisect_right(token_ends, text_begin)  # the token with the text's first byte
+    last_token = bisect_left(token_ends, text_end)  # the token with the text's last byte
+    return first_token, last_token + 1
 
 
 def _bytes(entry: TokenLogprob) -> bytes:

@@ -46,18 +46,22 @@ class ResponseBuilder:
         """Create a response without output. The class docstring describes the arguments."""
         self._request_fields = request_fields
         self._namespace_functions = functions_in_namespaces(request_fields.get("tools") or ())
-        self.status = "queued" if is_queued else "in_progress"
-        self._finished_items: list[Json] = []  # Each finished item is stored as JSON.
-        self._current_item: TextItem | CallItem | None = None
-        self._num_calls = 0  # the number of function calls that have started
-        self._logprobs = LogprobMatcher()  # assigns log-probabilities to the texts of items
         # If the request asks for a summary of the reasoning, the complete reasoning is the summary.
         has_summary = (request_fields.get("reasoning") or {}).get("summary") is not None
         self._reasoning_kind = SUMMARY if has_summary else REASONING
-        self._usage: Usage | None = None
+
+        # The fields of the response object.
+        self.status = "queued" if is_queued else "in_progress"
+        self._completed_at: int | None = None  # the Unix time in seconds
         self._error: Json | None = None
         self._incomplete: Json | None = None  # the reason why the response is incomplete
-        self._completed_at: int | None = None  # the Unix time in seconds
+        self._finished_items: list[Json] = []  # the finished output items as JSON
+        self._usage: Usage | None = None
+
+        # The state of the generation.
+        self._current_item: TextItem | CallItem | None = None
+        self._num_calls = 0  # the number of function calls that have started
+        self._logprobs = LogprobMatcher()  # assigns log-probabilities to the texts of items
         self._sequence_number = 0  # the number of the next event
 
     @property

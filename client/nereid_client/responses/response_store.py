@@ -146,7 +146,7 @@ class Store:
                 limit="max_stored_response_bytes",
             )
         with self._database.transaction():
-            if not self._free_space(num_bytes, count=1):
+            if not self._free_space(num_bytes, num_responses=1):
                 raise self._full_error()
             self._database.execute(
                 "INSERT INTO responses (id, owner, worker, num_bytes) VALUES (?, ?, ?, ?)",
@@ -204,7 +204,7 @@ class Store:
         Returns: False if the response does not fit into the store.
         """
         with self._database.transaction():
-            is_added = self.is_on and self._free_space(record.num_bytes, count=1)
+            is_added = self.is_on and self._free_space(record.num_bytes, num_responses=1)
             if is_added:
                 self._insert(record)
         if not is_added:
@@ -232,17 +232,20 @@ class Store:
             return None
         if worker is not None:  # the response still runs in the process with this number
             return self._running.get(response_id) or RunningElsewhere(worker)
-        items = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
-        item_ids = tuple(item_id for (item_id,) in items)
         return StoredResponse(
             id=response_id,
             response=response,
             context=context,
-            items=item_ids,
+            items=self._item_ids(response_id),
             events=None if events is None else _split_events(events),
             is_background=bool(is_background),
             owner=owner,
         )
+
+    def _item_ids(self, response_id: str) -> tuple[str, ...]:
+        """Return the ids of the output items of a stored response."""
+        rows = self._database.rows("SELECT id FROM items WHERE response_id = ?", (response_id,))
+        return tuple(item_id for (item_id,) in rows)
 
     def find_item(self, item_id: str) -> Json | None:
         """Return the output item with this id, or None if no stored response contains it."""
@@ -295,21 +298,21 @@ class Store:
         )[0]
         return int(count), int(num_bytes)
 
-    def _free_space(self, num_bytes: int, count: int = 0) -> bool:
+    def _free_space(self, num_bytes: int, num_responses: int = 0) -> bool:
         """Delete the oldest responses until a new response fits into the store.
 
         Args:
             num_bytes: the bytes that must be free.
-            count: the number of responses that will be added.
+            num_responses: the number of responses that will be added.
 
         Returns: False if the store cannot have enough free space, because running responses
             are never deleted.
         """
         num_running, running_bytes = self._totals("WHERE is_running")
-        if not self._fits(num_running + count, running_bytes + num_bytes):
+        if not self._fits(num_running + num_responses, running_bytes + num_bytes):
             return False
         self._delete_expired()
-        while not self._fits(len(self) + count, self.num_bytes + num_bytes):
+        while not self._fits(len(self) + num_responses, self.num_bytes + num_bytes):
             self._database.execute(
                 "DELETE FROM responses WHERE number = "
                 "(SELECT MIN(number) FROM responses WHERE worker IS NULL)"

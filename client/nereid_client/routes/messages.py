@@ -38,8 +38,8 @@ async def create_message(request: Request) -> Response:
     await check_language_model(request, messages_request.model)
     chat = to_json(chat_request(messages_request, body))
     generation = Generation(unique_request_id(request), chat_request=chat)
-    deltas = ANTHROPIC_NAMES.rename_in(context_of(request).backend.generate(generation))
-    deltas = merged(deltas, by_kind)
+    generated = ANTHROPIC_NAMES.rename_in(context_of(request).backend.generate(generation))
+    deltas = merged(generated, by_kind)
     builder = MessageBuilder(
         f"msg_{secrets.token_hex(12)}",
         name_of_model(request),

@@ -118,7 +118,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     query parameter `starting_after` is given, return only events with a larger sequence number.
     """
     found = _find(request, response_id)
-    if request.query_params.get("stream", "false") not in ("true", "1"):
+    wants_events = request.query_params.get("stream") in ("true", "1")
+    if not wants_events:
         return _response_object(found)
     query = validate(_EventsQuery, dict(request.query_params))
     after = _ALL_EVENTS if query.starting_after is None else query.starting_after

@@ -48,8 +48,13 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
     """
     if not uses_anthropic_api(scope):
         return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
-    status = _OVERLOADED if error.status == 503 else error.status
+    status = _anthropic_status(error)
     return JSONResponse(_anthropic_body(error, scope), status_code=status, headers=error.headers)
+
+
+def _anthropic_status(error: ApiError) -> int:
+    """Return the HTTP status of an error in Anthropic's API."""
+    return _OVERLOADED if error.status == 503 else error.status
 
 
 def error_event(error: ApiError, scope: Scope) -> bytes:
@@ -79,15 +84,12 @@ def _anthropic_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     if error.code == "context_length_exceeded" and lengths is not None:
         num_tokens, limit = lengths
         message = f"prompt is too long: {num_tokens} tokens > {limit} maximum. {message}"
-    status = _OVERLOADED if error.status == 503 else error.status
     default_type = "api_error" if error.status >= 500 else "invalid_request_error"
-    details = {} if error.code is None else {"details": {"error_code": error.code}}
-    return {
-        "type": "error",
-        "error": {
-            "type": _ANTHROPIC_TYPES.get(status, default_type),
-            "message": message,
-            **details,
-        },
-        "request_id": scope.get("state", {}).get("request_id"),
+    fields: dict[str, Any] = {
+        "type": _ANTHROPIC_TYPES.get(_anthropic_status(error), default_type),
+        "message": message,
     }
+    if error.code is not None:
+        fields["details"] = {"error_code": error.code}
+    request_id = scope.get("state", {}).get("request_id")
+    return {"type": "error", "error": fields, "request_id": request_id}

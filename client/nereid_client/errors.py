@@ -258,9 +258,10 @@ def first_field_error(error: ValidationError, place: str = "") -> FieldError:
     details = error.errors(include_url=False)
     if place:
         details = [{**detail, "loc": (place, *detail["loc"])} for detail in details]
-    cause = details[0].get("ctx", {}).get("error")
-    if isinstance(cause, FieldError):
-        return cause  # one of Nereid's validators has raised this error
+    # If a validator of Nereid has raised an error, pydantic stores this error in the details.
+    error_of_validator = details[0].get("ctx", {}).get("error")
+    if isinstance(error_of_validator, FieldError):
+        return error_of_validator
     path = _path(details[0])
     field = path if _FIELD_PATH.fullmatch(path) else ""
     return FieldError(field, _message_of(details))
@@ -298,14 +299,15 @@ def _type_message(details: Sequence[ErrorDetails]) -> str:
     wrong_members = [detail for detail in details if _path(detail).startswith(f"{field}[")]
     if isinstance(value, list) and wrong_members:
         member = wrong_members[0]
-        return (
-            f"{_path(member)} must be {_requirement(member)}, but the request has "
-            f"{shown(member['input'])}"
-        )
+        return _wrong_value_message(_path(member), _requirement(member), member["input"])
     requirements = [_requirement(detail) for detail in details if _path(detail) == field]
     # Two types can have the same requirement. `dict.fromkeys` removes the duplicates.
     accepted = " or ".join(dict.fromkeys(requirements))
-    return f"{field} must be {accepted}, but the request has {shown(value)}"
+    return _wrong_value_message(field, accepted, value)
+
+
+def _wrong_value_message(path: str, requirement: str, value: object) -> str:
+    return f"{path} must be {requirement}, but the request has {shown(value)}"
 
 
 def shown(value: object, limit: int = 80) -> str:

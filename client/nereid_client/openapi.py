@@ -80,12 +80,16 @@ FORMS: dict[str, type[BaseModel]] = {"/v1/files": UploadForm}
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI schema of an application, including the types of the request bodies."""
+    """Return the OpenAPI schema of an application, including the types of the request bodies.
+
+    FastAPI does not know these types, because the routes read the bodies themselves.
+    """
     schema = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     bodies = REQUEST_BODIES | FORMS
     models = sorted(set(bodies.values()), key=lambda model: model.__name__)
+    # A reference is {"$ref": "#/components/schemas/MODEL"}, and a definition is the schema itself.
     references, definitions = models_json_schema(
         [(model, "validation") for model in models],
         ref_template="#/components/schemas/{model}",

@@ -32,8 +32,11 @@ VLLM_METRICS = frozenset(
 """The names, without the prefix, of the metrics that have the same meaning in vLLM."""
 
 _LINE = re.compile(r"^((?:# (?:HELP|TYPE) )?)nereid:(\w+?)((?:_bucket|_sum|_count)?[{ ].*)$", re.M)
+"""Matches a line with a metric of Nereid.
+
+The groups are "# HELP ", "# TYPE " or "", the name of the metric without "nereid:", and the rest.
+"""
 _LABEL = 'model_name="llm"'
-_ENGINE_LABEL = 'engine="'
 
 
 def with_vllm_names(page: str, model_name: str) -> str:
@@ -50,13 +53,20 @@ def with_vllm_names(page: str, model_name: str) -> str:
     """
     escaped = model_name.replace("\\", r"\\").replace('"', r"\"")
     model_label = f'model_name="{escaped}"'
+    return _LINE.sub(lambda match: _renamed(match, model_label), page)
 
-    def rename(match: re.Match[str]) -> str:
-        start, name, rest = match.groups()
-        if name not in VLLM_METRICS:
-            return match[0]
-        # A server with several engine processes has already added the label `engine` to its gauges.
-        labels = model_label if _ENGINE_LABEL in rest else f'{model_label},{_ENGINE_LABEL}0"'
-        return f"{start}vllm:{name}{rest.replace(_LABEL, labels, 1)}"
 
-    return _LINE.sub(rename, page)
+def _renamed(line: re.Match[str], model_label: str) -> str:
+    """Return one line of a metrics page with vLLM's name of the metric and with vLLM's labels.
+
+    Args:
+        line: a match of `_LINE`.
+        model_label: the label of the model, such as 'model_name="chat"'.
+    """
+    start, name, rest = line.groups()
+    if name not in VLLM_METRICS:
+        return line[0]
+    # A server with several engine processes has already added the label `engine` to its gauges.
+    has_engine = 'engine="' in rest
+    labels = model_label if has_engine else f'{model_label},engine="0"'
+    return f"{start}vllm:{name}{rest.replace(_LABEL, labels, 1)}"

@@ -66,7 +66,7 @@ class Adapters:
         """Select the adapter `name` for the current request, if the server has this adapter.
 
         Return True if the adapter was selected. Otherwise, return False, and the request uses no
-        adapter.
+        adapter. The selected adapter is the value of the context variable `current_adapter`.
 
         Args:
             name: the name of an adapter or of another model. None means the language model.
@@ -74,13 +74,14 @@ class Adapters:
 
         Raises: BackendError.
         """
+        current_adapter.set("")  # the request uses no adapter
         if name is None or name == language_model:
-            current_adapter.set("")
             return False
         # If the name is unknown, query the server, because the adapter may have been loaded since
         # the last query.
         is_adapter = name in self._names or name in await self.names()
-        current_adapter.set(name if is_adapter else "")
+        if is_adapter:
+            current_adapter.set(name)
         return is_adapter
 
     async def _update(self, parameters: Mapping[str, str]) -> list[str]:

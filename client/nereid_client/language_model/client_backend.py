@@ -43,8 +43,9 @@ class ClientBackend:
                 priority=client.priority,
             )
         deltas = self._backend.generate(generation)
-        # Only the tokens of clients with a name are counted.
-        return self._counted(deltas, client) if client.name else deltas
+        if not client.name:  # only the tokens of clients with a name are counted
+            return deltas
+        return self._with_counted_tokens(deltas, client)
 
     async def tokenize(self, generation: Generation) -> list[int]:
         """Return the token ids of the prompt. See `Backend.tokenize`."""
@@ -85,10 +86,13 @@ class ClientBackend:
         """Close the connection to the server."""
         await self._backend.close()
 
-    async def _counted(
+    async def _with_counted_tokens(
         self, deltas: AsyncGenerator[Delta], client: Client
     ) -> AsyncGenerator[Delta]:
-        """Yield the deltas. Afterwards, add the request's tokens to the client's token counters."""
+        """Yield the deltas. Afterwards, add the request's tokens to the client's token counters.
+
+        If this generator is closed early, the tokens that the deltas have reported so far count.
+        """
         usages: dict[int, Usage] = {}  # the token counts of each choice, by the index of the choice
         try:
             async with aclosing(deltas):

@@ -357,9 +357,11 @@ def unreachable_message(url: str) -> str:
 def read_error(text: str) -> BackendError:
     """Convert an error message of the Triton server to a BackendError. Remove the prefixes.
 
+    A model puts the code of its error before the message. If the message has no code, the server
+    itself has raised the error. docs/reference/tensors.md describes the format.
+
     Example: "in ensemble 'llm', [INVALID_ARGUMENT] seed: must be an integer" returns
-    BackendError("INVALID_ARGUMENT", "seed: must be an integer"). docs/reference/tensors.md
-    describes the format.
+    BackendError("INVALID_ARGUMENT", "seed: must be an integer").
     """
     text = _PLACE_PREFIX.sub("", text)
     match = _CODE_PREFIX.match(text)

@@ -38,9 +38,7 @@ class AbortRequest(RequestBody):
         """
         if self.abort_all:
             return None
-        ids = set(self.request_ids or ())
-        if self.rid is not None:
-            ids.add(self.rid)
+        ids = {self.rid or "", *(self.request_ids or ())}
         ids.discard("")
         for prefix in _COMPLETION_PREFIXES:
             ids |= {given_id.removeprefix(prefix) for given_id in ids}

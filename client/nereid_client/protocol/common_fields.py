@@ -297,11 +297,13 @@ def refuse_typing_errors(body: Mapping[str, Any], known: set[str]) -> None:
     unknown = [name for name in body if name not in known][:_MAX_COMPARED_FIELDS]
     if not unknown:
         return
-    plain_names = {_plain_name(name): name for name in known}
+    known_by_plain_name = {_plain_name(name): name for name in known}
     for name in unknown:
-        similar = difflib.get_close_matches(_plain_name(name), plain_names, 1, _TYPING_ERROR)
+        similar = difflib.get_close_matches(
+            _plain_name(name), known_by_plain_name, n=1, cutoff=_TYPING_ERROR
+        )
         if similar:
-            hint = plain_names[similar[0]]
+            hint = known_by_plain_name[similar[0]]
             raise FieldError(
                 name,
                 f"The request has the unknown field {shown(name)}. Did you mean {shown(hint)}? "

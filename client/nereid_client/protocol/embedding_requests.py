@@ -183,8 +183,7 @@ class EmbeddingRequest(EmbeddingOptions):
             return options
         input_type = self.input_type or ""
         names = [input_type, "document"] if input_type == "passage" else [input_type]
-        known_names = [name for name in names if name in prompts]
-        options["prompt_name"] = known_names[0] if known_names else None
+        options["prompt_name"] = _first_known(names, prompts)
         return options
 
     @field_validator("input")
@@ -291,12 +290,17 @@ class CohereEmbedRequest(RequestBody):
         """
         input_type = self.input_type or ""
         names = (input_type, input_type.removeprefix("search_"))
-        known_names = [name for name in names if name in prompts]
         return {
             "dimensions": self.output_dimension,
-            "prompt_name": known_names[0] if known_names else None,
+            "prompt_name": _first_known(names, prompts),
             "truncate": self.truncate != "NONE",
         }
+
+
+def _first_known(names: Iterable[str], prompts: Iterable[str]) -> str | None:
+    """Return the first of `names` that is the name of a prompt, or None."""
+    known_names = [name for name in names if name in prompts]
+    return known_names[0] if known_names else None
 
 
 def _only_parts(inputs: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -137,9 +137,8 @@ def refuse(body: Mapping[str, Any], *tables: Mapping[str, Refusal]) -> None:
     for table in tables:
         for name, refusal in table.items():
             value = body.get(name)
-            if value is None:
-                continue
-            if any(_is_same(value, harmless) for harmless in refusal.harmless):
+            is_harmless = any(_is_same(value, harmless) for harmless in refusal.harmless)
+            if value is None or is_harmless:
                 continue
             raise FieldError(
                 name,

@@ -4,7 +4,7 @@ The fields follow OpenAI's API reference of November 2026. The route also accept
 chat completions, such as `min_p`, although OpenAI's Responses API does not have these fields.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -213,10 +213,23 @@ class ResponsesRequest(GenerationRequest):
         """Check text.format, the names of the tools, and the tool choice."""
         if self.response_format_of_text is not None:
             check_response_format(self.response_format_of_text, "text.format", "text.format.schema")
-        tools = self.chat_tools
-        names = [tool["function"]["name"] for tool in tools or ()]
-        # A tool call that the model generates contains the joined name of namespace and function.
-        # If two tools had the same joined name, the namespace of the call would be unknown.
+        tools = self.chat_tools or ()
+        self._check_tool_names([tool["function"]["name"] for tool in tools])
+        if self.tool_choice is not None:
+            check_tool_choice(to_chat_tool_choice(self.tool_choice), tools)
+        return self
+
+    def _check_tool_names(self, names: Sequence[str]) -> None:
+        """Check that no tool has the same name as a function in a namespace.
+
+        A tool call that the model generates contains the joined name of namespace and function. If
+        two tools had the same joined name, the namespace of the call would be unknown.
+
+        Args:
+            names: the names of all tools in the chat completion.
+
+        Raises: FieldError that names the function.
+        """
         for name in functions_in_namespaces(self.tools or ()):
             if names.count(name) > 1:
                 raise FieldError(
@@ -224,9 +237,6 @@ class ResponsesRequest(GenerationRequest):
                     f"tools must have different names, but several are called {shown(name)}. A "
                     "function in a namespace is called NAMESPACE__FUNCTION.",
                 )
-        if self.tool_choice is not None:
-            check_tool_choice(to_chat_tool_choice(self.tool_choice), tools or ())
-        return self
 
     @model_validator(mode="after")
     def _check_background(self) -> Self:

@@ -186,19 +186,19 @@ def _merge_calls(pieces: list[ToolCallPiece]) -> list[ToolCallPiece]:
 
     Example: the arguments "{" and "}" of call 0 become "{}".
     """
-    calls: dict[int, ToolCallPiece] = {}
-    arguments: dict[int, list[str]] = {}
+    pieces_of_calls: dict[int, list[ToolCallPiece]] = {}
     for piece in pieces:
-        index = piece["index"]
-        call = calls.setdefault(index, {"index": index})
-        if "id" in piece:
-            call["id"] = piece["id"]
-        if "name" in piece:
-            call["name"] = piece["name"]
-        arguments.setdefault(index, []).append(piece.get("arguments", ""))
-    for index, call in calls.items():
-        call["arguments"] = "".join(arguments[index])
-    return list(calls.values())
+        pieces_of_calls.setdefault(piece["index"], []).append(piece)
+    return [_merge_call(pieces_of_call) for pieces_of_call in pieces_of_calls.values()]
+
+
+def _merge_call(pieces: Sequence[ToolCallPiece]) -> ToolCallPiece:
+    """Merge the pieces of one tool call. Usually, only the first piece has the id and the name."""
+    call: ToolCallPiece = {"index": pieces[0]["index"]}
+    for piece in pieces:
+        call.update(piece)
+    call["arguments"] = "".join(piece.get("arguments", "") for piece in pieces)
+    return call
 
 
 async def fold(deltas: AsyncGenerator[Delta], num_choices: int = 1) -> list[Delta]:

@@ -97,7 +97,8 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     schemas |= definitions["$defs"]
     for path, model in bodies.items():
+        reference = references[model, "validation"]
         media_type = "multipart/form-data" if path in FORMS else "application/json"
-        content = {media_type: {"schema": references[model, "validation"]}}
-        schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        body = {"required": True, "content": {media_type: {"schema": reference}}}
+        schema["paths"][path]["post"]["requestBody"] = body
     return schema

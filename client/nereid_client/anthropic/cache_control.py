@@ -42,7 +42,7 @@ def cache_retention(body: Json) -> Literal["5m", "1h"] | None:
         if part.get(_FIELD) is not None:
             control = validated(_CacheControl, part[_FIELD], f"{place}{_FIELD}")
             ttls.append(control.ttl or "5m")
-    return max(ttls, key=_TTL_SECONDS.__getitem__, default=None)
+    return max(ttls, key=lambda ttl: _TTL_SECONDS[ttl], default=None)
 
 
 def _parts(body: Json) -> Iterator[tuple[str, Json]]:

@@ -162,7 +162,7 @@ class CountRequests:
         if scope["type"] != "http" or is_from_supervisor(scope) or is_from_worker(scope):
             await self._app(scope, receive, send)
             return
-        status: int | None = None
+        status: int | None = None  # None until a response starts
         arrived = time.monotonic()
 
         async def send_observed(message: Message) -> None:
@@ -174,11 +174,13 @@ class CountRequests:
         try:
             await self._app(scope, receive, send_observed)
         except Exception:
-            status = status or 500  # Starlette sends this response after all middleware
+            if status is None:
+                status = 500  # Starlette sends this response after all middleware
             raise
         finally:
-            # If `status` is not set, the client closed the connection before a response started.
-            self._record(scope, status or _CLIENT_CLOSED_REQUEST, time.monotonic() - arrived)
+            if status is None:
+                status = _CLIENT_CLOSED_REQUEST
+            self._record(scope, status, time.monotonic() - arrived)
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
         """Count a request whose response has ended, and log the request.

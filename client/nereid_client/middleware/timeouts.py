@@ -102,7 +102,7 @@ class Timeouts:
                     _UnreadWatch(response, timeout, self._unread_s) as watch,
                     self._running.track(request_id, client_name, timeout) as request,
                 ):
-                    state["running_request"] = request
+                    state["running_request"] = request  # the routes add ids to this object
                     await self._app(scope, receive, response.send)
         except TimeoutError:
             if not timeout.expired():

@@ -138,10 +138,7 @@ class ActiveRequests:
         if _is_queued(request, sequence):
             self.waiting.remove(sequence)
         self.waiting.unregister(sequence)
-        self.num_sequences -= 1
-        del request.sequences[sequence.index]
-        if not request.sequences:
-            del self._requests[sequence.request_id]
+        self._remove_from_request(request, sequence)
         if sequence in request.followers:
             self._remove_follower(request, sequence)
         elif request.waits_for_prompt:
@@ -149,6 +146,13 @@ class ActiveRequests:
             # call of `_enqueue` after the compilation selects the leader.
             new_leader = request.followers.pop(0)
             self.waiting.add(new_leader)
+
+    def _remove_from_request(self, request: Request, sequence: Sequence) -> None:
+        """Remove a sequence from its request. Also remove the request if no sequence is left."""
+        self.num_sequences -= 1
+        del request.sequences[sequence.index]
+        if not request.sequences:
+            del self._requests[sequence.request_id]
 
     def check(self, num_running: int) -> None:
         """Check that no sequence was lost.

@@ -116,8 +116,7 @@ class PendingPlans:
                 corrected[chunk_index] = chunk._replace(samples=False)
         if not corrected:
             return plan
-        chunks = [corrected.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
-        settled = replace(plan, chunks=chunks, num_tokens=sum(c.num_tokens for c in chunks))
+        settled = _with_chunks(plan, corrected)
         self._plans = [settled]
         return settled
 
@@ -136,6 +135,12 @@ class PendingPlans:
         for sequence in free:
             del self.leaving[sequence]
         return free
+
+
+def _with_chunks(plan: StepPlan, replacements: dict[int, Chunk]) -> StepPlan:
+    """Return a copy of a plan with other chunks at the indices in `replacements`."""
+    chunks = [replacements.get(index, chunk) for index, chunk in enumerate(plan.chunks)]
+    return replace(plan, chunks=chunks, num_tokens=sum(chunk.num_tokens for chunk in chunks))
 
 
 def _assume_step_ended(plan: StepPlan) -> list[Sequence]:

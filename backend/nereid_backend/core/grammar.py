@@ -96,15 +96,14 @@ class ThinkingSpec(NamedTuple):
             RequestError: if the fields are not a valid specification.
         """
         values = _as_tuple(fields)
-        match values:
-            case str(start), str(end), list() | tuple() as token_ids, bool(is_open), budget:
-                are_token_ids = all(type(token_id) is int for token_id in token_ids)
-                if are_token_ids and _is_budget(budget):
-                    return cls(start, end, tuple(token_ids), is_open, budget)
-        raise RequestError(
-            "thinking: the value must be a list of start marker, end marker, token ids, a boolean "
-            f"and a budget (an integer of at least 0, or null), but it is {values!r}."
-        )
+        if not _is_thinking(values):
+            raise RequestError(
+                "thinking: the value must be a list of start marker, end marker, token ids, a "
+                "boolean and a budget (an integer of at least 0, or null), but it is "
+                f"{values!r}."
+            )
+        start, end, token_ids, is_open, budget = values
+        return cls(start, end, tuple(token_ids), is_open, budget)
 
 
 def _as_tuple(fields: object) -> tuple[Any, ...]:
@@ -113,6 +112,21 @@ def _as_tuple(fields: object) -> tuple[Any, ...]:
     The value comes from another process. An error message can show the tuple in both cases.
     """
     return tuple(fields) if isinstance(fields, list | tuple) else (fields,)
+
+
+def _is_thinking(values: tuple[Any, ...]) -> bool:
+    """Return whether the values are the five fields of a `ThinkingSpec`, each of the right type."""
+    if len(values) != 5:
+        return False
+    start, end, token_ids, is_open, budget = values
+    return (
+        isinstance(start, str)
+        and isinstance(end, str)
+        and isinstance(token_ids, list | tuple)
+        and all(type(token_id) is int for token_id in token_ids)
+        and isinstance(is_open, bool)
+        and _is_budget(budget)
+    )
 
 
 def _is_budget(value: object) -> bool:

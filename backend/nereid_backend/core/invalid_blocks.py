@@ -22,11 +22,19 @@ class InvalidBlocks:
         pending_plans: PendingPlans,
         planner: StepPlanner,
     ) -> None:
-        """Create an object without blocks. The arguments are objects that the scheduler owns."""
+        """Create an object without blocks.
+
+        Args:
+            tables: the block tables, from which invalid blocks are removed.
+            running: the running sequences, which may share invalid blocks.
+            pending_plans: contains the sequences that have ended but still have blocks.
+            planner: preempts the sequences that share invalid blocks.
+        """
         self._tables = tables
         self._running = running
         self._pending_plans = pending_plans
         self._planner = planner
+        # The ids of the blocks that `add` has marked as invalid since the last call of `purge`.
         self._blocks: set[int] = set()
 
     def add(self, sequence: Sequence) -> None:
@@ -55,7 +63,8 @@ class InvalidBlocks:
             has_ended = sequence in self._pending_plans.leaving
             has_invalid_block = not invalid_blocks.isdisjoint(sequence.all_blocks())
             if has_invalid_block and not has_ended:
-                # The sequence has computed its later tokens from the invalid blocks.
+                # The sequence has computed its later tokens from the invalid blocks, so its own
+                # blocks must leave the prefix cache, too.
                 self._tables.forget(self._tables.blocks_of(sequence))
                 self._planner.preempt(sequence)
         self._tables.forget(invalid_blocks)

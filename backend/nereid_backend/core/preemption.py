@@ -2,7 +2,7 @@
 """Selects the running sequence that is preempted when the batch or the KV cache is full."""
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from nereid_backend.core.queues.ranked_sequences import RunningSequences
 from nereid_backend.core.sequence import Sequence
@@ -28,20 +28,30 @@ def cheapest_victim(index: int, running: RunningSequences, *, by_client: bool) -
         return sequence
     if not by_client:
         return min(later_sequences, key=_preemption_cost)
-    num_blocks_of_client: Counter[str] = Counter()
-    for other in running:
-        num_blocks_of_client[other.params.client_id] += other.num_blocks
-
-    def client_cost(other: Sequence) -> tuple[float, tuple[int, int, int]]:
-        """Return a sort key, which is smallest for the client with the most blocks."""
-        client = other.params
-        weighted_blocks = num_blocks_of_client[client.client_id] / client.client_weight
-        return -weighted_blocks, _preemption_cost(other)
-
     # The first running sequence is never preempted for a later sequence, so it always finishes.
     is_first = index == 0
     candidates = later_sequences if is_first else [*later_sequences, sequence]
-    return min(candidates, key=client_cost)
+    return _victim_of_largest_client(candidates, running)
+
+
+def _victim_of_largest_client(
+    candidates: Iterable[Sequence], running: RunningSequences
+) -> Sequence:
+    """Return the cheapest candidate of the client that uses the most blocks for its weight.
+
+    Example: the clients A and B have the weight 1. The running sequences of A have 30 blocks, and
+    those of B have 20 blocks. The result is the cheapest candidate of A.
+    """
+    num_blocks_of_client: Counter[str] = Counter()
+    for sequence in running:
+        num_blocks_of_client[sequence.params.client_id] += sequence.num_blocks
+
+    def sort_key(sequence: Sequence) -> tuple[float, tuple[int, int, int]]:
+        client = sequence.params
+        weighted_blocks = num_blocks_of_client[client.client_id] / client.client_weight
+        return -weighted_blocks, _preemption_cost(sequence)
+
+    return min(candidates, key=sort_key)
 
 
 def fair_victim(

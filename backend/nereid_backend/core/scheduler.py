@@ -193,7 +193,7 @@ class Scheduler:
         Args:
             request_id: a request that was added with is_prepared=False.
             error: a sentence that describes the error. The updates of the request contain it.
-            is_refused: whether the request itself caused the error.
+            is_refused: True if the request is invalid, False if the server has failed.
         """
         self._ended += [
             self._end(sequence, "error", error=error, is_refused=is_refused)
@@ -206,12 +206,10 @@ class Scheduler:
         Do nothing if the request is unknown.
         """
         sequences = self._requests.sequences_of(request_id)
+        aborted = [sequence for sequence in sequences if index in (None, sequence.index)]
         # End the last sequence first. If the first sequence ended first, the next sequence would
         # become the leader and enter the waiting queue.
-        last_first = [
-            sequence for sequence in reversed(sequences) if index in (None, sequence.index)
-        ]
-        updates = [self._end(sequence, "abort") for sequence in last_first]
+        updates = [self._end(sequence, "abort") for sequence in reversed(aborted)]
         self._ended += reversed(updates)
 
     def plan(self) -> StepPlan:
@@ -283,16 +281,17 @@ class Scheduler:
         """End all sequences of a plan, because its step failed. Return their last updates.
 
         The blocks of these sequences may contain wrong values, so the prefix cache forgets them.
+        The list also contains the last update of each sequence that was aborted or refused after
+        the previous commit.
         """
         updates = self._take_ended()
         self._pending_plans.remove(plan)
         for chunk in plan.chunks:
             self._invalid_blocks.add(chunk.sequence)
-        updates += [
-            self._end(chunk.sequence, "error", error=error)
-            for chunk in plan.chunks
-            if chunk.sequence not in self._pending_plans.leaving
-        ]
+        for chunk in plan.chunks:
+            has_ended_before = chunk.sequence in self._pending_plans.leaving
+            if not has_ended_before:
+                updates.append(self._end(chunk.sequence, "error", error=error))
         self._invalid_blocks.purge()
         self._release_ended()
         return updates
@@ -343,19 +342,23 @@ class Scheduler:
 
         If the chunk does not sample, `outcome` is None and the method returns None. In both cases,
         the full blocks of the sequence are added to the prefix cache.
+
+        Mutates: the sequence. The tokens of the chunk count as computed, sampled tokens are
+            appended, and blocks before an attention window are freed.
         """
         # Unpacking a tuple takes less time than reading its fields by name.
         sequence, start, num_tokens, _samples, _is_first, _num_logits = chunk
-        num_known = len(sequence.token_ids)
         chunk_end = start + num_tokens
-        # Draft tokens at the end of the chunk do not count before they are verified. This
-        # expression takes less time than `min`.
+        # The chunk may end with draft tokens, which do not count as computed before they are
+        # verified. The conditional expression takes less time than `min`.
+        num_known = len(sequence.token_ids)
         sequence.num_computed_tokens = chunk_end if chunk_end < num_known else num_known
-        update = None
-        if outcome is not None:
+        if outcome is None:
+            update = None
+            if self.cache is not None:
+                self.cache.add(sequence)
+        else:
             update = self._append(sequence, outcome)  # also adds the blocks to the cache
-        elif self.cache is not None:
-            self.cache.add(sequence)
         if self._has_windows:
             self._tables.free_blocks_before_window(sequence)
         return update
@@ -363,8 +366,10 @@ class Scheduler:
     def _append(self, sequence: Sequence, sampled: Sampled) -> RequestUpdate:
         """Append sampled tokens to a sequence, and return the update of the sequence.
 
-        The full blocks of the sequence are added to the prefix cache. The sequence ends at a stop
-        token, at its length limit, or if no token could be sampled.
+        The sequence ends at a stop token, at its length limit, or if no token could be sampled. The
+        full blocks of the sequence are added to the prefix cache. If the request has several
+        sequences, the other sequences can now reuse the prompt.
+
         Example: the sampled tokens are [5, 2, 9], and 2 is a stop token. The update reports the
         tokens [5, 2], and its finish_reason is "stop".
         """
@@ -379,10 +384,8 @@ class Scheduler:
             self.cache.add(sequence)
         if sequence.params.n > 1:
             self._requests.share_prompt(sequence)
-        top_logprobs = sampled.top
-        if top_logprobs is not None:
-            # The tokens after a stop token are not part of the update.
-            top_logprobs = top_logprobs[: len(new_token_ids)]
+        # The log-probabilities of tokens after a stop token are not part of the update.
+        top_logprobs = None if sampled.top is None else sampled.top[: len(new_token_ids)]
         update = make_update(sequence, new_token_ids, top_logprobs)
         if reason is None:
             return update

@@ -88,22 +88,40 @@ class StepPlanner:
         """Return the plan of the next step. Every sequence in the plan has a row and blocks.
 
         A row is a place in the batch. If several clients have requests, the rows, the blocks and
-        the token budget are shared fairly. The tokens of the step are then added to the service of
-        their clients; the client with the least service is served next.
+        the token budget are shared fairly.
 
         Mutates: running sequences can be preempted, and waiting sequences can start to run.
         """
         if self.drafter is not None:
             self.drafter.prepare(self.running.sequences)
+        if self.requests.waiting.has_several_clients:
+            chunks = self._plan_fair_chunks()
+        else:
+            self.shares = {}
+            chunks = self._plan_chunks()
+        return self._make_plan(chunks)
+
+    def _plan_fair_chunks(self) -> list[Chunk]:
+        """Share the step fairly among the clients that have requests, and return the chunks.
+
+        The tokens of the step are added to the service of their clients. The client with the least
+        service is served next.
+        """
         waiting = self.requests.waiting
-        has_several_clients = waiting.has_several_clients
-        if has_several_clients and waiting:
+        if waiting:
             self._make_room(waiting.first())
-        self.shares = self._prefill_shares() if has_several_clients else {}
+        self.shares = self._prefill_shares()
         chunks = self._plan_chunks()
-        if has_several_clients:
-            for chunk in chunks:
-                waiting.charge(chunk.sequence, chunk.num_tokens)
+        for chunk in chunks:
+            waiting.charge(chunk.sequence, chunk.num_tokens)
+        return chunks
+
+    def _make_plan(self, chunks: list[Chunk]) -> StepPlan:
+        """Return the plan of a step that computes `chunks`, which may be reordered.
+
+        The plan contains all block copies that are necessary before the step, and the snapshots of
+        recurrent states that the step loads and saves.
+        """
         num_tokens = sum([chunk.num_tokens for chunk in chunks])
         has_long_chunk = num_tokens > len(chunks)
         if has_long_chunk:
@@ -119,7 +137,9 @@ class StepPlanner:
         """Plan the running sequences, then plan waiting sequences, and return the chunks.
 
         The overdue prompt is a prompt that must be computed in one step, but did not fit into the
-        previous step. If there is an overdue prompt, plan only this prompt.
+        previous step. If there is an overdue prompt, plan only this prompt. If the free blocks do
+        not suffice for this prompt, plan the running sequences, because these sequences free blocks
+        when they end.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
@@ -127,8 +147,6 @@ class StepPlanner:
             budget = self._plan_running(chunks, budget)
         self._plan_waiting(chunks, budget)
         if not chunks and self.running:
-            # There are not enough free blocks for the overdue prompt. The running sequences free
-            # blocks when they end, so plan the running sequences.
             self._plan_running(chunks, budget)
         return chunks
 
@@ -176,10 +194,7 @@ class StepPlanner:
                 # num_tokens, samples, is_first and num_logits.
                 chunk = Chunk(sequence, start, 1, True, False, 1)
             else:
-                # Keep one token of the budget for each later running sequence. Otherwise, a long
-                # chunk could leave no budget for the later sequences.
-                num_later = len(running) - index - 1
-                chunk = self._plan_next_tokens(index, max(1, budget - num_later))
+                chunk = self._plan_next_tokens(index, budget)
             if chunk is None:
                 break
             chunks.append(chunk)
@@ -187,22 +202,26 @@ class StepPlanner:
             index += 1
         return budget
 
-    def _plan_next_tokens(self, index: int, limit: int) -> Chunk | None:
+    def _plan_next_tokens(self, index: int, budget: int) -> Chunk | None:
         """Plan the next chunk of the running sequence at `index`, and allocate its blocks.
 
         Other sequences are preempted if there are not enough free blocks. If speculative decoding
         is on, a chunk with the last known token also gets draft tokens.
 
-        Example: the sequence has 100 known tokens, 64 of them are computed, and `limit` is 16. The
-        chunk consists of the 16 tokens from index 64 on.
+        Example: the last running sequence has 100 known tokens, 64 of them are computed, and
+        `budget` is 16. The chunk consists of the 16 tokens from index 64 on.
 
         Args:
             index: the position of the sequence in the order of the running sequences.
-            limit: the largest number of tokens in the chunk.
+            budget: the number of tokens that the step may still compute.
 
         Returns:
             The chunk; None if there are not enough free blocks for the tokens.
         """
+        # Keep one token of the budget for each later running sequence. Otherwise, a long chunk
+        # could leave no budget for the later sequences.
+        num_later = len(self.running) - index - 1
+        limit = max(1, budget - num_later)
         sequence = self.running[index]
         num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
         # If `whole_prefill` is true, the first step of a sequence has computed its whole prompt.
@@ -254,15 +273,25 @@ class StepPlanner:
                 break
             if not self._try_admit(sequence):
                 break
-            num_remaining = len(sequence.token_ids) - sequence.num_computed_tokens
-            max_tokens = num_remaining if self.whole_prefill else min(num_remaining, budget)
-            num_tokens = self._chunk_length(sequence, max_tokens)
-            chunks.append(make_chunk(sequence, num_tokens, is_first=True))
-            budget -= num_tokens
+            chunk = self._first_chunk(sequence, budget)
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
             if starts_with_overdue_prompt:
                 # The running sequences have no chunks in this step. Plan no second prompt, because
                 # a second prompt would make the step of the running sequences even later.
                 break
+
+    def _first_chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        """Return the first chunk of a sequence that has just been admitted.
+
+        The chunk contains at most `budget` tokens, but with `whole_prefill`, it contains all
+        uncomputed tokens.
+        """
+        max_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+        if not self.whole_prefill:
+            max_tokens = min(max_tokens, budget)
+        num_tokens = self._chunk_length(sequence, max_tokens)
+        return make_chunk(sequence, num_tokens, is_first=True)
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Give a row of the batch and blocks of the KV cache to a waiting sequence, if possible.
@@ -274,21 +303,31 @@ class StepPlanner:
             Also False if the plan is made ahead and the sequence might need a block copy.
         """
         request = self.requests.of(sequence)
-        if self.pending_plans.is_planning and sequence in request.followers:
-            # The sequence shares the prompt blocks of its request and may need a copy of the last
-            # block. A plan that is made before the previous step ends must not copy blocks, so the
+        # A follower shares the prompt blocks of its request. If the prompt ends within a block, the
+        # follower gets a copy of this block.
+        may_need_copy = sequence in request.followers
+        if self.pending_plans.is_planning and may_need_copy:
+            # A plan that is made before the previous step ends must not copy blocks, so the
             # sequence must wait.
             self.is_held_up = True
             return False
         while not self.tables.try_admit(sequence, request):
-            # If no sequence is running, all used blocks contain prompts that requests keep for
-            # waiting sequences. Free the blocks of the oldest prompt. The waiting sequences of that
-            # request then compute the prompt again.
-            if self.running or not self.tables.drop_oldest_prompt():
+            if not self._free_kept_prompt():
                 return False
         self.requests.admit(sequence)
         self.running.add(sequence)
         return True
+
+    def _free_kept_prompt(self) -> bool:
+        """If no sequence is running, free the blocks of the oldest prompt that a request keeps.
+
+        Requests keep prompts for their waiting sequences. If no sequence is running, only such
+        prompts use blocks. The waiting sequences of the request then compute the prompt again.
+
+        Returns:
+            Whether blocks were freed.
+        """
+        return not self.running and self.tables.drop_oldest_prompt()
 
     def _make_room(self, sequence: Sequence) -> None:
         """Preempt sequences of other clients if a waiting sequence needs their rows or blocks.
@@ -298,10 +337,7 @@ class StepPlanner:
         returns None, nothing more is preempted.
         """
         num_blocks = self.tables.num_first_blocks(sequence)
-        while True:
-            victim = self._next_victim(sequence, num_blocks)
-            if victim is None:
-                return
+        while (victim := self._next_victim(sequence, num_blocks)) is not None:
             if self.pending_plans.is_planning:
                 # A plan that is made before the previous step ends must not preempt a sequence.
                 self.is_held_up = True
@@ -364,8 +400,10 @@ class StepPlanner:
             # does not change.
             return num_tokens
         client = sequence.params.client_id
+        # A client has no share if its sequence was not considered when the budget was divided. The
+        # first chunk of such a client is not limited.
         remaining_share = self.shares.get(client, num_tokens)
-        num_allowed = max(1, min(num_tokens, remaining_share))
+        num_allowed = min(num_tokens, max(1, remaining_share))
         self.shares[client] = remaining_share - num_allowed
         return num_allowed
 

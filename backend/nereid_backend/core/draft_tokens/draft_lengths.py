@@ -218,7 +218,8 @@ class DraftLengths:
             return 0
         acceptance_rate = history.rate.value
         if acceptance_rate <= self._ratio:
-            # The pause is over, or this is the first draft of the sequence. Try one token.
+            # The pause is over, or this is the first draft of the sequence. Try one token, unless
+            # `max_tokens` is 0.
             return min(1, self.max_tokens)
         if acceptance_rate >= 1:
             return self.max_tokens
@@ -240,6 +241,9 @@ class DraftLengths:
 
         If the acceptance rate of the sequence is now too low to save time, a pause begins. During
         the pause, the sequence gets no drafts. Each further pause is twice as long.
+
+        Mutates: the counters, the acceptance rate of all sequences, and the history of the
+            sequence. A sequence that has ended has no history.
         """
         self.num_drafts += 1
         self.num_proposed += num_proposed
@@ -252,9 +256,9 @@ class DraftLengths:
         saves_time = history.rate.value > self._ratio
         if saves_time:
             history.next_pause = _FIRST_PAUSE
-            return
-        history.pause = history.next_pause
-        history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
+        else:
+            history.pause = history.next_pause
+            history.next_pause = min(2 * history.next_pause, _LONGEST_PAUSE)
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the history of an ended sequence."""

@@ -58,9 +58,17 @@ class BlockTables:
         self.cache = cache
         self._pool = pool
         self._block_size = block_size
-        self._windows = tuple(windows)
         self._max_step_tokens = max_step_tokens
+        self._windows = tuple(windows)
+        # Maps each attention window to the indices of the groups of layers with this window.
+        self._groups_of_window: dict[AttentionWindow, list[int]] = {}
+        for group, window in enumerate(windows):
+            if window is not None:
+                self._groups_of_window.setdefault(window, []).append(group)
+        # The requests that keep the blocks of their prompts, with the longest kept prompt first.
+        # The key of a request is id(request).
         self._requests_with_prompt: dict[int, Request] = {}
+        # The pairs (from, to) of blocks that must be copied before the next step.
         self._copies: list[tuple[int, int]] = []
 
     def try_admit(self, sequence: Sequence, request: Request) -> bool:
@@ -182,19 +190,12 @@ class BlockTables:
         computed. The next token is at position 10 and attends to positions 7 to 10. Position 7 is
         in the second block, so the block table [8, 3, 6] becomes [null, 3, 6].
         """
-        first_needed_block = 0
-        previous_window = None
-        for group, window in enumerate(self._windows):
-            if window is None:
-                continue
-            # Consecutive groups often have the same window. In this case, compute the first needed
-            # block only once.
-            if window is not previous_window:
-                first_position = window.first_visible(sequence.num_computed_tokens)
-                first_needed_block = first_position // self._block_size
-                previous_window = window
-            if first_needed_block > sequence.num_dropped_blocks[group]:
-                self._drop_leading_blocks(sequence, group, first_needed_block)
+        for window, groups in self._groups_of_window.items():
+            first_position = window.first_visible(sequence.num_computed_tokens)
+            first_needed_block = first_position // self._block_size
+            for group in groups:
+                if first_needed_block > sequence.num_dropped_blocks[group]:
+                    self._drop_leading_blocks(sequence, group, first_needed_block)
 
     def _drop_leading_blocks(self, sequence: Sequence, group: int, num_blocks: int) -> None:
         """Free the first `num_blocks` blocks of a sequence in one group of layers.
@@ -248,7 +249,8 @@ class BlockTables:
         for follower in request.followers:
             follower.num_cached_tokens = leader.num_cached_tokens
             follower.block_hashes = leader.block_hashes[:num_full_blocks]
-        if self.snapshots is None:
+        has_recurrent_state = self.snapshots is not None
+        if not has_recurrent_state:
             request.block_tables = self._prompt_tables(leader)
             self._pool.hold(self._blocks_in(request.block_tables))
             self._requests_with_prompt[id(request)] = request
@@ -368,8 +370,8 @@ class BlockTables:
         self._pool.hold(_used_blocks(tables, num_null_blocks))
         for table in tables:
             table += self._pool.allocate(num_new)
-        needs_copy = num_reused_tokens % self._block_size > 0
-        if needs_copy:
+        ends_within_block = num_reused_tokens % self._block_size > 0
+        if ends_within_block:
             # The first new block becomes a copy of the block in which the prompt ends.
             for table, prompt_table in zip(tables, request.block_tables, strict=True):
                 self._copies.append((prompt_table[num_shared], table[num_shared]))
@@ -408,8 +410,8 @@ class BlockTables:
         if window is None or self._max_step_tokens is None:
             return self._num_blocks(num_tokens)
         window_start = window.first_visible(num_cached)
-        end_of_first_step = window_start + window.max_visible_tokens + self._max_step_tokens
-        return self._num_blocks(min(num_tokens, end_of_first_step))
+        max_tokens = window.max_visible_tokens + self._max_step_tokens
+        return self._num_blocks(min(num_tokens, window_start + max_tokens))
 
     def _count_null_blocks(self, tables: list[list[int]]) -> list[int]:
         """Return a list that contains the number of null blocks in each block table."""

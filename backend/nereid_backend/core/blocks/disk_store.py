@@ -62,17 +62,22 @@ class DiskStore:
         self._name_key = hashlib.blake2b(
             json.dumps(self._identity).encode(), digest_size=16
         ).digest()
+        # Whether a warning was logged. Only the first error of the folder is reported.
+        self._has_warned = False
+
+        # Protects the attributes below, which several threads use.
         self._lock = threading.Lock()
         # Maps the name of a file to its size. The least recently used file comes first.
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        self._num_bytes = 0
+        self._num_bytes = 0  # the sum of the sizes
         # The waiting tasks of the writer thread. The dict maps the name of a file to its bytes, or
         # to None if the file must be deleted.
         self._pending: dict[str, bytes | None] = {}
         self._num_pending_bytes = 0
-        self._has_warned = False
+
         folder.mkdir(parents=True, exist_ok=True)
         self._scan()
+        # The names of the files that the writer thread writes or deletes. None ends the thread.
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._writer = threading.Thread(target=self._write_files, name="prefix-disk", daemon=True)
         self._writer.start()

@@ -90,21 +90,24 @@ class EvictionOrder(Generic[Item]):
         """
         self._max_retained = max_retained
         self._clock = clock
+        # The time of the next search for expired sessions, as a value of the clock.
+        self._expiry_due = clock()
+        # A counter that increases with each change. Older entries have lower values.
+        self._num_changes = 0
+
         # Maps each idle item without a session to the value of `_num_changes` when the item became
         # idle. The oldest item comes first.
         self._without_session: OrderedDict[Item, int] = OrderedDict()
+
         # The least recently used session comes first.
         self._sessions: OrderedDict[SessionKey, _Session[Item]] = OrderedDict()
         # Maps each retained item to its session.
         self._session_of: dict[Item, _Session[Item]] = {}
         self._num_retained = 0  # the number of idle items of all sessions
-        self._num_changes = 0  # a number that increases, so that older entries have lower numbers
         # The session from which the last retained item was evicted. The next items are evicted from
         # the same session until it has fewer idle items than the average session. Most evictions
         # therefore need no search for a session.
         self._victim: _Session[Item] | None = None
-        # The time of the next search for expired sessions, as a value of the clock.
-        self._expiry_due = clock()
 
     def __contains__(self, item: Item) -> bool:
         """Return whether an item is idle, which means that no sequence uses the item."""
@@ -187,23 +190,27 @@ class EvictionOrder(Generic[Item]):
             owner = self._session_of.get(item)
             if owner is None or owner.expires < session.expires:
                 self._move(item, session)
+        # A new session is empty if other sessions retain all the items.
         self._drop_if_empty(session)
 
     def _use_session(self, key: SessionKey, expires: float) -> _Session[Item]:
-        """Return a session, which becomes the most recently used one and expires at `expires`.
+        """Mark a session as the most recently used session, and return the session.
 
-        Create the session if it does not exist. If it already expires later, it keeps this time.
+        Create the session if it does not exist. The session expires at `expires`, or at its present
+        expiry time if that time is later.
         """
         self._num_changes += 1
         session = self._sessions.get(key)
         if session is None:
-            session = _Session(key, expires, self._num_changes)
+            session = _Session(key, expires, last_use=self._num_changes)
             self._sessions[key] = session
-        self._sessions.move_to_end(key)
-        session.last_use = self._num_changes
-        session.expires = max(session.expires, expires)
+        else:
+            self._sessions.move_to_end(key)
+            session.last_use = self._num_changes
+            session.expires = max(session.expires, expires)
         if self._victim is session:
-            # The next item is evicted from a session that was not used recently.
+            # `_victim` is the session that loses the next item. Select another session, because
+            # this session is in use.
             self._victim = None
         return session
 

@@ -64,6 +64,22 @@ class PrefixCache:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.snapshots = snapshots
+        self._pool = pool
+        self._block_size = block_size
+
+        self._windows = tuple(windows)
+        self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
+        self._has_windows = any(window is not None for window in windows)
+
+        # For each group of layers, a dict that maps the hash of a block to the id of the block.
+        self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
+        # Maps the id of a cached block to its hash.
+        self._hashes: dict[int, bytes] = {}
+        # Before the pool allocates a cached block for other tokens, the block leaves the cache.
+        pool.on_reuse(self._drop)
+
+        # The attributes below are used only if there is a cache on disk; see `save_on_disk`.
+        #
         # The hashes of the blocks that must still be written to disk; None if there is no cache on
         # disk. The dict is used as an ordered set, so all its values are None.
         self.unsaved: dict[bytes, None] | None = None
@@ -71,16 +87,6 @@ class PrefixCache:
         self.invalid: list[bytes] = []
         # Called before an unsaved block is allocated for other tokens; see `save_on_disk`.
         self._before_reuse: Callable[[bytes, int], object] | None = None
-        self._pool = pool
-        self._block_size = block_size
-        self._windows = tuple(windows)
-        self._window_search = WindowSearch(self._windows, block_size, pool.null_block)
-        self._has_windows = any(window is not None for window in windows)
-        # For each group of layers, a dict that maps the hash of a block to the id of the block.
-        self._blocks: list[dict[bytes, int]] = [{} for _ in windows]
-        # Maps the id of a cached block to its hash.
-        self._hashes: dict[int, bytes] = {}
-        pool.on_reuse(self._drop)
 
     def find(self, sequence: Sequence) -> list[list[int]]:
         """Find the longest cached prefix of a sequence, and return the blocks of this prefix.
@@ -99,28 +105,38 @@ class PrefixCache:
         hashes = self.prefix_hashes(sequence)
         if self._has_windows:
             return self._find_with_windows(hashes)
-        block_table: list[int] = []
+        block_table = self._leading_cached_blocks(hashes)
+        if self.snapshots is not None:
+            # Because `branch_position` is set, a new snapshot is saved at the end of the cached
+            # blocks. The next request with this prefix can then reuse all these blocks.
+            sequence.branch_position = len(block_table) * self._block_size
+            # A recurrent model can continue only from a snapshot, so the blocks after the last
+            # snapshot are computed again.
+            while block_table and hashes[len(block_table) - 1] not in self.snapshots:
+                block_table.pop()
+        return [block_table]
+
+    def _leading_cached_blocks(self, hashes: list[bytes]) -> list[int]:
+        """Return the ids of the blocks before the first block that is not cached.
+
+        The model must have only one group of layers. `hashes` contains the hashes of the leading
+        blocks of a sequence.
+        """
         cached_blocks = self._blocks[0]
+        leading_blocks = []
         for block_hash in hashes:
             block = cached_blocks.get(block_hash)
             if block is None:
                 break
-            block_table.append(block)
-        if self.snapshots is None:
-            return [block_table]
-        # Because `branch_position` is set, a new snapshot is saved at the end of the cached blocks.
-        # The next request with this prefix can then reuse all these blocks.
-        sequence.branch_position = len(block_table) * self._block_size
-        # A recurrent model can continue only from a snapshot, so the blocks after the last snapshot
-        # are computed again.
-        while block_table and hashes[len(block_table) - 1] not in self.snapshots:
-            block_table.pop()
-        return [block_table]
+            leading_blocks.append(block)
+        return leading_blocks
 
     def save_on_disk(self, before_reuse: Callable[[bytes, int], object]) -> None:
-        """Record the hashes of new blocks in `unsaved`, so that the blocks can be saved on disk.
+        """Turn on the recording of new blocks, so that the blocks can be saved on disk.
 
-        The model must have only one group of layers.
+        From now on, the hashes of new blocks are added to `unsaved`. The caller saves these blocks
+        and removes their hashes. The same applies to the snapshots of recurrent states. The model
+        must have only one group of layers.
 
         Args:
             before_reuse: called with the hash and the id of an unsaved block before the pool
@@ -224,19 +240,19 @@ class PrefixCache:
         """
         params = sequence.params
         key = SessionKey(params.client_id, params.prompt_cache_key)
-        end = sequence.num_findable_blocks
-        retained_blocks = []
+        hashes = sequence.block_hashes[: sequence.num_findable_blocks]
+        retained_blocks: list[int] = []
+        # In each group of layers, the first `num_dropped` blocks of the sequence were freed.
         for cached_blocks, num_dropped in zip(
             self._blocks, sequence.num_dropped_blocks, strict=True
         ):
-            hashes = sequence.block_hashes[num_dropped:end]
             # The order is reversed, because the last block of the sequence must be evicted first.
-            retained_blocks += [cached_blocks[h] for h in reversed(hashes) if h in cached_blocks]
+            last_first = reversed(hashes[num_dropped:])
+            retained_blocks += [cached_blocks[h] for h in last_first if h in cached_blocks]
         self._pool.retain(retained_blocks, key, params.retention_s)
         if self.snapshots is not None:
-            min_num_dropped = min(sequence.num_dropped_blocks)
-            hashes = sequence.block_hashes[min_num_dropped:end]
-            self.snapshots.retain(hashes, key, params.retention_s)
+            first_retained = min(sequence.num_dropped_blocks)
+            self.snapshots.retain(hashes[first_retained:], key, params.retention_s)
 
     def extend_session(self, key: SessionKey, seconds: float) -> bool:
         """Retain the cached prefixes of a session for at least `seconds` more seconds.
@@ -289,16 +305,18 @@ class PrefixCache:
         `hashes` contains the hashes of the leading blocks of the sequence. The result has one block
         table for each group of layers; see `WindowSearch.longest_prefix`.
         """
-        snapshots = self.snapshots
-
-        def can_end_after(num_blocks: int) -> bool:
-            # A recurrent model can continue only from a snapshot.
-            return snapshots is None or hashes[num_blocks - 1] in snapshots
-
         # In these tables, the null block replaces each block that is not cached.
         null = self._pool.null_block
-        tables = [[blocks.get(h, null) for h in hashes] for blocks in self._blocks]
-        return self._window_search.longest_prefix(tables, can_end_after)
+        tables = [
+            [cached_blocks.get(block_hash, null) for block_hash in hashes]
+            for cached_blocks in self._blocks
+        ]
+
+        def has_snapshot_after(num_blocks: int) -> bool:
+            # Only recurrent models have snapshots, and can continue only from a snapshot.
+            return self.snapshots is None or hashes[num_blocks - 1] in self.snapshots
+
+        return self._window_search.longest_prefix(tables, can_end_after=has_snapshot_after)
 
     def _drop(self, block: int) -> None:
         """Remove a block and its snapshot from the cache. Do nothing if the block is not cached.

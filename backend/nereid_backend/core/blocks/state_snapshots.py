@@ -67,16 +67,22 @@ class StateSnapshots:
         """
         self._num_states = num_states
         self._block_size = block_size
-        self._interval = _INTERVAL * block_size
-        self._min_distance = _MIN_DISTANCE * block_size
+        # The constants with these names, in tokens.
+        self._interval_tokens = _INTERVAL * block_size
+        self._min_distance_tokens = _MIN_DISTANCE * block_size
+
         # Maps the hash of a block to the id of its snapshot.
         self._ids: dict[bytes, int] = {}
         # The hashes of all snapshots. When a snapshot is used, it becomes the newest one.
-        self._order: EvictionOrder[bytes] = EvictionOrder(
-            int(num_states * _MAX_RETAINED_SHARE), clock
-        )
-        self._num_saved = 0
+        max_retained = int(num_states * _MAX_RETAINED_SHARE)
+        self._order: EvictionOrder[bytes] = EvictionOrder(max_retained, clock)
+        # The number of snapshots that fit into the memory besides the states of running sequences.
+        # `plan` updates this number before each step.
         self._max_snapshots = num_states
+        # The number of snapshots that were ever saved. The next snapshot gets this number as its
+        # id.
+        self._num_saved = 0
+
         # The hashes of the snapshots that must still be written to disk; None if there is no cache
         # on disk. The dict is used as an ordered set, so all its values are None. While an answer
         # is generated, its snapshots are not added, because each snapshot replaces the previous
@@ -157,12 +163,19 @@ class StateSnapshots:
             if len(saves) < self._max_snapshots and self._is_worth_saving(chunk):
                 sequence.unsaved_snapshot_id = self._new_id()
                 saves.append((chunk_index, sequence.unsaved_snapshot_id))
-        max_old_snapshots = self._max_snapshots - len(saves)
-        while self._ids and len(self._ids) > max_old_snapshots:
-            self._evict()  # appends the id of the snapshot to `_deleted`
+        self._evict_until(self._max_snapshots - len(saves))
+        return SnapshotPlan(loads, saves, self._take_deleted())
+
+    def _evict_until(self, max_remaining: int) -> None:
+        """Delete the oldest snapshots until at most `max_remaining` snapshots are left."""
+        while self._ids and len(self._ids) > max_remaining:
+            self._evict()
+
+    def _take_deleted(self) -> list[int]:
+        """Return the ids of the snapshots that were deleted since the last call."""
         deleted = self._deleted
         self._deleted = []
-        return SnapshotPlan(loads, saves, deleted)
+        return deleted
 
     def add(self, sequence: Sequence) -> None:
         """Add the snapshot that the last step has saved for a sequence, if there is one.
@@ -182,12 +195,21 @@ class StateSnapshots:
         self._set_snapshot(block_hash, snapshot_id)
         if position <= sequence.num_prompt_tokens:
             self._write_to_disk_later(block_hash)
-        # The next turn of the chat continues after the whole answer, so only the last snapshot of
-        # the answer is useful. A snapshot from the prefix cache may be useful to other requests.
-        previous_position = sequence.num_snapshot_tokens
-        if previous_position > max(sequence.num_prompt_tokens, sequence.num_reused_tokens):
-            self.delete(self._hash_before(sequence, previous_position))
+        self._delete_previous_of_answer(sequence)
         sequence.num_snapshot_tokens = position
+
+    def _delete_previous_of_answer(self, sequence: Sequence) -> None:
+        """Delete the previous snapshot of a sequence if it was saved within the answer.
+
+        The next turn of the chat continues after the whole answer, so only the last snapshot of the
+        answer is useful. A snapshot of the prompt, or a snapshot from which the sequence started,
+        may be useful to other requests.
+        """
+        previous_position = sequence.num_snapshot_tokens
+        is_in_answer = previous_position > sequence.num_prompt_tokens
+        was_saved_by_sequence = previous_position > sequence.num_reused_tokens
+        if is_in_answer and was_saved_by_sequence:
+            self.delete(self._hash_before(sequence, previous_position))
 
     def _set_snapshot(self, block_hash: bytes, snapshot_id: int) -> None:
         """Add a snapshot under a hash. If the hash already has one, delete the new snapshot."""
@@ -233,8 +255,7 @@ class StateSnapshots:
         if self._max_snapshots < 1:
             # `_max_snapshots` is the number of states minus the number of running sequences.
             return None
-        while len(self._ids) >= self._max_snapshots:
-            self._evict()
+        self._evict_until(self._max_snapshots - 1)
         snapshot_id = self._new_id()
         self._ids[block_hash] = snapshot_id
         self._order.add(block_hash)
@@ -290,7 +311,9 @@ class StateSnapshots:
         num_full_blocks = len(sequence.token_ids) // self._block_size
         end_of_second_to_last_block = (num_full_blocks - 1) * self._block_size
         positions = (sequence.branch_position, end_of_second_to_last_block)
-        min_position = max(sequence.num_snapshot_tokens + self._min_distance, self._block_size)
+        min_position = max(
+            sequence.num_snapshot_tokens + self._min_distance_tokens, self._block_size
+        )
         return [position for position in positions if position >= min_position]
 
     def _is_worth_saving(self, chunk: Chunk) -> bool:
@@ -307,5 +330,5 @@ class StateSnapshots:
         if not is_end_of_block or sequence.images is not None:
             return False
         is_in_answer = chunk_end > sequence.num_prompt_tokens
-        is_far_from_last = chunk_end - sequence.num_snapshot_tokens >= self._interval
+        is_far_from_last = chunk_end - sequence.num_snapshot_tokens >= self._interval_tokens
         return is_in_answer or is_far_from_last or chunk_end in self._targets(sequence)

@@ -54,23 +54,31 @@ class WindowSearch:
         max_blocks = len(tables[0])
         if None in last_missing:
             # A group of layers with full attention needs all blocks of the prefix.
-            max_blocks = _num_leading_cached(last_missing.pop(None))
+            max_blocks = _num_leading_cached(last_missing[None])
         for num_blocks in range(max_blocks, 0, -1):
             if can_end_after(num_blocks) and self._has_visible_blocks(last_missing, num_blocks):
-                return [
-                    self._hide_blocks_before_window(table[:num_blocks], window)
-                    for table, window in zip(tables, self.windows, strict=True)
-                ]
+                return self._prefix_tables(tables, num_blocks)
         return [[] for _ in self.windows]
+
+    def _prefix_tables(self, tables: list[list[int]], num_blocks: int) -> list[list[int]]:
+        """Return the first `num_blocks` blocks of each table.
+
+        The null block replaces the blocks before the window of the next token.
+        """
+        return [
+            self._hide_blocks_before_window(table[:num_blocks], window)
+            for table, window in zip(tables, self.windows, strict=True)
+        ]
 
     def _last_missing_by_window(
         self, tables: list[list[int]]
     ) -> dict[AttentionWindow | None, list[int]]:
-        """Return the positions of missing blocks, as a list for each window.
+        """Return, for each window, the index of the last missing block up to each block.
 
-        Several groups of layers can have one window. Element i of the list is the largest index
-        j <= i at which one of their tables contains the null block, or -1. Example: two groups have
-        the same window and the tables [4, null, 9] and [null, 3, 6]. The list is [0, 1, 1].
+        Several groups of layers can have one window. A block is missing if one of their tables
+        contains the null block. Element i of a list is the largest index j <= i of a missing block;
+        -1 if there is none. Example: two groups have the same window and the tables [4, null, 9]
+        and [null, 3, 6]. The list is [0, 1, 1].
         """
         by_window: dict[AttentionWindow | None, list[int]] = {}
         for window, table in zip(self.windows, tables, strict=True):
@@ -91,7 +99,9 @@ class WindowSearch:
         last_block = num_blocks - 1
         for window, last_missing in last_missing_by_window.items():
             first_needed = min(self._first_visible_block(window, num_blocks), last_block)
-            if last_missing[last_block] >= first_needed:
+            # The blocks after the last missing block are cached.
+            first_cached = last_missing[last_block] + 1
+            if first_cached > first_needed:
                 return False
         return True
 

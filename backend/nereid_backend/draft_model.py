@@ -90,7 +90,7 @@ class _Draft:
         target: the sequence in the large model.
         own: the sequence in the draft model, with its own row and blocks. Its tokens are the known
             tokens of `target`, followed by the draft tokens.
-        first: the index in `target` of the first token of `own`.
+        start_in_target: the index in `target` of the first token of `own`.
         num_known: the number of known tokens in `own`.
         length: the number of draft tokens to generate for the next step.
         is_new: whether the draft model has not computed any token of `own` yet.
@@ -98,7 +98,7 @@ class _Draft:
 
     target: Sequence
     own: Sequence
-    first: int
+    start_in_target: int
     num_known: int
     length: int = 0
     is_new: bool = True
@@ -109,24 +109,27 @@ class _Draft:
         return self.own.token_ids[self.num_known :]
 
     def update(self, *, keeps_accepted: bool) -> None:
-        """Replace draft tokens by the tokens that the large model has chosen.
+        """Replace the draft tokens by the tokens that the large model has chosen.
 
-        In the next pass, the draft model computes the tokens that differ from its draft tokens. It
-        always computes the last token, because sampling needs the logits of the last token.
+        Example: the sequence has the known tokens [5, 6] and the draft tokens [7, 8], and the large
+        model has chosen 7 and 9. The known tokens become [5, 6, 7, 9]. The draft model has already
+        computed 5, 6 and the accepted draft token 7, so the next pass computes only 9.
 
         Args:
-            keeps_accepted: if False, the draft model also computes accepted draft tokens again.
+            keeps_accepted: if False, the next pass computes accepted draft tokens again.
+
+        Mutates: `num_known`, and the tokens and `num_computed_tokens` of `own`.
         """
         own = self.own
-        # The tokens that the large model has chosen since the last update.
-        new_tokens = self.target.token_ids[self.first + self.num_known :]
-        # The draft model has computed the right tokens up to the index `num_valid`.
-        num_valid = self.num_known
+        chosen_tokens = self.target.token_ids[self.start_in_target + self.num_known :]
+        num_reusable = self.num_known
         if keeps_accepted:
-            num_valid += common_prefix_len(self.tokens, new_tokens)
-        own.token_ids[self.num_known :] = new_tokens
+            num_reusable += common_prefix_len(self.tokens, chosen_tokens)
+        own.token_ids[self.num_known :] = chosen_tokens
         self.num_known = len(own.token_ids)
-        own.num_computed_tokens = min(own.num_computed_tokens, num_valid, self.num_known - 1)
+        # The last token is always computed again, because sampling needs its logits.
+        num_reusable = min(num_reusable, self.num_known - 1)
+        own.num_computed_tokens = min(own.num_computed_tokens, num_reusable)
 
 
 class DraftModel:
@@ -147,19 +150,26 @@ class DraftModel:
             hook: the small model's entry in transformers' attention interface; None for an MTP
                 layer, which uses the entry of the large model.
         """
-        self._hook = hook
-        self._mtp = path if isinstance(path, MtpPath) else None
         self.lengths = DraftLengths(sizes.max_draft_tokens)
         self._path = path
+        # The same path if it belongs to an MTP layer, which also needs the hidden states of the
+        # large model.
+        self._mtp = path if isinstance(path, MtpPath) else None
+        self._hook = hook
         self._sizes = sizes
         self._sampler = Sampler()
+
+        # The draft model has its own blocks and its own rows of the batch.
         pool = BlockPool(sizes.num_blocks)
         cache = PrefixCache(pool, sizes.block_size) if sizes.enable_prefix_caching else None
         self._tables = BlockTables(pool, sizes.block_size, cache)
         self._free_rows = list(range(sizes.max_num_seqs))
+
+        # Maps each sequence of the large model that has a row in the draft model to its draft.
         self._drafts: dict[Sequence, _Draft] = {}
         # The draft tokens of each sequence for the next step.
         self._proposals: dict[Sequence, list[int]] = {}
+        # Whether the draft model has failed. It then generates no more draft tokens.
         self._is_broken = False
 
     def prepare(self, sequences: abc.Sequence[Sequence]) -> None:
@@ -176,6 +186,7 @@ class DraftModel:
         self._proposals = {}
         if self._is_broken:
             return
+        # The cost of a draft token depends on the number of sequences in the step.
         self.lengths.begin_step(len(sequences))
         self._release_preempted()
         prepared = [self._prepare_draft(target) for target in sequences]
@@ -227,9 +238,7 @@ class DraftModel:
         length = self._draft_length(target)
         if length <= 0:
             return None
-        draft = self._drafts.get(target)
-        if draft is None:
-            draft = self._admit(target)
+        draft = self._drafts.get(target) or self._admit(target)
         if draft is None:
             return None
         draft.update(keeps_accepted=self._mtp is None)
@@ -244,7 +253,11 @@ class DraftModel:
         return draft
 
     def _draft_length(self, target: Sequence) -> int:
-        """Return how many draft tokens a sequence may get in this step; 0 or less for none."""
+        """Return how many draft tokens a sequence may get in this step.
+
+        The result is 0 or negative if the sequence gets no draft tokens. A sequence gets draft
+        tokens only after its first output token, and only if it has no images.
+        """
         num_known = len(target.token_ids)
         has_output = target.num_output_tokens > 0
         is_decoding = num_known - target.num_computed_tokens <= _MAX_REMAINING
@@ -263,12 +276,12 @@ class DraftModel:
 
         Return None if there are not enough free blocks.
         """
-        # An MTP layer combines each token with the hidden state of the previous token, so its
-        # sequence leaves out the first token.
-        first_token = 0 if self._mtp is None else 1
+        # An MTP layer combines each token with the hidden state of the previous token. No token
+        # precedes the first token, so the sequence of an MTP layer leaves out the first token.
+        start_in_target = 0 if self._mtp is None else 1
         own = Sequence(
             target.request_id,
-            target.token_ids[first_token:],
+            target.token_ids[start_in_target:],
             target.params,
             max_total_tokens=target.max_total_tokens,
         )
@@ -277,7 +290,7 @@ class DraftModel:
         own.row = self._free_rows.pop()
         if self._mtp is not None:
             self._mtp.follow(own, target)
-        draft = _Draft(target, own, first_token, num_known=len(own.token_ids))
+        draft = _Draft(target, own, start_in_target, num_known=len(own.token_ids))
         self._drafts[target] = draft
         return draft
 
@@ -367,7 +380,8 @@ class DraftModel:
     def _sample(self, logits: torch.Tensor, drafts: list[_Draft]) -> list[_Draft]:
         """Append one sampled token to each draft, and return the drafts that need more tokens.
 
-        A draft ends with a stop token, or when it has its planned length.
+        A draft ends with a stop token, or when it has its planned length. If the sampler reports an
+        error for a draft, the draft gets no more tokens.
 
         Args:
             logits: [num_drafts, vocab_size].

@@ -14,6 +14,7 @@ The keys and values of each entry are in blocks. Entries with draft tokens are c
 the large model has computed these tokens, because the hidden states of the large model are better.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +37,37 @@ _MAX_STATES = 4096
 _MAX_APPENDED = 256
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredStates:
+    """The hidden states of consecutive tokens of one sequence.
+
+    Attributes:
+        start: the position of the first token.
+        states: [num_tokens, hidden_size].
+    """
+
+    start: int
+    states: Tensor
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.states)
+
+    def copy_into(self, rows: Tensor, rows_start: int) -> None:
+        """Copy the hidden states at the positions of `rows` into `rows`, which is mutated.
+
+        `rows_start` is the position of the first row. Example: the object has the hidden states at
+        the positions 4 to 9, and `rows` has 5 rows for the positions 2 to 6. The last 3 rows become
+        the hidden states at the positions 4 to 6.
+        """
+        first = max(self.start, rows_start)
+        end = min(self.end, rows_start + len(rows))
+        if first < end:
+            copied = self.states[first - self.start : end - self.start]
+            rows[first - rows_start : end - rows_start] = copied
+
+
 class HiddenStates:
     """Stores hidden states of the large model until the MTP layer reads them.
 
@@ -49,10 +81,9 @@ class HiddenStates:
         # The outputs of the decoder during the running step.
         self._outputs: list[Tensor] = []
         self._handle = decoder.register_forward_hook(self._record)
-        # For each sequence, a list of pairs: the position of the first hidden state, and hidden
-        # states [num_tokens, hidden_size]. If two pairs contain the same position, the later pair
-        # is valid.
-        self._parts: dict[Sequence, list[tuple[int, Tensor]]] = {}
+        # The stored hidden states of each sequence. If two parts contain the same position, the
+        # later part is valid.
+        self._parts: dict[Sequence, list[_StoredStates]] = {}
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
         """Compute the logits of a step with the large model; see `ForwardPath.forward`.
@@ -77,8 +108,8 @@ class HiddenStates:
     def take(self, sequence: Sequence, start: int, rows: Tensor) -> None:
         """Copy hidden states of a sequence into `rows`. Delete states that are no longer needed.
 
-        Example: the hidden states at the positions 4 to 9 are stored, `start` is 2, and `rows` has
-        5 rows. The last 3 rows become the hidden states at the positions 4 to 6.
+        The MTP layer reads the hidden states from left to right. Therefore, stored hidden states
+        are no longer needed if none of them has a position after the last row.
 
         Args:
             sequence: the sequence.
@@ -86,18 +117,11 @@ class HiddenStates:
             rows: [num_tokens, hidden_size]. Mutated. Rows whose hidden states are not stored are
                 left unchanged.
         """
-        end = start + len(rows)
-        # Each part is a pair: the position of its first hidden state, and its hidden states.
         parts = self._parts.get(sequence, [])
-        for part_start, states in parts:
-            copy_start = max(part_start, start)
-            copy_end = min(part_start + len(states), end)
-            if copy_start < copy_end:
-                copied = states[copy_start - part_start : copy_end - part_start]
-                rows[copy_start - start : copy_end - start] = copied
-        self._parts[sequence] = [
-            (part_start, states) for part_start, states in parts if part_start + len(states) > end
-        ]
+        for part in parts:
+            part.copy_into(rows, start)
+        end = start + len(rows)
+        self._parts[sequence] = [part for part in parts if part.end > end]
 
     def forget(self, sequence: Sequence) -> None:
         """Delete the hidden states of an ended sequence."""
@@ -127,30 +151,39 @@ class HiddenStates:
                 _append_states(parts, chunk.start, states)
 
 
-def _append_states(parts: list[tuple[int, Tensor]], start: int, states: Tensor) -> None:
+def _append_states(parts: list[_StoredStates], start: int, states: Tensor) -> None:
     """Add new hidden states to the stored hidden states of a sequence.
+
+    The new hidden states extend the last part if this part is short. Otherwise, they become a new
+    part.
 
     Example: the last part contains the positions 4 to 9, and the new hidden states are those of
     the positions 8 and 9. The tokens at these positions were rejected draft tokens. The last part
     then contains the old hidden states of 4 to 7, and the new hidden states of 8 and 9.
 
     Args:
-        parts: pairs of the position of the first hidden state and hidden states
-            [num_tokens, hidden_size]. Mutated: the oldest parts are deleted if there are too many
-            hidden states.
+        parts: the stored hidden states, in the order in which they were added. Mutated: the oldest
+            parts are deleted if there are too many hidden states.
         start: the position of the first new hidden state.
         states: the new hidden states, [num_tokens, hidden_size].
     """
-    last_start, last_states = parts[-1] if parts else (start, states[:0])
-    num_kept = start - last_start  # the hidden states of the last part before `start`
-    is_adjacent = 0 <= num_kept <= len(last_states)
-    if is_adjacent and len(last_states) < _MAX_APPENDED:
-        parts[-1:] = [(last_start, torch.cat([last_states[:num_kept], states]))]
+    last = parts[-1] if parts else None
+    if last is not None and _can_extend(last, start):
+        kept = last.states[: start - last.start]
+        parts[-1] = _StoredStates(last.start, torch.cat([kept, states]))
     else:
         # Copy the hidden states. A view would keep the hidden states of the whole step in memory.
-        parts.append((start, states.clone()))
-    while sum(len(part_states) for _, part_states in parts[1:]) >= _MAX_STATES:
-        del parts[0]
+        parts.append(_StoredStates(start, states.clone()))
+    num_stored = sum(len(part.states) for part in parts)
+    # Delete the oldest part if the other parts contain enough hidden states.
+    while num_stored - len(parts[0].states) >= _MAX_STATES:
+        num_stored -= len(parts.pop(0).states)
+
+
+def _can_extend(part: _StoredStates, start: int) -> bool:
+    """Return whether hidden states from the position `start` on may be added to a stored part."""
+    is_adjacent = part.start <= start <= part.end
+    return is_adjacent and len(part.states) < _MAX_APPENDED
 
 
 class MtpPath:
@@ -177,14 +210,15 @@ class MtpPath:
             mtp_model: an MtpModel of transformers.
             hook: the engine's entry in transformers' attention interface.
             layers: the attention layers of the first MTP layer.
-            blocks: the KV cache and the block tables of the MTP layer.
+            blocks: the KV cache of the MTP layer, and the object that builds the tensors of each
+                pass from the block tables. `make_blocks` returns both objects.
             hidden: the hidden states of the large model.
         """
+        self.hidden = hidden
         self._model = mtp_model
         self._hook = hook
         self._layers = layers
         self._cache, self._builder = blocks
-        self.hidden = hidden
         # Maps each sequence of this path to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
         # Maps each sequence to the output of the MTP layer for the last token of the sequence,
@@ -201,15 +235,13 @@ class MtpPath:
         self._last_outputs.pop(own, None)
 
     def forward(self, plan: StepPlan, sampled: Tensor | None = None) -> Tensor:
-        """Compute the logits of a step without pending chunks; see `ForwardPath.forward`."""
-        assert sampled is None
-        batch = self._builder.build(plan, self._cache.device)
-        hidden = torch.cat([self._inputs(chunk) for chunk in plan.chunks])
-        attention = PagedForward(self._layers, self._cache, batch.attention)
-        with self._hook.serving(attention):
-            # The first token of each sequence is left out, so the positions begin at 1.
-            output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)
-        chunk_outputs = torch.split(output[0], [chunk.num_tokens for chunk in plan.chunks])
+        """Compute the logits of a pass of the MTP layer; see `ForwardPath.forward`.
+
+        Mutates: `_last_outputs`, because the next pass may need the last output of each sequence.
+        """
+        assert sampled is None, "the draft model never plans a pass ahead"
+        output = self._run(plan)
+        chunk_outputs = torch.split(output, [chunk.num_tokens for chunk in plan.chunks])
         rows_with_logits = []
         for chunk, chunk_output in zip(plan.chunks, chunk_outputs, strict=True):
             self._last_outputs[chunk.sequence] = chunk_output[-1]
@@ -217,6 +249,19 @@ class MtpPath:
         joined = join_logits(rows_with_logits, output.shape[-1])
         logits: Tensor = self._model._project_to_logits(joined[None])
         return logits[0]
+
+    def _run(self, plan: StepPlan) -> Tensor:
+        """Return the outputs of the MTP layer for all tokens of a plan, [num_tokens, hidden_size].
+
+        The keys and values of the tokens are stored in the KV cache.
+        """
+        batch = self._builder.build(plan, self._cache.device)
+        hidden = torch.cat([self._inputs(chunk) for chunk in plan.chunks])
+        attention = PagedForward(self._layers, self._cache, batch.attention)
+        with self._hook.serving(attention):
+            # The first token of each sequence is left out, so the positions begin at 1.
+            output = run_layer(self._model, batch.input_ids, hidden, batch.position_ids + 1)
+        return output[0]
 
     def clear(self, sequence: Sequence) -> None:
         """Fill the blocks of a sequence with zeros; see `ForwardPath.clear`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nereid_backend.core.outputs import TokenLogprobs
 from nereid_backend.core.sequence import Sequence
-from nereid_backend.core.step import Sampled, StepPlan, StepResult
+from nereid_backend.core.step import Chunk, Sampled, StepPlan, StepResult
 from nereid_backend.device_transfer import HostCopy, upload
 from nereid_backend.sampling.draft_verification import Sampling, sampling_of
 from nereid_backend.sampling.ranked_logprobs import RankedRows, rank_prompt
@@ -154,20 +154,30 @@ class Runner:
     def sample(self, step: RunningStep, plan: StepPlan) -> None:
         """Launch the sampling of a step whose forward pass was launched.
 
+        If the step was planned ahead, call this method only after the previous step was committed,
+        because the token masks depend on the tokens of the previous step.
+
         Args:
-            step: the step that `start` returned. Mutated.
-            plan: the plan of the step, made again after the previous step was committed. In this
-                plan, fewer chunks may sample tokens than in the plan that `start` received.
+            step: the step that `start` returned. Mutated: the plan and the sampling positions are
+                replaced by those of `plan`, and the token masks and the pending tokens are added.
+            plan: the plan of the step after the commit of the previous step. Fewer chunks may
+                sample tokens than in the plan that `start` received.
         """
         if plan is not step.plan:
             step.plan = plan
             step.sampling = sampling_of(plan)
-        assert step.logits is not None
         with self._clearing(plan):
-            if step.mask_jobs is None:
-                step.mask_jobs = self._masks.start(step.sampling.positions, step.logits.shape[1])
-            step.masks = self._masks.join(step.mask_jobs)
+            step.masks = self._filled_masks(step)
             self._launch_sampling(step)
+
+    def _filled_masks(self, step: RunningStep) -> StepMasks:
+        """Return the token masks of a step. If `start` has not filled the masks, fill them now."""
+        jobs = step.mask_jobs
+        if jobs is None:
+            assert step.logits is not None
+            vocab_size = step.logits.shape[1]
+            jobs = self._masks.start(step.sampling.positions, vocab_size)
+        return self._masks.join(jobs)
 
     @torch.inference_mode()
     def finish(self, step: RunningStep) -> StepResult:
@@ -203,21 +213,24 @@ class Runner:
                 self._path.clear(chunk.sequence)
 
     def _launch_sampling(self, step: RunningStep) -> None:
-        """Launch the sampling of tokens and the ranking of prompt tokens. Mutates: `step`.
+        """Launch the sampling of tokens and the ranking of prompt tokens.
 
-        The logits are removed from the step, so that their memory is free after sampling.
+        Ranking computes the log-probabilities of prompt tokens that requests have asked for.
+
+        Mutates: `step`. The pending results are stored in `reports` and `pending`. `logits` becomes
+            None, so that the memory of the logits is free after sampling.
         """
         logits = step.logits
-        step.logits = None
         assert logits is not None
+        step.logits = None
         step.reports = _prompt_logprobs(logits, step.plan)
-        positions, rows, _ = step.sampling
-        if not positions:
+        sampling = step.sampling
+        if not sampling.positions:
             return
-        has_other_rows = len(rows) < len(logits)  # logits from which no token is sampled
-        if has_other_rows:
-            logits = logits[upload(np.array(rows), logits.device)]
-        step.pending = self._sampler.launch(logits, positions, step.masks)
+        samples_from_all_rows = len(sampling.rows) == len(logits)
+        if not samples_from_all_rows:
+            logits = logits[upload(np.array(sampling.rows), logits.device)]
+        step.pending = self._sampler.launch(logits, sampling.positions, step.masks)
 
     @contextmanager
     def _clearing(self, plan: StepPlan) -> Iterator[None]:
@@ -233,34 +246,41 @@ class Runner:
 def _prompt_logprobs(logits: Tensor, plan: StepPlan) -> dict[int, list[_Report]]:
     """Launch the computation of the log-probabilities of prompt tokens.
 
-    The logits at one token give the log-probability of the next token. Example: a chunk computes
-    the tokens 0 to 3 of a prompt of 10 tokens. Its logits give the log-probabilities of the tokens
-    1 to 4.
-
     Args:
         logits: [sum of the chunks' num_logits, vocab_size].
         plan: the plan of the step.
 
     Returns:
-        A mapping from the index of a chunk to the log-probabilities of its prompt tokens.
+        A mapping from the index of a chunk to the log-probabilities of its prompt tokens. Chunks
+        whose requests have not asked for these log-probabilities are omitted.
     """
     reports: dict[int, list[_Report]] = {}
     next_row = 0
     for index, chunk in enumerate(plan.chunks):
         first_row = next_row
         next_row += chunk.num_logits
-        sequence = chunk.sequence
-        num_top = sequence.params.prompt_logprobs
+        num_top = chunk.sequence.params.prompt_logprobs
         if num_top is None:
             continue
-        # The last logits of the chunk predict the token with the index `end` - 1.
-        end = chunk.start + chunk.num_tokens + 1
-        first_predicted = end - chunk.num_logits
-        tokens = sequence.token_ids[first_predicted : min(end, sequence.num_prompt_tokens)]
+        tokens = _predicted_prompt_tokens(chunk)
         if tokens:
             slices = rank_prompt(logits[first_row : first_row + len(tokens)], tokens, num_top)
             reports[index] = [_Report(ranked, HostCopy(ranked.tensors)) for ranked in slices]
     return reports
+
+
+def _predicted_prompt_tokens(chunk: Chunk) -> list[int]:
+    """Return the prompt tokens whose log-probabilities the logits of a chunk give.
+
+    The logits at one token give the log-probability of the next token. Example: a chunk computes
+    the tokens 0 to 3 of a prompt of 10 tokens, and has logits at each of them. The result is the
+    tokens 1 to 4.
+    """
+    sequence = chunk.sequence
+    last_predicted = chunk.start + chunk.num_tokens
+    first_predicted = last_predicted - chunk.num_logits + 1
+    end = min(last_predicted + 1, sequence.num_prompt_tokens)
+    return sequence.token_ids[first_predicted:end]
 
 
 def _read_reports(reports: list[_Report]) -> list[TokenLogprobs]:
@@ -298,19 +318,18 @@ def _read_sampled(
     sampled = []
     next_index = 0
     for num_positions in sampling.counts:
-        first = next_index
+        first = next_index  # the index of the sequence's first position
         next_index += num_positions
-        sequence = sampling.positions[first].sequence
-        if num_positions == 1 and sequence.guide is None and not sampled_tokens.errors:
+        sequence, drafts = sampling.positions[next_index - 1]
+        if first in masks.errors:
+            sampled.append(Sampled([], [], masks.errors[first]))
+        elif drafts or sequence.guide is not None or sampled_tokens.errors:
+            sampled.append(_accept_or_end(sequence, drafts, sampled_tokens, first))
+        else:
             # Nearly all sequences have no draft tokens and no grammar. For such sequences,
             # `_accept` would return the same tokens, but would take more time.
             top = [sampled_tokens.top[first]] if first in sampled_tokens.top else None
             sampled.append(Sampled([token_ids[first]], [logprobs[first]], None, top))
-        elif first in masks.errors:
-            sampled.append(Sampled([], [], masks.errors[first]))
-        else:
-            drafts = sampling.positions[next_index - 1].drafts
-            sampled.append(_accept_or_end(sequence, drafts, sampled_tokens, first))
     return sampled
 
 
@@ -321,13 +340,12 @@ def _have_single_tokens(sampling: Sampling, sampled_tokens: SampledTokens) -> bo
     sequence has a grammar, no request asks for log-probabilities, and no position has an error.
     """
     positions = sampling.positions
-    return (
-        len(positions) == len(sampling.counts)
-        and not sampled_tokens.top
-        and not sampled_tokens.errors
-        # Building a list takes less time here than passing a generator to `any`.
-        and not [None for sequence, _ in positions if sequence.guide is not None]
-    )
+    has_drafts = len(positions) > len(sampling.counts)
+    if has_drafts or sampled_tokens.top or sampled_tokens.errors:
+        return False
+    # Building a list takes less time than passing a generator to `any`.
+    guides = [sequence.guide for sequence, _ in positions if sequence.guide is not None]
+    return not guides
 
 
 def _accept_or_end(
@@ -403,9 +421,8 @@ def _accept(
 def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[int]:
     """Return the forced tokens that can be added without another forward pass.
 
-    A token is forced if the grammar allows no other token at its position. Tokens after a stop
-    token are left out. Example: if 9 is a stop token, [4, 9, 6] gives [4, 9]. If min_tokens does
-    not allow the end yet, [4, 9, 6] gives [4].
+    A token is forced if the grammar allows no other token at its position. The tokens are cut at a
+    stop token; see `_until_stop`.
 
     The result is empty in two cases. If the request asks for log-probabilities, a step of the model
     must compute them. If other fields of the request also limit the tokens, only the mask of the
@@ -420,9 +437,18 @@ def _usable_forced(sequence: Sequence, forced: list[int], num_new: int) -> list[
     has_other_limits = params.allowed_token_ids is not None or params.bad_words_token_ids
     if params.logprobs is not None or has_other_limits:
         return []
-    num_output = sequence.num_output_tokens + num_new
-    for index, token_id in enumerate(forced):
+    return _until_stop(sequence, forced, sequence.num_output_tokens + num_new)
+
+
+def _until_stop(sequence: Sequence, token_ids: list[int], num_before: int) -> list[int]:
+    """Return `token_ids` up to and including the first stop token of a sequence.
+
+    If the answer would be shorter than min_tokens, the stop token is left out, too. Example: if 9
+    is a stop token, [4, 9, 6] gives [4, 9]. If min_tokens does not allow the end yet, [4, 9, 6]
+    gives [4]. `num_before` is the number of output tokens before `token_ids`.
+    """
+    for index, token_id in enumerate(token_ids):
         if token_id in sequence.stop_token_ids:
-            may_stop = num_output + index >= params.min_tokens
-            return forced[: index + 1] if may_stop else forced[:index]
-    return forced
+            may_stop = num_before + index >= sequence.params.min_tokens
+            return token_ids[: index + 1] if may_stop else token_ids[:index]
+    return token_ids

@@ -64,6 +64,12 @@ class _PrefixRead:
         """Return whether the thread has finished, or the time `now` has reached the deadline."""
         return now >= self.deadline or (self.future is not None and self.future.done())
 
+    def contents_by_hash(self) -> dict[bytes, bytes]:
+        """Return a mapping from the hash of each block that has been read to its bytes."""
+        # Copy the list, because the thread may still append to the list.
+        contents = list(self.contents)
+        return dict(zip(self.missing, contents, strict=False))
+
 
 class DiskTier:
     """Copies blocks and snapshots between the prefix cache in memory and the files on disk.
@@ -97,19 +103,27 @@ class DiskTier:
             # Log-probabilities of the prompt are computed from the prompt's logits. The cache
             # contains no logits, so the whole prompt must be computed.
             return False
+        read = self._plan_read(sequence)
+        if read is None:
+            return False
+        read.future = self._readers.submit(self._read_files, read)
+        self._reads[sequence.request_id] = read
+        return True
+
+    def _plan_read(self, sequence: Sequence) -> _PrefixRead | None:
+        """Return the blocks and the snapshot of a sequence that must be read from disk.
+
+        Return None if the available prefix is empty, or is completely in memory.
+        """
         hashes = self._available_prefix(sequence)
         if not hashes:
-            return False
+            return None
         missing = [block_hash for block_hash in hashes if not self._is_in_memory(block_hash)]
         snapshots = self._cache.snapshots
         needs_snapshot = snapshots is not None and hashes[-1] not in snapshots
         if not missing and not needs_snapshot:
-            return False
-        deadline = time.monotonic() + _MAX_WAIT_S
-        read = _PrefixRead(hashes, missing, needs_snapshot, deadline)
-        read.future = self._readers.submit(self._read_files, read)
-        self._reads[sequence.request_id] = read
-        return True
+            return None
+        return _PrefixRead(hashes, missing, needs_snapshot, time.monotonic() + _MAX_WAIT_S)
 
     def _available_prefix(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the blocks before a sequence's first unavailable block.
@@ -143,16 +157,16 @@ class DiskTier:
         if read is None:
             return
         read.is_cancelled = True
-        # The thread may still append to `contents`, so a copy is used.
-        contents = dict(zip(read.missing, list(read.contents), strict=False))
-        is_incomplete = read.state is None or len(contents) < len(read.missing)
-        if read.needs_snapshot and is_incomplete:
+        contents = read.contents_by_hash()
+        has_everything = read.state is not None and len(contents) == len(read.missing)
+        if read.needs_snapshot and not has_everything:
             # A recurrent model can use these blocks only together with the snapshot of the last
             # block.
             return
         self._insert_blocks(read.hashes, contents)
-        is_complete = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
-        if read.state is not None and is_complete:
+        # The memory may have been too small for all blocks.
+        has_all_blocks = all(self._is_in_memory(block_hash) for block_hash in read.hashes)
+        if read.state is not None and has_all_blocks:
             self._insert_snapshot(read.hashes[-1], read.state)
 
     def _insert_blocks(self, hashes: list[bytes], contents: dict[bytes, bytes]) -> None:
@@ -294,6 +308,10 @@ class DiskTier:
         """Read the files of a request into `read.state` and `read.contents`.
 
         This method runs in a reader thread.
+
+        A block after a damaged block cannot be used, so its content is not stored. Such a block is
+        read nevertheless, because `DiskStore.read` deletes damaged files. The engine then writes
+        these files again.
         """
         if read.needs_snapshot:
             read.state = self._store.read(_state(read.hashes[-1]))
@@ -303,15 +321,17 @@ class DiskTier:
         for block_hash in read.missing:
             if read.is_cancelled:
                 return
-            # The blocks of a model without a KV cache contain no data.
-            content = self._store.read(_block(block_hash)) if self._prefixes.has_blocks else b""
+            content = self._read_block(block_hash)
             if content is None:
                 has_damaged_block = True
             elif not has_damaged_block:
                 read.contents.append(content)
-            # After a damaged block, no later block of this request can be used. The later blocks
-            # are read nevertheless: `DiskStore.read` deletes a file if it is damaged, so that the
-            # block is written again.
+
+    def _read_block(self, block_hash: bytes) -> bytes | None:
+        """Return the bytes of a block on disk; None if its file is missing or damaged."""
+        if not self._prefixes.has_blocks:
+            return b""  # The blocks of a model without a KV cache contain no data.
+        return self._store.read(_block(block_hash))
 
 
 def prepare_folder(folder: str) -> None:

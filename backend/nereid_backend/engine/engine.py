@@ -7,7 +7,6 @@ The main loop is in step_loop.py.
 import logging
 from collections import abc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from nereid_backend.config import EngineConfig
@@ -253,8 +252,16 @@ class Engine:
             ModelError: if the processor needs a package that is not installed.
         """
         prompt = self.image_prompt(messages)
-        add = partial(self.add_request, images=prompt.images)
-        return generate(self, [prompt.token_ids], params, self._parts.decode, add)[0]
+
+        def add_with_images(
+            request_id: str, token_ids: abc.Sequence[int], request_params: SamplingParams
+        ) -> None:
+            self.add_request(request_id, token_ids, request_params, prompt.images)
+
+        [output] = generate(
+            self, [prompt.token_ids], params, self._parts.decode, add_request=add_with_images
+        )
+        return output
 
     def image_prompt(self, messages: abc.Sequence[abc.Mapping[str, Any]]) -> ImagePrompt:
         """Convert the messages of a chat to the token ids and images that `add_request` accepts.
@@ -291,8 +298,9 @@ class Engine:
         """Return the present load of the engine, and the counters since its start."""
         parts = self._parts
         scheduler = parts.scheduler
+        # Each of these objects is None if the engine does not use the feature.
         cache = scheduler.cache
-        drafter = scheduler.drafter
+        drafts = scheduler.drafter.lengths if scheduler.drafter else None
         features = parts.images.features
         return EngineStats(
             num_requests_running=scheduler.num_running,
@@ -302,9 +310,9 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_prefix_cache_queries=cache.num_queried_tokens if cache else 0,
             num_prefix_cache_hits=cache.num_hit_tokens if cache else 0,
-            num_drafts=drafter.lengths.num_drafts if drafter else 0,
-            num_proposed_tokens=drafter.lengths.num_proposed if drafter else 0,
-            num_accepted_tokens=drafter.lengths.num_accepted if drafter else 0,
+            num_drafts=drafts.num_drafts if drafts else 0,
+            num_proposed_tokens=drafts.num_proposed if drafts else 0,
+            num_accepted_tokens=drafts.num_accepted if drafts else 0,
             num_image_encodings=features.num_encoded if features else 0,
         )
 

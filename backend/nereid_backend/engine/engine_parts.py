@@ -87,16 +87,20 @@ class EngineParts:
         self.images = loaded.images
         self.swap = loaded.swap
         self.draft = loaded.draft
+
+        # The objects that plan and run the steps.
         self.pool = BlockPool(self.info.num_blocks)
         self.scheduler = _make_scheduler(config, loaded, self.pool, report)
-        self.sessions = PrefixSessions(self.scheduler.cache, self.pool, self.info.block_size)
-        self.adapters = loaded.make_adapter_store(self.scheduler.adapters)
         self.loop = StepLoop(
             self.scheduler,
             self.runner,
             max_step_failures=config.max_step_failures,
             is_async=_can_be_async(config, loaded, self.scheduler, report),
         )
+
+        # The objects that receive new requests.
+        self.sessions = PrefixSessions(self.scheduler.cache, self.pool, self.info.block_size)
+        self.adapters = loaded.make_adapter_store(self.scheduler.adapters)
         self.disk = _open_disk(config, self.info, self.scheduler.cache, loaded.path, report)
         self.new_sequences = NewSequences(
             config, self.info, self.scheduler, self.adapters, self.images, loaded.place_images
@@ -130,7 +134,9 @@ class EngineParts:
 
     def load_lora(self, name: str, path: str) -> None:
         """Load a LoRA adapter; see `Engine.load_lora`."""
-        if not name or set(name) & set("=,"):
+        # The setting lora_adapters contains names and paths in the form name=path,name=path.
+        has_separator = "=" in name or "," in name
+        if not name or has_separator:
             raise RequestError(
                 f"lora_name: the name of an adapter must be a text without '=' and ',', but it is "
                 f"{name!r}."

@@ -67,28 +67,42 @@ class NewSequences:
                 f"request_id: the id {request_id!r} belongs to a request that has not ended. Use "
                 "another id."
             )
-        if images is None and self._images.needs_images:
+        if images is None:
+            self._check_needs_no_images()
+        token_ids = self._check_prompt(prompt_token_ids)
+        check_token_ids(params, self._info.vocab_size)
+        self._check_prompt_logprobs(params)
+        self._check_queue()
+        sequence = self._make_sequence(request_id, token_ids, params)
+        if images is not None:
+            sequence.images = self._accept_images(token_ids, images)
+        return sequence
+
+    def _check_needs_no_images(self) -> None:
+        """Raise a RequestError if the model cannot compute a prompt that has only text."""
+        if self._images.needs_images:
             raise RequestError(
                 f"messages: the request has no {self._images.kind}, but {self._info.architecture} "
                 f"computes only prompts with {self._images.kind}. Send a chat with "
                 f"{self._images.kind}."
             )
-        token_ids = self._check_prompt(prompt_token_ids)
-        check_token_ids(params, self._info.vocab_size)
+
+    def _check_prompt_logprobs(self, params: SamplingParams) -> None:
+        """Raise a RequestError if the model cannot compute the requested prompt_logprobs."""
         if params.prompt_logprobs is not None and self._images.config.is_encoder_decoder:
             raise RequestError(
                 "prompt_logprobs: the model is an encoder-decoder model, which computes no "
                 "log-probabilities of the prompt. Remove prompt_logprobs from the request."
             )
-        if self._scheduler.num_waiting >= self._max_num_waiting:
+
+    def _check_queue(self) -> None:
+        """Raise a CapacityError if the waiting queue is full."""
+        num_waiting = self._scheduler.num_waiting
+        if num_waiting >= self._max_num_waiting:
             raise CapacityError(
-                f"{self._scheduler.num_waiting} requests are waiting, and the limit is "
-                f"{self._max_num_waiting} (max_num_waiting). Try again later."
+                f"{num_waiting} requests are waiting, and the limit is {self._max_num_waiting} "
+                "(max_num_waiting). Try again later."
             )
-        sequence = self._make_sequence(request_id, token_ids, params)
-        if images is not None:
-            sequence.images = self._accept_images(token_ids, images)
-        return sequence
 
     def _make_sequence(
         self, request_id: str, token_ids: list[int], params: SamplingParams
@@ -113,25 +127,25 @@ class NewSequences:
         return sequence
 
     def _accept_images(self, token_ids: list[int], images: ImageInputs) -> ImageInputs:
-        """Check the images of a prompt, and copy them to the device of the model.
+        """Check the images of a prompt, and return their copy on the device of the model.
 
         Raises:
             RequestError: if the model accepts no images, or cannot process these images.
         """
+        self._check_kinds(images)
+        if not self._images.shares_blocks:
+            images = _without_shared_blocks(images)
+        images = self._place_images(images)
+        self._images.check(token_ids, images)
+        return images
+
+    def _check_kinds(self, images: ImageInputs) -> None:
+        """Raise a RequestError if the model does not accept images of these kinds."""
         if self._images.reason:
             raise RequestError(f"messages: images are refused, because {self._images.reason}")
         for kind in images.kinds:
             if kind in self._images.refused:
                 raise refuse_kind(kind, self._images.refused[kind])
-        if not self._images.shares_blocks:
-            # This model stores no keys and values in the blocks of a prompt with images, so other
-            # prompts must not reuse these blocks. first_token=0 declares that all keys and values
-            # depend on the images. Therefore no block is reused, not even a block that contains
-            # only text before the first image.
-            images = replace(images, first_token=0)
-        images = self._place_images(images)
-        self._images.check(token_ids, images)
-        return images
 
     def _check_prompt(self, prompt: abc.Sequence[int]) -> list[int]:
         """Return the token ids of a prompt as a list of Python integers.
@@ -170,3 +184,13 @@ class NewSequences:
                 f"prompt has {len(token_ids)} tokens; the limit is {limit} (max_model_len), which "
                 "leaves no token for the answer. Send a shorter prompt."
             )
+
+
+def _without_shared_blocks(images: ImageInputs) -> ImageInputs:
+    """Return a copy of the images of a prompt whose blocks other prompts must not reuse.
+
+    Some models store no keys and values in the blocks of a prompt with images. first_token=0
+    declares that all keys and values depend on the images. Therefore no block is reused, not even a
+    block that contains only text before the first image.
+    """
+    return replace(images, first_token=0)

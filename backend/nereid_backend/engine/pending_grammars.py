@@ -3,15 +3,31 @@
 
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class CompiledGrammar(NamedTuple):
+    """The finished compilation of a request's grammar.
+
+    Attributes:
+        request_id: the id of the request.
+        future: a finished future. Its result is the guide of the request, and its exception is the
+            reason why the grammar could not be compiled.
+        time_added: the value of time.monotonic() when the compilation was started.
+    """
+
+    request_id: str
+    future: Future[Any]
+    time_added: float
 
 
 class PendingGrammars:
     """Stores one future for each request whose grammar is being compiled."""
 
     def __init__(self) -> None:
+        # Both dicts have the same request ids as keys.
         self._futures: dict[str, Future[Any]] = {}
-        self._added: dict[str, float] = {}
+        self._added: dict[str, float] = {}  # the times of the calls of `add`
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -32,14 +48,13 @@ class PendingGrammars:
             del self._added[request_id]
             future.cancel()
 
-    def take_done(self) -> list[tuple[str, Future[Any], float]]:
-        """Remove and return the futures that are finished, without waiting.
-
-        Each item contains the request id, the future, and the time by time.monotonic() at which
-        `add` was called.
-        """
-        names = [name for name, future in self._futures.items() if future.done()]
-        return [(name, self._futures.pop(name), self._added.pop(name)) for name in names]
+    def take_done(self) -> list[CompiledGrammar]:
+        """Remove and return the compilations that are finished, without waiting."""
+        done_ids = [request_id for request_id, future in self._futures.items() if future.done()]
+        return [
+            CompiledGrammar(request_id, self._futures.pop(request_id), self._added.pop(request_id))
+            for request_id in done_ids
+        ]
 
     def wait(self, timeout_s: float) -> None:
         """Block until a future is finished or `timeout_s` seconds have passed.

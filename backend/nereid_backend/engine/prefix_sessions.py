@@ -25,7 +25,7 @@ class PrefixSessions:
     """
 
     def __init__(self, cache: PrefixCache | None, pool: BlockPool, block_size: int) -> None:
-        """Keep references to the prefix cache and to the pool of blocks.
+        """Store references to the prefix cache and to the pool of blocks.
 
         `cache` is None if prefix caching is off.
         """
@@ -42,9 +42,7 @@ class PrefixSessions:
         Args:
             client_id: the client whose sessions are listed; None lists the sessions of all clients.
         """
-        cache = self._cache
         sessions = self._matching(client_id, None)
-        snapshots = None if cache is None else cache.snapshots
         # Only the sessions that expire last are listed, because there may be very many sessions.
         last_first = sorted(sessions, key=lambda session: session.expires_in_s, reverse=True)
         listed = last_first[:_MAX_LISTED]
@@ -53,11 +51,20 @@ class PrefixSessions:
             "num_used_blocks": self._pool.num_used,
             "num_cached_blocks": self._pool.num_cached,
             "num_retained_blocks": self._pool.idle.num_retained,
-            "num_snapshots": len(snapshots) if snapshots is not None else 0,
-            "num_queried_tokens": cache.num_queried_tokens if cache is not None else 0,
-            "num_hit_tokens": cache.num_hit_tokens if cache is not None else 0,
+            **self._cache_counters(),
             "num_sessions": len(sessions),
             "sessions": [self._describe(session) for session in listed],
+        }
+
+    def _cache_counters(self) -> dict[str, int]:
+        """Return the counters of the prefix cache. All are 0 if prefix caching is off."""
+        cache = self._cache
+        if cache is None:
+            return {"num_snapshots": 0, "num_queried_tokens": 0, "num_hit_tokens": 0}
+        return {
+            "num_snapshots": 0 if cache.snapshots is None else len(cache.snapshots),
+            "num_queried_tokens": cache.num_queried_tokens,
+            "num_hit_tokens": cache.num_hit_tokens,
         }
 
     def extend(self, client_id: str | None, prompt_cache_key: str, seconds: float) -> int:
@@ -95,19 +102,22 @@ class PrefixSessions:
         return num_blocks * self._block_size
 
     def call(self, operation: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the method whose name is `operation`: `statistics`, `extend` or `drop`.
+        """Execute an operation that an operator or a client has requested, and return its result.
+
+        Example: the operation "drop" with {"client_id": "team-a"} calls `drop("team-a", None)` and
+        returns {"num_dropped_tokens": 4096}.
 
         Args:
-            operation: "statistics", "extend" or "drop".
-            values: the arguments of the method by their names.
+            operation: the name of a method: "statistics", "extend" or "drop".
+            values: the arguments of the method by their names. Missing arguments are None.
 
         Raises:
             RequestError: if the operation is unknown, or if "extend" has no prompt_cache_key.
         """
-        if operation == "statistics":
-            return self.statistics(values.get("client_id"))
         client_id = values.get("client_id")
         key = values.get("prompt_cache_key")
+        if operation == "statistics":
+            return self.statistics(client_id)
         if operation == "drop":
             return {"num_dropped_tokens": self.drop(client_id, key)}
         if operation == "extend" and isinstance(key, str):

@@ -36,9 +36,14 @@ class PartsOwner:
         self._tokenizer_files = read_tokenizer_files(config.model)
 
     def reload(self, path: str, report: Report) -> None:
-        """Replace the weights; see `Engine.reload` for the arguments and the errors."""
+        """Replace the weights; see `Engine.reload` for the arguments and the errors.
+
+        Mutates: `parts`, which is replaced by the objects of the new model.
+        """
         info = self.parts.info
+        # Load the adapters that are loaded now, not the adapters of the first start.
         old_config = replace(self.parts.config, lora_adapters=self.parts.adapters.paths)
+        # The new model must accept prompts of the same length as the present model.
         new_config = replace(
             old_config, model=path or old_config.model, max_model_len=info.max_model_len
         )
@@ -50,6 +55,8 @@ class PartsOwner:
         else:
             self._release_then_load(new_config, old_config, report)
         if has_guides:
+            # Clients use grammars. Load the grammar libraries of the new parts now, so that the
+            # next request with a grammar does not wait.
             self.parts.preparation.warm_up()
 
     def _load_then_release(self, new_config: EngineConfig, report: Report) -> None:
@@ -124,6 +131,29 @@ def _check_reload(
     Raises:
         RequestError: if the new checkpoint cannot replace the loaded model.
     """
+    _check_replaceable(parts, new_config)
+    assert parts.layout is not None, "`_check_replaceable` has checked this"
+    try:
+        check_same_layout(parts.layout, read_layout(new_config.model))
+        architecture = read_architecture(new_config.model)
+        check_same_tokenizer(tokenizer_files, read_tokenizer_files(new_config.model))
+    except ModelError as error:
+        raise RequestError(f"path: {error}") from error
+    is_unknown = architecture == ""
+    if not is_unknown and architecture != parts.info.architecture:
+        raise RequestError(
+            f"path: the new checkpoint has the architecture {architecture}, but the served "
+            f"model has the architecture {parts.info.architecture}."
+        )
+
+
+def _check_replaceable(parts: EngineParts, new_config: EngineConfig) -> None:
+    """Check that the engine can replace its weights now. The files are not compared.
+
+    Raises:
+        RequestError: if requests are running, if the engine uses tensor parallelism, or if one of
+            the checkpoints has no safetensors files.
+    """
     if parts.scheduler.has_work():
         raise RequestError(
             "path: the weights can be replaced only while no request runs. Wait until all "
@@ -138,15 +168,4 @@ def _check_reload(
         raise RequestError(
             "path: the present checkpoint and the new checkpoint must have safetensors files, "
             "but one of the checkpoints has none. Restart the server with the new checkpoint."
-        )
-    try:
-        check_same_layout(parts.layout, read_layout(new_config.model))
-        architecture = read_architecture(new_config.model)
-        check_same_tokenizer(tokenizer_files, read_tokenizer_files(new_config.model))
-    except ModelError as error:
-        raise RequestError(f"path: {error}") from error
-    if architecture not in ("", parts.info.architecture):
-        raise RequestError(
-            f"path: the new checkpoint has the architecture {architecture}, but the served "
-            f"model has the architecture {parts.info.architecture}."
         )

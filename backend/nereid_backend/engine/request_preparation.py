@@ -28,7 +28,8 @@ class RequestPreparation:
     after its preparation.
 
     Attributes:
-        compiled: see `StepEngine.compiled`.
+        compiled: the requests whose grammars the last call of `start_prepared` found compiled; see
+            `StepEngine.compiled`.
     """
 
     def __init__(
@@ -36,8 +37,14 @@ class RequestPreparation:
     ) -> None:
         """Store the objects that prepare requests.
 
-        `disk` is None if there is no prefix cache on disk.
+        Args:
+            config: the settings of the grammar library.
+            info: the facts about the model that grammars depend on.
+            scheduler: receives the requests.
+            disk: reads cached prefixes; None if there is no prefix cache on disk.
         """
+        # The id of each request, and the times at which its compilation was started and was found
+        # finished, by time.monotonic().
         self.compiled: list[tuple[str, float, float]] = []
         self._config = config
         self._info = info
@@ -94,15 +101,17 @@ class RequestPreparation:
         Mutates: `compiled`, which then contains the requests of this call.
         """
         self.compiled = []
-        for request_id, future, time_added in self._pending_grammars.take_done():
-            self.compiled.append((request_id, time_added, time.monotonic()))
+        for compilation in self._pending_grammars.take_done():
+            request_id = compilation.request_id
+            self.compiled.append((request_id, compilation.time_added, time.monotonic()))
             if self._disk is not None:
                 # The request starts now, with the part of its prefix that has been read so far.
                 self._disk.finish(request_id)
-            error = future.exception()
+            error = compilation.future.exception()
             if error is None:
-                self._scheduler.start(request_id, future.result())
+                self._scheduler.start(request_id, compilation.future.result())
             else:
+                # Any other error is a failure of the server.
                 is_refused = isinstance(error, RequestError)
                 self._scheduler.refuse(request_id, str(error), is_refused=is_refused)
 

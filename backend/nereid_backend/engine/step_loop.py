@@ -35,7 +35,8 @@ class _NextStep:
 
     Attributes:
         plan: the plan of the step.
-        running: the started step, or the error that prevented the start.
+        running: the started step. If the step could not be started, the error. `_start_next` does
+            not raise the error, because the current step must be committed first.
     """
 
     plan: StepPlan
@@ -65,19 +66,20 @@ class StepLoop:
                 If True, the scheduler must not propose draft tokens, and the runner's forward path
                 must support pending chunks (see `StepPlan.pending`).
         """
+        # Each call of `step` creates a new list, because callers may still use the previous list.
+        self.started: list[tuple[str, float]] = []
         self._scheduler = scheduler
         self._runner = runner
         self._max_step_failures = max_step_failures
         self._is_async = is_async
-        # Each call of `step` creates a new list, because callers may still use the previous list.
-        self.started: list[tuple[str, float]] = []
         # The number of consecutive failed steps.
         self._num_failures = 0
-        # The value of time.perf_counter() when `step` last started a step. Steps that
-        # `_start_next` starts do not change this value.
+        # The value of time.perf_counter() when `step` last started a step, for the measurement of
+        # draft tokens. Steps that were planned ahead have no draft tokens, so they do not change
+        # this value.
         self._start_time = 0.0
-        # A step that `_start_next` has started. None means that the next call of `step` plans a
-        # step.
+        # The step that runs while `step` is not being called, with async scheduling. If it is None,
+        # the next call of `step` plans a step.
         self._running_step: RunningStep | None = None
 
     def step(self) -> list[RequestUpdate]:
@@ -116,23 +118,31 @@ class StepLoop:
             sequences of the next step follow.
         """
         next_step = self._start_next(step) if self._is_async else None
-        result: StepResult | None = None  # stays None if the step fails
+        updates, result = self._wait_and_commit(step)
+        if next_step is not None:
+            updates += self._sample_next(next_step, result)
+        return updates
+
+    def _wait_and_commit(self, step: RunningStep) -> tuple[list[RequestUpdate], StepResult | None]:
+        """Wait for a step and commit its result. If the step failed, end its sequences.
+
+        Returns:
+            The updates of the sequences, and the result of the step. The result is None if the step
+            failed.
+        """
         try:
             result = self._runner.finish(step)
         except Exception as error:  # noqa: BLE001 - every error ends the requests of the step
-            updates = self._fail(step.plan, error)
-        else:
-            self._num_failures = 0
-            self._scheduler.add_time(step.plan, time.perf_counter() - self._start_time)
-            updates = self._scheduler.commit(step.plan, result)
-        if next_step is None:
-            return updates
-        return updates + self._sample_next(next_step, result)
+            return self._fail(step.plan, error), None
+        self._num_failures = 0
+        self._scheduler.add_time(step.plan, time.perf_counter() - self._start_time)
+        return self._scheduler.commit(step.plan, result), result
 
     def _start_next(self, step: RunningStep) -> _NextStep | None:
-        """Start the next step while `step` is still running.
+        """Plan the next step and start its forward pass while `step` is still running.
 
-        Return None if the next step cannot be planned yet.
+        The tokens of the next step are sampled later, by `_sample_next`. Return None if the next
+        step cannot be planned yet.
         """
         if self._scheduler.is_held_up:
             return None
@@ -148,6 +158,9 @@ class StepLoop:
     def _sample_next(self, step: _NextStep, before: StepResult | None) -> list[RequestUpdate]:
         """Launch the sampling of the next step. The previous step has already been committed.
 
+        If the previous step or one of its sequences has failed, discard the next step. The loop
+        then plans this step again.
+
         Args:
             step: the next step.
             before: the result of the previous step; None if the previous step failed.
@@ -158,10 +171,7 @@ class StepLoop:
         """
         if isinstance(step.running, Exception):
             return self._fail(step.plan, step.running)
-        has_failed_sequence = before is not None and any(
-            sampled.error is not None for sampled in before.sampled
-        )
-        if before is None or has_failed_sequence:
+        if before is None or _has_failed_sequence(before):
             # The forward pass of the next step used tokens that were not sampled correctly.
             self._scheduler.drop(step.plan)
             return []
@@ -203,3 +213,8 @@ class StepLoop:
             for chunk in plan.chunks
             if chunk.is_first and not chunk.sequence.was_reported
         ]
+
+
+def _has_failed_sequence(result: StepResult) -> bool:
+    """Return whether a step could not sample a token for one of its sequences."""
+    return any(sampled.error is not None for sampled in result.sampled)

@@ -102,7 +102,7 @@ class DecodeGroup:
         table [8, 3, 6] attends to the positions 7 to 10. The blocks [3, 6] are read, which contain
         the positions 4 to 11. The bias is -inf for the positions 4, 5, 6 and 11.
         """
-        lens = self.lens[:, None]
+        lens = self.lens[:, None]  # [num_decodes, 1]
         first_positions = _first_visible(lens - 1, window)
         blocks, first_blocks = self._blocks_in_window(first_positions, window)
         num_read_tokens = blocks.shape[1] * self.block_size
@@ -112,9 +112,9 @@ class DecodeGroup:
         is_hidden = positions >= lens
         if not window.is_full:
             is_hidden |= positions < first_positions
-        bias = torch.zeros(is_hidden.shape, device=blocks.device)
-        bias.masked_fill_(is_hidden, float("-inf"))
-        return VisibleBlocks(blocks, bias[:, None, None, :])
+        # The bias is the same for all heads, and a decode has one query.
+        bias = hiding_bias(is_hidden)[:, None, None, :]
+        return VisibleBlocks(blocks, bias)
 
     def _blocks_in_window(
         self, first_positions: Tensor, window: LayerWindow
@@ -141,10 +141,11 @@ class DecodeGroup:
         if max_blocks >= table_width:
             return self.blocks, torch.zeros_like(first_positions)
         first_blocks = first_positions // self.block_size
-        columns = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
+        # For each decode, the indices of the returned blocks in its block table.
+        indices = first_blocks + torch.arange(max_blocks, device=self.blocks.device)
         # A short sequence may have fewer than `max_blocks` blocks after the first block.
-        columns.clamp_(max=table_width - 1)
-        return self.blocks.gather(1, columns), first_blocks
+        indices.clamp_(max=table_width - 1)
+        return self.blocks.gather(1, indices), first_blocks
 
 
 @dataclass(slots=True)
@@ -205,6 +206,16 @@ class AttentionBatch:
             mask = is_past_or_self & is_in_window
             self._prefill_masks[index, window] = mask
         return mask
+
+
+def hiding_bias(is_hidden: Tensor) -> Tensor:
+    """Return the float32 bias that hides keys from attention: -inf for hidden keys, 0 for others.
+
+    Example: [True, False] gives [-inf, 0]. If the bias is added to the scores, hidden keys get the
+    weight 0.
+    """
+    bias = torch.zeros(is_hidden.shape, device=is_hidden.device)
+    return bias.masked_fill_(is_hidden, float("-inf"))
 
 
 def _first_visible(positions: Tensor, window: LayerWindow) -> Tensor:

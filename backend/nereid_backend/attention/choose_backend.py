@@ -209,6 +209,7 @@ def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
             query, None, layer, cache, batch, scale=scale, sinks=sinks, out=out
         )
         return
+    # Without a key and a value, all keys and values are read from the cache.
     inputs = (query, None, None)
     out.copy_(reference.attend(inputs, layer, cache, batch, scale=scale, sinks=sinks))
 

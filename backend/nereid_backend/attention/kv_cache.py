@@ -50,8 +50,9 @@ class KVCache:
             block_size: the number of tokens in one block.
             dtype: the data type of keys and values.
             device: the device of the cache.
-            groups: the groups of the layers; None if all layers form one group. Layers with the
-                same place must have the same number of heads and the same head sizes.
+            groups: the group of each layer, and its place in the blocks of the group; None if all
+                layers form one group. Layers with the same place share tensors, so they must have
+                the same number of heads and the same head sizes.
         """
         groups = groups or single_group(layers)
         self.group_of = [group for group, _ in groups.places]

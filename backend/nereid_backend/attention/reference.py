@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nereid_backend.attention.attention_batch import AttentionBatch, Prefill
+from nereid_backend.attention.attention_batch import AttentionBatch, Prefill, hiding_bias
 from nereid_backend.attention.kv_cache import KVCache, gather_rows
 from nereid_backend.attention.layers import LayerSpec
 
@@ -35,14 +35,15 @@ def attend(
 ) -> Tensor:
     """Compute the attention of one packed step in one layer.
 
-    The cache already contains the keys and values of the step.
+    A packed step contains the new tokens of several sequences in one row: first the decodes (one
+    token each), then the prefills (several tokens each).
 
     Args:
         inputs: the step's query [num_heads, num_tokens, key_dim], key [num_kv_heads, num_tokens,
             key_dim] and value [num_kv_heads, num_tokens, value_dim]. If the key and the value are
             None, they are read from the cache.
         layer: the index of the layer in the cache, and the properties of the layer.
-        cache: the KV cache. It contains the keys and values of this step.
+        cache: the KV cache, which already contains the keys and values of this step.
         batch: the metadata of the step.
         scale: the factor by which the scores are multiplied.
         sinks: the attention sinks, [num_heads]; None if the layer has no sinks.
@@ -50,9 +51,10 @@ def attend(
     Returns:
         [num_tokens, num_heads, value_dim] in the data type of the query.
     """
+    query, _, _ = inputs
     parts: list[Tensor] = []
     if batch.num_decodes:
-        parts.append(_attend_decodes(inputs[0], layer, cache, batch, scale, sinks))
+        parts.append(_attend_decodes(query, layer, cache, batch, scale, sinks))
     if batch.prefills:
         parts.append(_attend_prefills(inputs, layer, cache, batch, scale, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -74,6 +76,7 @@ def _attend_decodes(
     rows = query[:, : batch.num_decodes].transpose(0, 1)
     out = query.new_empty(batch.num_decodes, spec.num_heads, spec.value_dim)
     for group in batch.decodes:
+        # A group without `tokens` contains all decodes of the step.
         tokens = slice(None) if group.tokens is None else group.tokens
         keys, values = cache.gather(number, group.rows(spec.window, spec.num_kv_heads))
         bias = group.visible(spec.window).bias
@@ -204,9 +207,7 @@ def _prefill_in_slices(
         end = min(start + slice_size, num_queries)
         # No query of the slice attends to a key after the slice, so these keys are not read.
         num_read_keys = num_cached + end
-        is_hidden = ~mask[start:end, :num_read_keys]
-        bias = torch.zeros(is_hidden.shape, device=mask.device)
-        bias.masked_fill_(is_hidden, float("-inf"))
+        bias = hiding_bias(~mask[start:end, :num_read_keys])
         slice_inputs = (
             query[:, :, start:end],
             key[:, :, :num_read_keys],

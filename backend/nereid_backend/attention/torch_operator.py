@@ -54,15 +54,13 @@ class TracedForward:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float
 ) -> Tensor:
-    """Compute the attention of one layer in the running step.
+    """Compute the attention of one layer in the step that runs in the current thread.
 
     `layer` is the index of the layer. `AttentionForward` documents the shapes. A compiled model may
     pad its inputs, so the inputs may have more rows than the step has tokens. The outputs of the
     padding are zero.
     """
-    forward: PagedForward | None = getattr(_current, "forward", None)
-    if forward is None:
-        raise EngineError("A compiled model was called outside of a step of the engine.")
+    forward = _current_forward()
     num_tokens = forward.num_tokens
     num_padding = query.shape[2] - num_tokens
     if num_padding == 0:
@@ -74,6 +72,18 @@ def _attend(
     # `pad` takes two numbers for each dimension, beginning with the last dimension. Only the end of
     # dimension 1, the tokens, is padded.
     return functional.pad(out, (0, 0, 0, 0, 0, num_padding)).contiguous()
+
+
+def _current_forward() -> PagedForward:
+    """Return the object that `serving` has stored for the current thread.
+
+    Raises:
+        EngineError: if no step is running in the current thread.
+    """
+    forward: PagedForward | None = getattr(_current, "forward", None)
+    if forward is None:
+        raise EngineError("A compiled model was called outside of a step of the engine.")
+    return forward
 
 
 def _attend_meta(

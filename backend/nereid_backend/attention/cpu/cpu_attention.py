@@ -115,16 +115,15 @@ class CpuKVCache(KVCache):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the arguments of KVCache
         """Allocate the blocks, filled with zeros; see `KVCache.__init__`."""
         super().__init__(*args, **kwargs)
+        self.keys = [_with_transposed_shape(keys) for keys in self.keys]
         self.key_scales = []
         self.value_scales = []
         self.kernel_times = None
         # For each layer, the arguments of the last call of `native`, and the struct that the call
         # returned.
         self._native: dict[int, tuple[tuple[object, ...], NativeLayer]] = {}
+        # The result of `native_layers`; None before the first call.
         self._native_layers: ctypes.Array[NativeLayer] | None = None
-        # Swap the last two dimensions in the shapes of the key tensors. All numbers in the tensors
-        # are still 0, so `view` is sufficient.
-        self.keys = [keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]) for keys in self.keys]
 
     def native(
         self, layer: tuple[int, LayerSpec], scale: float, dtype: torch.dtype, block_size: int
@@ -219,6 +218,15 @@ class CpuKVCache(KVCache):
         return keys, values.view(num_seqs, num_heads, num_tokens, value_dim)
 
 
+def _with_transposed_shape(zeros: Tensor) -> Tensor:
+    """Swap the last two dimensions of a tensor [num_blocks, num_kv_heads, block_size, key_dim].
+
+    The tensor contains only zeros, so a view with the new shape is sufficient.
+    """
+    num_blocks, num_heads, block_size, key_dim = zeros.shape
+    return zeros.view(num_blocks, num_heads, key_dim, block_size)
+
+
 def attend(
     inputs: tuple[Tensor, Tensor, Tensor],
     layer: tuple[int, LayerSpec],
@@ -281,10 +289,10 @@ def serving(
         layers: the attention layers of the model.
         batches: the metadata of the step for each group of layers.
     """
+    # The structs below contain only the addresses of arrays. The local variables keep these arrays
+    # in memory until the `with` block ends.
     steps = [_native_step(batch) for batch in batches]
     native_layers = cache.native_layers(layers, batches[0].block_size)
-    # The structs contain only the addresses of arrays. The variables `steps`, `native_layers`,
-    # `cache` and `batches` keep these arrays in memory until the `with` block ends.
     group_steps = (NativeGroupStep * len(steps))(*map(_group_step, steps))
     group_of = (ctypes.c_int64 * len(native_layers))(*cache.group_of)
     forward = NativeForward(

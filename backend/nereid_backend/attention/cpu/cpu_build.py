@@ -121,17 +121,18 @@ def _load_precompiled(instruction_set: InstructionSet) -> ctypes.CDLL | None:
 
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[None]:
-    """Return a context with a file lock, so that no other process builds the same library.
+    """Return a context in which no other process builds the same library.
 
-    The operating system releases the lock when the process ends. If the folder does not support
-    locks, each process builds the library.
+    The context locks the file `path`, and deletes the file at the end. If the process crashes, the
+    operating system releases the lock. If the folder does not support locks, the context has no
+    effect, so several processes may build the library.
     """
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as end_of_context:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("w"))
+            file = end_of_context.enter_context(path.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
-            stack.callback(path.unlink, missing_ok=True)
+            end_of_context.callback(path.unlink, missing_ok=True)
         yield
 
 

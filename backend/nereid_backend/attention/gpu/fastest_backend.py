@@ -6,7 +6,6 @@ the library must equal the results of the reference, and the library must be fas
 on a step of typical size.
 """
 
-import functools
 import logging
 import statistics
 from collections.abc import Callable, Sequence
@@ -178,10 +177,7 @@ def _fastest(
         return None
     trial = layer.make_trial(_MEASURED[situation])
     kernels_ms = timer(trial.attend)
-    library_ms = [
-        timer(functools.partial(trial.attend, {(layer.spec, situation): backend}))
-        for backend in backends
-    ]
+    library_ms = [_library_ms(backend, situation, trial, timer) for backend in backends]
     fastest_ms = min(library_ms)
     fastest = backends[library_ms.index(fastest_ms)]
     is_worthwhile = fastest_ms <= _MAX_SHARE * kernels_ms
@@ -194,6 +190,14 @@ def _fastest(
         "the library is used" if is_worthwhile else "the kernels are used",
     )
     return fastest if is_worthwhile else None
+
+
+def _library_ms(
+    backend: AttentionBackend, situation: Situation, trial: Trial, timer: Timer
+) -> float:
+    """Return the time in which a library computes a trial, in milliseconds."""
+    backends: ChosenBackends = {(trial.spec, situation): backend}
+    return timer(lambda: trial.attend(backends))
 
 
 def milliseconds(work: Callable[[], object]) -> float:

@@ -101,8 +101,10 @@ def store_layer(
     `attend` documents the arguments. Mutates: cache.
     """
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
+    # `store` uses only the cache of the call, so the scale and the sinks have no effect.
+    call = _call(layer, cache, scale=1.0, sinks=None)
     with torch.cuda.device_of(key):  # type: ignore[no-untyped-call]
-        store(key, value, _call(layer, cache, 1.0, None), batch.slots)
+        store(key, value, call, batch.slots)
 
 
 def attend_stored(  # noqa: PLR0913 - the arguments of `attend`, and `out`
@@ -219,20 +221,22 @@ def device_of(device: torch.device) -> Device:
 
 
 def number_format(cache: GpuKVCache, layer: int) -> tuple[tuple[Tensor, Tensor] | None, Float8]:
-    """Return the arguments `scales` and `float8` of `AttentionCall` for one layer.
-
-    The first item contains the factors of the keys and of the values, by which 8-bit numbers are
-    multiplied. The second item is the method that converts 8-bit floating point numbers.
+    """Return how a layer's cache stores numbers: `scales` and `float8` of an `AttentionCall`.
 
     Args:
         cache: the KV cache.
         layer: the index of the layer.
+
+    Returns:
+        The factors of the keys and of the values, by which 8-bit numbers are multiplied; None if
+        the cache stores no 8-bit numbers. Then the method that converts 8-bit floating point
+        numbers.
     """
     if not isinstance(cache, ScaledKVCache):
         return None, Float8.NONE
+    scales = (cache.key_scales[layer], cache.value_scales[layer])
     is_float8 = isinstance(cache, Float8KVCache)
-    float8 = float8_of(cache.device) if is_float8 else Float8.NONE
-    return (cache.key_scales[layer], cache.value_scales[layer]), float8
+    return scales, float8_of(cache.device) if is_float8 else Float8.NONE
 
 
 def _with_contiguous_rows(tensor: Tensor) -> Tensor:

@@ -209,15 +209,15 @@ class PackedRows:
         The tensors are in the order of `StepLayout.arrays`: the table starts of the decodes, the
         rows of the prefills' sequences, and the tiles of each tiling.
         """
-        tensors = iter(self.tensors)
+        remaining_tensors = iter(self.tensors)
         decodes = None
         if batch.num_decodes:
-            table_starts = next(tensors)
+            table_starts = next(remaining_tensors)
             decodes = _decodes(batch.decodes, batch.block_size, table_starts)
         prefills = None
         if batch.prefills:
-            sequences = next(tensors)
-            tiles = dict(zip(self.layout.tilings, tensors, strict=True))
+            sequences = next(remaining_tensors)
+            tiles = dict(zip(self.layout.tilings, remaining_tensors, strict=True))
             table = _concatenated([prefill.blocks for prefill in batch.prefills])
             prefills = PrefillRows(batch.prefills, table, sequences, tiles)
         return GpuBatch(decodes, prefills)

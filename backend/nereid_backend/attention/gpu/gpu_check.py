@@ -126,6 +126,8 @@ def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
             tokens.
     """
     batch, num_blocks = _batch(block_size, device, decodes, prefills)
+    num_tokens = batch.slots.numel()
+    num_slots = num_blocks * block_size
     cache = kind([spec], num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
 
@@ -133,12 +135,10 @@ def make_trial(  # noqa: PLR0913 - the properties of a layer and of a step
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     # Fill all blocks except the null block with random keys and values.
-    num_slots = num_blocks * block_size
     old_keys = randn(num_slots, spec.num_kv_heads, spec.key_dim)
     old_values = randn(num_slots, spec.num_kv_heads, spec.value_dim)
     rows = torch.arange(num_slots * spec.num_kv_heads, device=device)
     cache.store(0, old_keys, old_values, rows)
-    num_tokens = batch.slots.numel()
     query = randn(num_tokens, spec.num_heads, spec.key_dim).transpose(0, 1)
     key = randn(num_tokens, spec.num_kv_heads, spec.key_dim).transpose(0, 1)
     value = randn(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1)
@@ -233,25 +233,27 @@ def _batch(
     tables = _scattered_tables([*decodes, *prefill_lens], block_size)
     decode_tables, prefill_tables = tables[: len(decodes)], tables[len(decodes) :]
     num_blocks = sum(len(table) for table in tables)
-
-    def tensor(values: Sequence[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    # The slot of each new token of the step. The decodes come first.
     slots: list[int] = []
-    # The new token of a decode is the last token of its sequence.
     for table, length in zip(decode_tables, decodes, strict=True):
+        # The new token of a decode is the last token of its sequence.
         slots += _slots(table, range(length - 1, length), block_size)
     groups = []
     if decodes:
-        padded_tables = _padded(decode_tables, null_block=num_blocks)
-        groups.append(DecodeGroup(None, tensor(padded_tables), tensor(decodes), block_size))
+        padded_tables = _int64(_padded(decode_tables, null_block=num_blocks), device)
+        groups.append(DecodeGroup(None, padded_tables, _int64(decodes, device), block_size))
     chunks: list[Prefill] = []
     for table, (num_cached, num_new) in zip(prefill_tables, prefills, strict=True):
         start = len(slots)
         slots += _slots(table, range(num_cached, num_cached + num_new), block_size)
-        chunks.append(Prefill(start, len(slots), num_cached, tensor([table])))
-    batch = AttentionBatch(tensor(slots), len(decodes), groups, chunks, block_size)
+        chunks.append(Prefill(start, len(slots), num_cached, _int64([table], device)))
+    batch = AttentionBatch(_int64(slots, device), len(decodes), groups, chunks, block_size)
     return batch, num_blocks
+
+
+def _int64(values: Sequence[int] | list[list[int]], device: torch.device) -> Tensor:
+    """Return a tensor of int64 numbers on a device."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _scattered_tables(lens: Sequence[int], block_size: int) -> list[list[int]]:
@@ -279,10 +281,18 @@ def _slots(table: list[int], positions: range, block_size: int) -> list[int]:
 
 
 def _float32_cache(cache: KVCache, spec: LayerSpec, block_size: int) -> KVCache:
-    """Return a float32 copy of a cache. The numbers of an 8-bit cache are restored."""
+    """Return a float32 copy of a cache with one layer. The numbers of an 8-bit cache are restored.
+
+    Args:
+        cache: the cache.
+        spec: the properties of the layer.
+        block_size: the number of tokens in one block.
+    """
+    # The null block follows all other blocks, so its id is the number of the other blocks.
+    num_blocks = cache.null_block
     copy = KVCache(
         [spec],
-        num_blocks=cache.null_block,
+        num_blocks=num_blocks,
         block_size=block_size,
         dtype=torch.float32,
         device=cache.device,

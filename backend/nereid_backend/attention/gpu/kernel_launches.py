@@ -24,6 +24,10 @@ _STORE_ELEMENTS = 4096
 _MAX_DECODE_ROWS = 64
 # The number of splits that the reduction kernel combines in one iteration.
 _REDUCE_STEP = 16
+# The argument `split_tokens` of a launch that is captured into a CUDA graph. The number of tokens
+# in a split depends on the longest sequence of the step. Therefore, the kernels compute this number
+# whenever the graph is replayed.
+_COMPUTED_BY_KERNEL = 0
 
 
 def store(key: Tensor, value: Tensor, call: AttentionCall, slots: Tensor) -> None:
@@ -144,13 +148,14 @@ def _split_sizes(
     """Return the number of tokens in each split, and the number of splits of the longest sequence.
 
     `decode_splits.split` documents the arguments. If the launch is captured into a CUDA graph, the
-    first number is 0: the number depends on the longest sequence of the step, so the kernel
-    computes it whenever the graph is replayed.
+    first number is `_COMPUTED_BY_KERNEL`.
     """
     device = rows.lens.device
-    if rows.longest is None:
-        return decode_splits.split(rows, spec.window, num_programs, tile, device)
-    return 0, decode_splits.captured_splits(rows, spec.window, num_programs, tile, device)
+    is_captured = rows.longest is not None
+    if is_captured:
+        num_splits = decode_splits.captured_splits(rows, spec.window, num_programs, tile, device)
+        return _COMPUTED_BY_KERNEL, num_splits
+    return decode_splits.split(rows, spec.window, num_programs, tile, device)
 
 
 def prefill(

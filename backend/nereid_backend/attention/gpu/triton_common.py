@@ -12,6 +12,11 @@ import triton.language as tl
 # log2(e), the factor by which the scores are multiplied.
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# The values of `gpu_call.Float8`, which are the values of the argument FLOAT8.
+FLOAT8_NONE = tl.constexpr(0)
+FLOAT8_DEVICE = tl.constexpr(1)
+FLOAT8_BITS = tl.constexpr(2)
+
 
 @triton.jit
 def block_numbers(table, key_positions, is_read, BLOCK_SIZE: tl.constexpr):
@@ -66,14 +71,14 @@ def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.c
     """Load the factors of some rows of an 8-bit cache, [n] float32.
 
     key_rows [n] contains the indices of the rows. To restore a number, multiply the result of
-    `converted` by the factor of its row. FLOAT8 is a value of `gpu_call.Float8`. If FLOAT8 is 2,
-    `converted` returns numbers that are divided by 256, so the factors are multiplied by 256.
+    `converted` by the factor of its row. If FLOAT8 is FLOAT8_BITS, `converted` returns numbers that
+    are divided by 256, so the factors are multiplied by 256.
     """
     if IS_MASKED:
         factors = tl.load(scales + key_rows, mask=is_read, other=0.0)
     else:
         factors = tl.load(scales + key_rows)
-    if FLOAT8 == 2:
+    if FLOAT8 == FLOAT8_BITS:
         factors *= 256.0
     return factors
 
@@ -82,19 +87,22 @@ def load_scales(scales, key_rows, is_read, IS_MASKED: tl.constexpr, FLOAT8: tl.c
 def converted(tile, dtype: tl.constexpr, FLOAT8: tl.constexpr):
     """Convert a tile of keys or values to the data type of the matrix products.
 
-    FLOAT8 is a value of `gpu_call.Float8`. If FLOAT8 is 2, the bits of an e4m3 number are shifted
-    to the bits of the exponent and the mantissa of a float16 number. The result is the number
-    divided by 256, because the exponent has the bias 7 in e4m3 and the bias 15 in float16.
-    `load_scales` therefore multiplies the factors by 256. The cache contains no e4m3 NaN.
+    FLOAT8 selects the conversion. FLOAT8_NONE: the tile contains no 8-bit floating point numbers.
+    FLOAT8_DEVICE: the tile contains the bytes of e4m3 numbers, and the GPU has an instruction that
+    converts them. FLOAT8_BITS: the bits of each e4m3 number are shifted to the places that they
+    have in a float16 number. The result is the number divided by 256, because the exponent has the
+    bias 7 in e4m3 and the bias 15 in float16. `load_scales` therefore multiplies the factors by
+    256. The cache contains no e4m3 NaN.
     """
-    if FLOAT8 == 0:
+    if FLOAT8 == FLOAT8_NONE:
         result = tile.to(dtype)
-    elif FLOAT8 == 1:
+    elif FLOAT8 == FLOAT8_DEVICE:
         result = tile.to(tl.float8e4nv, bitcast=True).to(dtype)
     else:
         wide = tile.to(tl.int16)
-        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        result = bits.to(tl.float16, bitcast=True).to(dtype)
+        sign = (wide & 0x80) << 8
+        exponent_and_mantissa = (wide & 0x7F) << 7
+        result = (sign | exponent_and_mantissa).to(tl.float16, bitcast=True).to(dtype)
     return result
 
 
@@ -106,6 +114,9 @@ def tile_scores(
     HAS_SCALES: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Return the attention scores of a tile of keys, multiplied by log2(e).
+
+    query contains the first MAIN columns of the queries, and query_rest contains the other columns.
+    key_rows [n] contains the cache rows of the keys. Rows for which is_read is false are not read.
 
     A key can be divided into MAIN columns and REST columns; see `AttentionCall.cache_constants`.
     The MAIN columns are padded to DIM columns, and the REST columns are padded to REST_PADDED
@@ -147,6 +158,7 @@ def add_tile(
     # -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - base[:, None])
+    # The earlier sums are relative to `top`. This factor makes them relative to `base`.
     decay = tl.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     if HAS_SCALES:

@@ -28,12 +28,15 @@ def first_visible(
     Also return the position at which the tile of this position begins. Example: the sequence has
     100 tokens, the window has 40 tokens, and a tile has 16 tokens. The results are 60 and 48.
     """
-    first = length * 0
+    first = length * 0  # the position 0 in the data type of `length`
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
     if HAS_CHUNK:
-        first = tl.maximum(first, (length - 1) // chunk * chunk)
-    return first, first // TILE * TILE
+        # A token attends only to the tokens of its own chunk.
+        chunk_start = (length - 1) // chunk * chunk
+        first = tl.maximum(first, chunk_start)
+    tile_start = first // TILE * TILE
+    return first, tile_start
 
 
 @triton.jit
@@ -172,10 +175,13 @@ def reduce_kernel(
 ):  # fmt: skip
     """Combine the splits of one sequence, and write the attention of one head to `out`.
 
-    The grid is (num_sequences, NUM_HEADS). The docstring of `decode_kernel` documents parts and
-    weights_log. Only the splits that `decode_kernel` has written are read. The first pass over
-    weights_log computes the largest logarithm and the total weight. The second pass adds the
-    weighted splits. It reads STEP splits at a time.
+    A split is a part of the sequence's keys. For each split, `decode_kernel` has written the
+    attention to the keys of the split (parts) and the logarithm of the split's total weight
+    (weights_log). The result is the weighted mean of the parts.
+
+    The grid is (num_sequences, NUM_HEADS). The first pass over weights_log computes the largest
+    logarithm and the total weight. The second pass adds the weighted parts of STEP splits at a
+    time.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -197,9 +203,10 @@ def reduce_kernel(
         is_split = step_splits < num_splits
         step_parts = first_part + step_splits
         step_logs = tl.load(weights_log + step_parts, mask=is_split, other=float("-inf"))
+        step_weights = tl.exp2(step_logs - top)
         pointers = parts + step_parts[:, None] * VALUE_DIM + columns[None, :]
         tile = tl.load(pointers, mask=is_split[:, None] & is_column[None, :], other=0.0)
-        acc += tl.sum(tile * tl.exp2(step_logs - top)[:, None], 0)
+        acc += tl.sum(tile * step_weights[:, None], 0)
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         total += tl.exp2(sink * LOG2E - top)

@@ -11,12 +11,25 @@ ROUNDING = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def nearest_integers(numbers):
+    """Round float32 numbers to integers, and return the integers as float32 numbers.
+
+    Example: 2.4 gives 2, and 2.5 gives 2.
+    """
+    return numbers + ROUNDING - ROUNDING
+
+
+@triton.jit
 def float8_bits(scaled):
     """Round float32 numbers from -448 to 448 to e4m3 numbers, and return the e4m3 numbers as bytes.
 
-    If two e4m3 numbers are equally near, the number whose last bit is 0 is returned. GPUs with the
-    compute capability 8.9 or higher have an instruction for this conversion. The instruction is not
-    used, because a cache write converts only few numbers, and this code works on all GPUs.
+    An e4m3 number has a sign bit, 4 exponent bits and 3 mantissa bits. Examples: 1.0 gives the byte
+    0x38, and -1.0 gives 0xB8. If two e4m3 numbers are equally near, the number whose last bit is 0
+    is returned.
+
+    GPUs with the compute capability 8.9 or higher have an instruction for this conversion. The
+    instruction is not used, because a cache write converts only few numbers, and this code works on
+    all GPUs.
     """
     # float32 has 23 mantissa bits, and e4m3 has 3 mantissa bits.
     DROPPED_BITS: tl.constexpr = 20
@@ -27,13 +40,44 @@ def float8_bits(scaled):
     # The bits of the float32 number 1/64, which is the smallest normal e4m3 number.
     SMALLEST_NORMAL: tl.constexpr = 0x3C800000
     bits = scaled.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    lowest_bit = (magnitude >> DROPPED_BITS) & 1
-    rounded = ((magnitude + BELOW_HALF + lowest_bit) >> DROPPED_BITS) - BIAS_DIFFERENCE
-    # e4m3 numbers below 1/64 are multiples of 1/512.
-    small = tl.abs(scaled) * 512.0 + ROUNDING - ROUNDING
-    nearest = tl.where(magnitude < SMALLEST_NORMAL, small.to(tl.int32), rounded)
-    return (nearest | ((bits >> 24) & 0x80)).to(tl.uint8)
+    # Normal numbers: remove the lowest mantissa bits. The added number increases the kept bits by 1
+    # if the removed bits are more than a half, or are a half and the lowest kept bit is 1.
+    lowest_kept_bit = (magnitude >> DROPPED_BITS) & 1
+    kept_bits = (magnitude + BELOW_HALF + lowest_kept_bit) >> DROPPED_BITS
+    normal = kept_bits - BIAS_DIFFERENCE
+    # Numbers below 1/64: e4m3 represents them as multiples of 1/512.
+    subnormal = nearest_integers(tl.abs(scaled) * 512.0).to(tl.int32)
+    nearest = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal)
+    return (nearest | sign).to(tl.uint8)
+
+
+@triton.jit
+def rounded_heads(heads, IS_FLOAT8: tl.constexpr):
+    """Round heads [n, dim] to 8-bit numbers. Return the 8-bit numbers and the factors of the heads.
+
+    The numbers of each head are scaled so that the largest absolute number is 448 for e4m3 numbers,
+    or 127 for integers. The factor [n] of a head restores its numbers. If a number of a head is not
+    finite, the factor is NaN, so that the error is noticed in the answer.
+    """
+    LIMIT: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0
+    # If all numbers of a head are almost 0, the scaling factor would be infinite. Therefore, these
+    # numbers are not scaled, and they are stored as 0.
+    ALMOST_ZERO: tl.constexpr = 1e-35
+    wide = heads.to(tl.float32)
+    is_not_finite = (wide != wide) | (tl.abs(wide) == float("inf"))  # NaN differs from itself
+    wide = tl.where(is_not_finite, 0.0, wide)
+    largest = tl.max(tl.abs(wide), 1)
+    is_finite_head = tl.max(is_not_finite.to(tl.int32), 1) == 0
+    restoring_factors = tl.where(is_finite_head, largest / LIMIT, float("nan"))
+    scaling_factors = LIMIT / tl.where(largest > ALMOST_ZERO, largest, 1.0)
+    scaled = wide * scaling_factors[:, None]
+    if IS_FLOAT8:
+        rounded = float8_bits(tl.clamp(scaled, -LIMIT, LIMIT))
+    else:
+        rounded = nearest_integers(scaled).to(tl.int8)
+    return rounded, restoring_factors
 
 
 @triton.jit
@@ -47,33 +91,20 @@ def store_rows(
     matrix. source points to the first head, and head_stride is the distance between two heads.
     If is_head is false for a head, the head is not copied.
 
-    If HAS_SCALES is true, the numbers of each head are scaled, and then converted to integers up to
-    127 or to 8-bit floating point numbers up to 448. The factor of the head is also stored. If a
-    number of a head is not finite, the factor is NaN, so that the error is noticed in the answer.
+    If HAS_SCALES is true, the cache contains 8-bit numbers; see `rounded_heads`. The factor of each
+    head is then stored in scales.
     """
     columns = tl.arange(0, PADDED)
     mask = is_head[:, None] & (columns < DIM)[None, :]
     heads = tl.arange(0, rows.shape[0]).to(tl.int64)
     new = tl.load(source + heads[:, None] * head_stride + columns[None, :], mask=mask, other=0.0)
+    pointers = cache + rows[:, None] * DIM + columns[None, :]
     if HAS_SCALES:
-        limit: tl.constexpr = 448.0 if IS_FLOAT8 else 127.0
-        wide = new.to(tl.float32)
-        is_not_finite = (wide != wide) | (tl.abs(wide) == float("inf"))
-        largest = tl.max(tl.abs(tl.where(is_not_finite, 0.0, wide)), 1)
-        is_finite = tl.max(is_not_finite.to(tl.int32), 1) == 0
-        tl.store(scales + rows, tl.where(is_finite, largest / limit, float("nan")), mask=is_head)
-        # If all numbers of a head are almost 0, the factor would be infinite. Therefore, these
-        # numbers are not scaled, and they are stored as 0.
-        ALMOST_ZERO: tl.constexpr = 1e-35
-        factor = limit / tl.where(largest > ALMOST_ZERO, largest, 1.0)
-        scaled = tl.where(is_not_finite, 0.0, wide) * factor[:, None]
-        if IS_FLOAT8:
-            stored = float8_bits(tl.clamp(scaled, -limit, limit))
-        else:
-            stored = (scaled + ROUNDING - ROUNDING).to(tl.int8)
-        tl.store(cache + rows[:, None] * DIM + columns[None, :], stored, mask=mask)
+        rounded, factors = rounded_heads(new, IS_FLOAT8)
+        tl.store(scales + rows, factors, mask=is_head)
+        tl.store(pointers, rounded, mask=mask)
     else:
-        tl.store(cache + rows[:, None] * DIM + columns[None, :], new, mask=mask)
+        tl.store(pointers, new, mask=mask)
 
 
 @triton.jit
@@ -87,23 +118,30 @@ def store_kernel(
 ):  # fmt: skip
     """Store some heads of one token's key and value in the cache.
 
+    key and value contain the new tokens of the step; keys and values are the cache. The slot of a
+    token is its place in the cache: the number of the block times BLOCK_SIZE, plus the place in the
+    block. A token with a negative slot is not stored.
+
     A program stores up to HEADS heads of one token. The grid is
-    (num_tokens, cdiv(NUM_KV_HEADS, HEADS)). A token with a negative slot is not stored. The last
-    dimensions of key and value must be contiguous.
+    (num_tokens, cdiv(NUM_KV_HEADS, HEADS)). The last dimensions of key and value must be
+    contiguous.
     """
     token = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1).to(tl.int64) * HEADS
-    heads = first + tl.arange(0, HEADS)
+    first_head = tl.program_id(1).to(tl.int64) * HEADS
+    heads = first_head + tl.arange(0, HEADS)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
         return
     is_head = heads < NUM_KV_HEADS
-    rows = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+    block = slot // BLOCK_SIZE
+    rows = (block * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+    first_key = key + token * key_token_stride + first_head * key_head_stride
     store_rows(
-        key + token * key_token_stride + first * key_head_stride, keys, key_scales, rows,
-        is_head, key_head_stride, KEY_DIM, KEY_PADDED, HAS_SCALES, IS_FLOAT8,
+        first_key, keys, key_scales, rows, is_head, key_head_stride,
+        KEY_DIM, KEY_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
+    first_value = value + token * value_token_stride + first_head * value_head_stride
     store_rows(
-        value + token * value_token_stride + first * value_head_stride, values, value_scales, rows,
-        is_head, value_head_stride, VALUE_DIM, VALUE_PADDED, HAS_SCALES, IS_FLOAT8,
+        first_value, values, value_scales, rows, is_head, value_head_stride,
+        VALUE_DIM, VALUE_PADDED, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nereid_backend.attention.attention_batch import Prefill
 from nereid_backend.attention.gpu.backends.attention_backend import (
     LayerInputs,
     Situation,
@@ -64,7 +65,10 @@ class FlashInferPrefill:
         out[tokens] = wrapper.run(query, (inputs.call.keys, inputs.call.values))
 
     def _plan(self, inputs: LayerInputs) -> Any:  # noqa: ANN401 - the package has no types
-        """Plan the step for a layer, and return the wrapper that stores the plan."""
+        """Plan the step for a layer, and return the wrapper that stores the plan.
+
+        FlashInfer gets the block tables of all prefills as one list of block numbers.
+        """
         call = inputs.call
         spec = call.spec
         block_size = inputs.batch.block_size
@@ -74,9 +78,7 @@ class FlashInferPrefill:
         block_starts = _starts([prefill.blocks.numel() for prefill in prefills])
         # Prefill.blocks has the shape [1, n].
         block_numbers = torch.cat([prefill.blocks[0] for prefill in prefills]).to(torch.int32)
-        last_block_lens = torch.tensor(
-            [(prefill.seq_len - 1) % block_size + 1 for prefill in prefills], dtype=torch.int32
-        )
+        last_block_lens = _last_block_lens(prefills, block_size)
         # FlashInfer's window is the number of earlier tokens to which a token attends. -1 means all
         # earlier tokens.
         window_left = -1 if spec.window.size is None else spec.window.size - 1
@@ -118,3 +120,13 @@ class FlashInferPrefill:
 def _starts(counts: list[int]) -> Tensor:
     """Return the cumulative sums of the counts. Example: [2, 3] gives [0, 2, 5]."""
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+
+def _last_block_lens(prefills: list[Prefill], block_size: int) -> Tensor:
+    """Return the number of tokens in the last block of each prefill's sequence.
+
+    Example with 16 tokens in a block: a sequence of 20 tokens gives 4, and a sequence of 32 tokens
+    gives 16.
+    """
+    lens = [(prefill.seq_len - 1) % block_size + 1 for prefill in prefills]
+    return torch.tensor(lens, dtype=torch.int32)

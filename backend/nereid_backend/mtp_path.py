@@ -201,7 +201,8 @@ class MtpPath:
         mtp_model: Any,  # noqa: ANN401 - transformers' class has no types
         hook: AttentionHook,
         layers: list[LayerSpec],
-        blocks: tuple[KVCache, BatchBuilder],
+        cache: KVCache,
+        builder: BatchBuilder,
         hidden: HiddenStates,
     ) -> None:
         """Create a path without sequences.
@@ -210,15 +211,16 @@ class MtpPath:
             mtp_model: an MtpModel of transformers.
             hook: the engine's entry in transformers' attention interface.
             layers: the attention layers of the first MTP layer.
-            blocks: the KV cache of the MTP layer, and the object that builds the tensors of each
-                pass from the block tables. `make_blocks` returns both objects.
+            cache: the KV cache of the MTP layer.
+            builder: builds the tensors of each pass from the block tables of the sequences.
             hidden: the hidden states of the large model.
         """
         self.hidden = hidden
         self._model = mtp_model
         self._hook = hook
         self._layers = layers
-        self._cache, self._builder = blocks
+        self._cache = cache
+        self._builder = builder
         # Maps each sequence of this path to the corresponding sequence of the large model.
         self._targets: dict[Sequence, Sequence] = {}
         # Maps each sequence to the output of the MTP layer for the last token of the sequence,
@@ -280,7 +282,8 @@ class MtpPath:
         # A sequence of the MTP path leaves out the first token of `target`, so it has one token
         # less than `target`.
         num_known = len(target.token_ids) - 1
-        if chunk.start >= num_known:
+        is_draft_token = chunk.start >= num_known
+        if is_draft_token:
             return self._last_outputs[chunk.sequence][None]
         projection = self._model.layers[0].eh_proj.weight
         hidden_size = projection.shape[0]

@@ -63,7 +63,7 @@ class OpenedMtp:
         blocks = make_blocks(self.checkpoint, self.layers, path_sizes(sizes))
         model: Any = self.checkpoint.model
         hidden = HiddenStates(path, model.get_decoder())
-        mtp_path = MtpPath(self.model, self.hook, self.layers, blocks, hidden)
+        mtp_path = MtpPath(self.model, self.hook, self.layers, *blocks, hidden)
         return DraftModel(mtp_path, sizes), hidden
 
 

@@ -100,7 +100,15 @@ class StepLoop:
             return self._finish(step)
         plan = self._scheduler.plan()
         if not plan.chunks:
+            # The commit returns the updates of sequences that ended without a step.
             return self._scheduler.commit(plan, StepResult())
+        return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> list[RequestUpdate]:
+        """Run and commit the step of a plan. Return its updates.
+
+        If the step fails, its sequences end with an error.
+        """
         self._record_start(plan)
         self._start_time = time.perf_counter()
         try:

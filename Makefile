@@ -161,7 +161,7 @@ bench-peers: ## Install llama.cpp (builds from source, about ten minutes) and Op
 	@# The conversion does not need torchvision, and torch's CPU build cannot load the torchvision that pip chose.
 	@$(VENV)-openvino/bin/python -m pip uninstall --quiet --yes torchvision
 
-bench-attention: setup ## Compare decode attention of the native CPU kernel with the PyTorch reference and the memory bandwidth
+bench-attention: setup ## Compare the CPU kernels of attention with PyTorch, and decode attention with the memory bandwidth
 	@$(BIN)/python -m loadtest.bench.bench_attention $(ARGS)
 
 bench-serve: setup ## Compare tokens/s through the Triton server and the frontend with the same engine in process

@@ -20,7 +20,7 @@ from nereid_backend.sampling.sampling_table import SamplingRows
 
 
 class SliceInputs(NamedTuple):
-    """The positions of a slice of the step, with their sampling parameters and masks.
+    """Neighbouring positions of a step, with the sampling parameters and masks of each position.
 
     Attributes:
         start: the index of the slice's first position among all positions of the step.

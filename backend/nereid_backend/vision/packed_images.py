@@ -51,7 +51,7 @@ class _ImageChunk:
 
     @property
     def has_prompt_tokens(self) -> bool:
-        """Whether a token of the chunk belongs to the prompt."""
+        """Whether the chunk contains at least one token of the prompt."""
         return self.prompt_end > self.start
 
     @property

@@ -139,7 +139,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # no Ray in the type c
         replica_id: ReplicaID,
         result: object,  # noqa: ARG002 - the signature is Ray's
     ) -> None:
-        """Store the server for each prefix of a request. Limit the number of stored prefixes."""
+        """Remember the replica that got a request, for each prefix of the request's prompt.
+
+        If there are more than `_MAX_PREFIXES` prefixes, the prefixes are forgotten that no request
+        has had for the longest time.
+        """
         for prefix_hash in _hashes_of(pending_request):
             self._last_server[prefix_hash] = replica_id
             self._last_server.move_to_end(prefix_hash)

@@ -30,7 +30,7 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def chat_request(request: CountTokensRequest, body: Mapping[str, Any]) -> Json:
-    """Return the body of the chat completion that generates the answer to a request.
+    """Translate a request of Anthropic's API to the request body of a chat completion.
 
     Example: {"model": "a", "max_tokens": 5, "stop_sequences": ["."], "messages": [...]} returns
     {"model": "a", "max_tokens": 5, "stop": ["."], "messages": [...]}.

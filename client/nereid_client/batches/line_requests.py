@@ -60,7 +60,7 @@ class LineResponse:
 
 
 def batch_client(owner: str) -> Client:
-    """Return a `Client` object for the batches of one client.
+    """Return the object with the limits and the priority of a client's batches.
 
     In the waiting queue of the language model, the requests of batches come after all other
     requests. The requests of batches do not count towards the limits of the client's API key.

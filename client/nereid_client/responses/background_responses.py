@@ -82,9 +82,9 @@ class BackgroundResponse:
         """
         position = after + 1
         while True:
-            # The order of the next three lines matters: `changed` and `is_over` must be read before
-            # the events. If `record` adds events later, it also sets the object `changed`, so the
-            # wait below ends at once. If `is_over` is true, the list of events is complete.
+            # `changed` and `is_over` must be read before the events. If another event is added
+            # after the events were read, `changed` is set, and the wait below ends immediately. If
+            # `is_over` was true, no more events are added, so the events are complete.
             changed = self._changed
             is_over = self.builder.is_over
             events = self.events or []  # None if the client has not requested a stream

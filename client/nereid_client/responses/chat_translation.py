@@ -123,10 +123,11 @@ def _add_message(chat: _ChatBuilder, item: Json) -> None:
 
 
 def _add_assistant_text(chat: _ChatBuilder, text: str) -> None:
-    """Add a text of the assistant to the chat. Two texts without a call become two messages.
+    """Add a text that the assistant has written to the chat.
 
-    After a tool call, the text is added to the message with the calls. A new message would come
-    between the calls and their outputs, and chat templates do not accept this order.
+    If the assistant's last message already has a text and no tool calls, the text becomes a new
+    message. After tool calls, the text is added to the message with the calls. A new message would
+    come between the calls and their outputs, and chat templates do not accept this order.
 
     Mutates: chat.
     """

@@ -320,7 +320,7 @@ class Store:
         return True
 
     def _fits(self, count: int, num_bytes: int) -> bool:
-        """Return whether the store may contain `count` responses of `num_bytes` bytes together."""
+        """Return whether `count` responses with `num_bytes` bytes in total keep both limits."""
         return count <= self._limits.count and num_bytes <= self._limits.num_bytes
 
     def _delete_expired(self) -> None:

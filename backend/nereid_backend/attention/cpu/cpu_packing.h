@@ -138,7 +138,8 @@ void pack_key_rows<Bfloat16, Pairs>(const Bfloat16* from, int64_t dim, int64_t s
     for (int64_t t = 0; t < kLanes; ++t)
       rows[t] = t < count ? _mm512_maskz_loadu_epi16(some, from + t * stride) : _mm512_setzero_si512();
     transpose(rows);
-    for (int64_t k = 0; k < std::min<int64_t>(kLanes, (dim + 1) / 2); ++k) _mm512_storeu_si512(to + k * kLanes, rows[k]);
+    const int64_t units = std::min<int64_t>(kLanes, (dim + 1) / 2);
+    for (int64_t k = 0; k < units; ++k) _mm512_storeu_si512(to + k * kLanes, rows[k]);
   }
 }
 #endif

@@ -36,7 +36,7 @@
 
 namespace {
 
-constexpr int kTile = 512;            // keys of a tile
+constexpr int kTile = 512;  // keys of a tile
 // The distance of two rows of scores. With a power of two, the rows would compete for the same lines of the L1 cache.
 constexpr int kScoreStride = kTile + kLanes;
 
@@ -101,9 +101,11 @@ void pack_tile(const Layer& layer, const Task& task, int64_t start, int64_t end,
     const float* key_scales = layer.key_scales ? layer.key_scales + cell * size + place : nullptr;
     const float* value_scales = layer.value_scales ? layer.value_scales + cell * size + place : nullptr;
     pack_keys<T, typename U::Packing>(keys, shape.key_dim, size, key_scales,
-                   scratch.keys.data() + (at - start) / kLanes * scratch.panel_keys);
-    pack_values<T, typename U::Packing>(values, shape.value_dim, shape.value_dim, value_scales, std::min<int64_t>(kLanes, end - at),
-                      scratch.values.data() + (at - start) / U::kNumbers * kLanes, scratch.panel_values);
+                                      scratch.keys.data() + (at - start) / kLanes * scratch.panel_keys);
+    pack_values<T, typename U::Packing>(values, shape.value_dim, shape.value_dim, value_scales,
+                                        std::min<int64_t>(kLanes, end - at),
+                                        scratch.values.data() + (at - start) / U::kNumbers * kLanes,
+                                        scratch.panel_values);
   }
 }
 
@@ -119,8 +121,9 @@ void pack_rows(const Shape& shape, const LayerStep& step, const Task& task, int6
     const int64_t count = std::min<int64_t>(kLanes, end - first);
     pack_key_rows<Q, typename U::Packing>(at(step.keys, first), shape.key_dim, step.keys.token_stride, count,
                                           scratch.keys.data() + (first - start) / kLanes * scratch.panel_keys);
-    pack_values<Q, typename U::Packing>(at(step.values, first), shape.value_dim, step.values.token_stride, nullptr, count,
-                      scratch.values.data() + (first - start) / U::kNumbers * kLanes, scratch.panel_values);
+    pack_values<Q, typename U::Packing>(at(step.values, first), shape.value_dim, step.values.token_stride, nullptr,
+                                        count, scratch.values.data() + (first - start) / U::kNumbers * kLanes,
+                                        scratch.panel_values);
   }
 }
 
@@ -135,8 +138,8 @@ void to_weights(const Shape& shape, float* scores, int64_t start, int64_t from, 
     std::fill(weights + from / U::kNumbers, weights + to / U::kNumbers, typename U::Unit{});
     return;
   }
-  // The largest score belongs to the largest product of query and key only if the factor is positive. A softcap or another
-  // factor is therefore applied before the largest score is searched.
+  // Usually, the factor is applied together with the conversion, which is faster. The largest score belongs to the largest
+  // product of query and key only if the factor is positive. A softcap and another factor are therefore applied first.
   float factor = shape.scale * kLog2E;
   if (shape.softcap > 0 || !(factor > 0)) {
     for (int64_t t = from; t < to; t += kLanes)
@@ -159,8 +162,8 @@ void to_weights(const Shape& shape, float* scores, int64_t start, int64_t from, 
     for (int64_t c = 0; c < width; c += kLanes) *reinterpret_cast<Floats*>(out + c) *= rescale;
 }
 
-// Sets the values of the 16 tokens after `count` tokens to zero if U multiplies 32 tokens at a time and `count` is the
-// number of tokens of an odd number of panels. `values` then has whole matrices.
+// Completes the last matrix of values in a tile of `count` tokens with zeros. Matrices multiplies 32 tokens at a time,
+// but the values are packed 16 tokens at a time. Example: 40 tokens are packed as 48 tokens, and 16 more become zero.
 template <typename U>
 void pad_values(int64_t count, Scratch<U>& scratch) {
   const int64_t step = round_up(count, kLanes) / U::kNumbers;
@@ -202,8 +205,8 @@ void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t star
     multiply_matrices<R / kTileRows, false>(query, scratch.key_steps, keys, scratch.panel_keys, key_panels,
                                             scratch.key_steps, scores + from, kScoreStride);
     convert();
-    multiply_matrices<R / kTileRows, true>(weights, kScoreStride, values, scratch.panel_values, scratch.width / kLanes, steps,
-                                           out, scratch.width);
+    multiply_matrices<R / kTileRows, true>(weights, kScoreStride, values, scratch.panel_values, scratch.width / kLanes,
+                                           steps, out, scratch.width);
   } else
 #endif
   {
@@ -211,7 +214,7 @@ void attend_rows(const Shape& shape, int64_t row, int64_t num_rows, int64_t star
                                        kScoreStride);
     convert();
     multiply_panels<U, R, 1, kScoreStride, true>(weights, values, scratch.panel_values,
-                                          (shape.value_dim + kLanes - 1) / kLanes, steps, out, scratch.width);
+                                                 (shape.value_dim + kLanes - 1) / kLanes, steps, out, scratch.width);
   }
 }
 
@@ -308,7 +311,8 @@ std::vector<Task> plan_tasks(const Shape& shape, const Prefill* prefills, int64_
   for (int64_t i = 0; i < count; ++i) {
     const Prefill& prefill = prefills[i];
     for (int64_t first = 0; first < prefill.num_tokens; first += tokens) {
-      const int64_t last = std::min(prefill.num_tokens, first + tokens), length = prefill.num_cached + prefill.num_tokens;
+      const int64_t last = std::min(prefill.num_tokens, first + tokens);
+      const int64_t length = prefill.num_cached + prefill.num_tokens;
       const int64_t end = visible_end(shape, prefill.num_cached + last - 1, length);
       const int64_t work = (end - first_visible(shape, prefill.num_cached + first)) * (last - first);
       for (int64_t head = 0; head < shape.num_kv_heads; ++head) tasks.push_back({&prefill, head, first, last, work});
@@ -350,7 +354,8 @@ void nereid_attend_prefills(const Layer* layer, const Prefill* prefills, int64_t
     using Q = decltype(query_number);
 #ifdef NEREID_TILES
     if constexpr (!std::is_same_v<Q, float>)
-      if (has_tile_permission()) return run<decltype(cache_number), Q, Matrices>(*layer, prefills, count, *step, num_threads);
+      if (has_tile_permission())
+        return run<decltype(cache_number), Q, Matrices>(*layer, prefills, count, *step, num_threads);
 #endif
     using U = std::conditional_t<std::is_same_v<Q, float>, Singles, Bfloat16Arithmetic>;
     run<decltype(cache_number), Q, U>(*layer, prefills, count, *step, num_threads);

@@ -24,8 +24,8 @@ struct Singles {
   struct Registers {
     void set_rows(int64_t) {}
   };
-  // A matrix product computes kRowStep rows, or a multiple of kRowStep up to kRows. With 2 vectors of sums for each row,
-  // the sums take 24 of 32 registers with 512-bit vectors, and 12 of 16 registers otherwise.
+  // A matrix product computes kRowStep rows, or a multiple of kRowStep up to kRows. With 2 vectors of sums for each
+  // row, the sums take 24 of 32 registers with 512-bit vectors, and 12 of 16 registers otherwise.
 #ifdef __AVX512F__
   static constexpr int kRows = 12, kRowStep = 4;
 #else
@@ -36,8 +36,8 @@ struct Singles {
   static constexpr int kStepMultiple = 1;
   // Returns sums + columns * row, for one unit of 16 columns and one unit of a row.
   static inline Floats add(Floats sums, const Unit* columns, Unit row) { return sums + load(columns) * row; }
-  // Converts scores into the weights 2^(score * factor - largest). `count` is a multiple of 16. `to` may be the memory of
-  // the scores. Returns a vector whose sum is the sum of the weights.
+  // Converts scores into the weights 2^(score * factor - largest). `count` is a multiple of 16. `to` may be the memory
+  // of the scores. Returns a vector whose sum is the sum of the weights.
   static inline Floats to_weights(const float* scores, int64_t count, float factor, float largest, Unit* to) {
     Floats total = {};
     for (int64_t t = 0; t < count; t += kLanes) {

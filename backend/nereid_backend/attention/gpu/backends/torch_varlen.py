@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class _Sequences(NamedTuple):
-    """The metadata of the n sequences that one call of torch's function computes.
+    """The lengths and the block tables of n sequences, whose attention one call computes.
 
     Attributes:
         blocks: [n, width] int32, the block tables.

@@ -58,7 +58,7 @@ def num_in_work(running):
 
 
 class Asking(threading.Thread):
-    """A request in a thread. It is running when the constructor returns."""
+    """A request in a thread. When the constructor returns, it is running or has been refused."""
 
     def __init__(self, running, text, stream=False, beside=0):
         """`beside` is the number of requests that are already running."""
@@ -69,9 +69,14 @@ class Asking(threading.Thread):
         wait_for(lambda: num_in_work(running) == beside)
         self.start()
         if stream:
-            wait_for(self._has_begun.is_set)
+            wait_for(lambda: self.has_begun or not self.is_alive())
         else:
             wait_for(lambda: not self.is_alive() or num_in_work(running) > beside)
+
+    @property
+    def has_begun(self):
+        """Whether the first line of the response has arrived."""
+        return self._has_begun.is_set()
 
     def run(self):
         self.status, self.text = ask(*self._arguments)
@@ -81,6 +86,20 @@ class Asking(threading.Thread):
         """Wait for the end of the request."""
         self.join(120)
         assert not self.is_alive(), "the request hangs"
+
+
+def begin_stream(running, text):
+    """Return a request whose stream has begun.
+
+    A server that was just restarted may refuse a request. On a busy machine, the supervisor may
+    also take a slow server for one that hangs. The request is then sent again.
+    """
+    deadline = time.monotonic() + 120
+    while not (asking := Asking(running, text, stream=True)).has_begun:
+        asking.end()
+        assert time.monotonic() < deadline, (asking.status, asking.text)
+        time.sleep(0.2)
+    return asking
 
 
 def kill(running, word):
@@ -123,7 +142,7 @@ def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_e
     victim, word, restart
 ):
     num_before = len(victim.lines)
-    stream = Asking(victim, ENDLESS, stream=True)
+    stream = begin_stream(victim, ENDLESS)
     whole = Asking(victim, ENDLESS, beside=1)
     died = kill(victim, word)
     for asking in (stream, whole):
@@ -143,7 +162,7 @@ def test_a_server_or_stub_that_is_killed_is_started_again_and_nobody_waits_for_e
 
 def test_a_stop_lets_running_requests_finish_and_takes_no_new_ones(victim, tmp_path):
     may_end = tmp_path / "may-end"
-    asking = Asking(victim, f"a <until {may_end}>b", stream=True)
+    asking = begin_stream(victim, f"a <until {may_end}>b")
     victim.signal(signal.SIGTERM)
     wait_for(lambda: any("to finish, for at most" in line for line in victim.lines))
     status, text = ask(victim, "new")
@@ -192,7 +211,7 @@ def test_a_server_that_hangs_is_started_again(checked):
 def test_a_stop_has_a_limit(checked):
     # The first line of a stream proves that the request runs. The number of running requests would
     # not prove it, because this number may include the probe of the server.
-    asking = Asking(checked, ENDLESS, stream=True)
+    asking = begin_stream(checked, ENDLESS)
     started = time.monotonic()
     checked.signal(signal.SIGTERM)
     assert checked.wait() == 0

@@ -31,29 +31,30 @@ class ClosingMarker:
 
 @dataclass(frozen=True, slots=True)
 class IncompleteMarker:
-    """The beginning of a closing marker at the end of the text. More text may complete the marker.
+    """A closing marker whose last characters have not arrived. More text may complete the marker.
 
     Attributes:
-        start: The position at which the marker starts. If no character of the marker has arrived,
-            this is the end of the text.
+        prefix: The characters of the marker that have arrived, for example `</func`. "" if the text
+            ends directly before the place at which the marker may start.
     """
 
-    start: int
+    prefix: str
 
 
 def match_closing_marker(
     markers: tuple[str, ...], text: str, pos: int
 ) -> ClosingMarker | IncompleteMarker | None:
-    """Match one of the closing markers of a tool call. Return None if no marker matches.
+    """Match a marker that closes a tool call. Return None if none of the markers matches.
 
-    White space and superfluous brackets may precede the marker. A model may omit any of the
-    markers, but does not change their order. Examples with the markers `</function>` and
-    `</tool_call>`:
+    The text at `pos` follows the arguments of the tool call. White space and superfluous brackets
+    may precede the marker. A model may omit any of the markers, but the model does not change the
+    order of the markers. Examples with the markers `</function>` and `</tool_call>`:
 
         text              result
         `</function>`     ClosingMarker(end=11, later_markers=("</tool_call>",))
         `}</tool_call>`   ClosingMarker(end=13, later_markers=())
-        ` </func`         IncompleteMarker(start=1)
+        ` </func`         IncompleteMarker(prefix="</func")
+        ` `               IncompleteMarker(prefix=""), because a marker may follow the space
         `Hello`           None
 
     Args:
@@ -72,21 +73,25 @@ def match_closing_marker(
 def _match_first_marker(
     markers: tuple[str, ...], text: str, pos: int
 ) -> ClosingMarker | IncompleteMarker | None:
-    """Return the match of the first of the markers that matches at `pos`, or None.
+    """Return the match of the first marker that matches the text at `pos`, or None.
 
-    The text between `pos` and the end of the text may also be the beginning of a marker.
+    Examples for the markers `</f>` and `</call>`, and `pos=0`: the text `</call>` gives
+    `ClosingMarker(7, later_markers=())`, and `</c` gives `IncompleteMarker("</c")`.
     """
     for index, marker in enumerate(markers):
         end = match_marker(marker, text, pos)
         if end == NEED_MORE:
-            return IncompleteMarker(pos)
+            return IncompleteMarker(text[pos:])
         if end != NO_MATCH:
             return ClosingMarker(end, later_markers=markers[index + 1 :])
     return None
 
 
 class SectionMarkers:
-    """Matches the closing markers of a tool section, and the separator between its tool calls.
+    """Matches the closing markers of a tool section, and the separator between two tool calls.
+
+    A tool section is the part of a message that contains all tool calls. Example: in
+    `<calls>{..}, {..}</calls>`, the closing marker is `</calls>`, and the separator is `, `.
 
     Attributes:
         closes: The markers that close the tool section. Empty if the format has no such markers.
@@ -95,41 +100,45 @@ class SectionMarkers:
     __slots__ = ("_separator", "closes")
 
     def __init__(self, tools: ToolSection | None) -> None:
-        """Store the markers of `tools`. If `tools` is None, no marker matches."""
+        """Store the closing markers and the separator that the format declares in `tools`.
+
+        If `tools` is None, the format declares no tool calls, so no text matches.
+        """
         self.closes = tools.closes if tools is not None else ()
         self._separator = tools.separator.strip() if tools is not None else ""
 
     def match_close(self, buffer: TextBuffer, *, is_empty: bool) -> int:
-        """Match a marker that closes the tool section. The unread text must start with the marker.
+        """Match the closing marker of the tool section at the start of the unread text.
 
-        A tool section is the part of a message that contains all tool calls. Example: the text
-        `</tool_calls>` gives the position after the marker, and `</tool_c` gives NEED_MORE.
+        Examples for the marker `</calls>`: the unread text `</calls>Hi` gives the position of `Hi`,
+        `</ca` gives NEED_MORE, and `Hi` gives NO_MATCH.
 
         Args:
             buffer: The buffer that contains the text.
-            is_empty: Whether no tool call has started in the section. If the message ends with an
-                incomplete marker in such a section, the result is NO_MATCH, because
-                `CallReader.finish_empty_section` handles the text of such a section.
+            is_empty: Whether the section contains no tool call yet. If the message ends after the
+                text `</ca` of such a section, the result is NO_MATCH instead of NEED_MORE. The
+                caller then handles the whole text of the section, including its opening marker.
 
         Returns:
-            The end of the marker, NEED_MORE or NO_MATCH.
+            The position after the marker, NEED_MORE or NO_MATCH.
         """
-        ignores_incomplete = is_empty and buffer.is_final
+        accepts_incomplete = not (is_empty and buffer.is_final)
         for close in self.closes:
             end = match_marker(close, buffer.text, buffer.pos)
-            is_ignored = end == NEED_MORE and ignores_incomplete
-            if end != NO_MATCH and not is_ignored:
+            is_complete = end >= 0
+            if is_complete or (end == NEED_MORE and accepts_incomplete):
                 return end
         return NO_MATCH
 
     def match_separator(self, buffer: TextBuffer) -> int:
-        """Match the separator between tool calls. The unread text must start with the separator.
+        """Match the separator between two tool calls at the start of the unread text.
 
-        Example: with the separator `, `, the text `,{"name"` gives the position after the comma.
+        White space before and after the separator is not compared. Examples: for the separator
+        `, `, the unread text `,{"name"` gives the position of `{`. For the separator `<sep>`, the
+        text `<se` gives NEED_MORE, also at the end of the message, and `Hi` gives NO_MATCH.
 
         Returns:
-            The end of the separator, without its white space. NEED_MORE if the text ends inside the
-            separator, or NO_MATCH.
+            The position after the separator, NEED_MORE or NO_MATCH.
         """
         separator = self._separator
         if not separator:
@@ -138,8 +147,7 @@ class SectionMarkers:
             return buffer.pos + len(separator)
         if not buffer.is_prefix_of(separator):
             return NO_MATCH
-        if not buffer.is_final:
-            return NEED_MORE
-        # At the end of the message, a tag such as `<sep` is an incomplete separator. Other text,
-        # such as `,`, is more likely content.
-        return NEED_MORE if looks_like_markup(buffer.unread()) else NO_MATCH
+        # The unread text is the beginning of the separator. At the end of the message, the
+        # beginning of a tag, such as `<se`, is an incomplete separator. Other text is content.
+        is_incomplete = not buffer.is_final or looks_like_markup(buffer.unread())
+        return NEED_MORE if is_incomplete else NO_MATCH

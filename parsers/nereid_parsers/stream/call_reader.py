@@ -32,10 +32,10 @@ _EMPTY_SECTION = "the tool section contains no call"
 
 
 class CallReader:
-    """Reads tool calls and the text between them.
+    """Reads tool calls, and the text between two tool calls.
 
     Each method `read_...` handles one state of the parser. The method reads text from the buffer
-    and returns the next state, or None if it needs more text.
+    and returns the next state, or None if the method needs more text.
 
     `CallStarts` decides which tool call may start. An `OpenCall` reads the body. The `CallWriter`
     appends the events. The `TextWriter` receives all other text, and stores an opening marker as
@@ -58,7 +58,7 @@ class CallReader:
 
     def __init__(self, context: ReaderContext, writer: CallWriter) -> None:
         """Create a reader for the text in `context`. The reader passes tool calls to `writer`."""
-        # The declaration of the format and the policy.
+        # The markers that the format declares, and the policy.
         self._format = context.format
         self._section_markers = SectionMarkers(context.format.tools)
         self._starts = CallStarts(context.format.calls, writer)
@@ -72,46 +72,50 @@ class CallReader:
         self._expected = self._starts.in_section()  # The tool call that may start next.
         # The tool call whose body is being read in the states CALL_BODY and BROKEN_CALL.
         self._open_call: OpenCall | None = None
-        # The variant of the last tool call, and the closing markers that may still follow the call.
+        # The variant of the last tool call (one of the declared ways to write a tool call), and the
+        # closing markers that may still follow this tool call.
         self._last_variant: CompiledCall | None = None
         self._closing_markers: tuple[str, ...] = ()
 
     # ---- transitions from content and headers ----------------------------------------------------
 
     def open_section(self, marker: str) -> State:
-        """Read the opening marker of a tool section, but do not write the marker to the output yet.
+        """Read `marker`, which opens a tool section. Return the state BETWEEN_CALLS.
 
-        The marker is removed from the output when the first tool call starts.
+        A tool section is the part of a message that contains all tool calls. The marker becomes
+        pending text: it is removed when a tool call starts, and is content if no tool call follows.
         """
         self._is_in_section = True
         self._text_writer.store_pending(self._buffer.take(len(marker)))
         return State.BETWEEN_CALLS
 
-    # The next three methods return None if no tool call can start. The marker is then content.
+    # Each of the next three methods returns the state CALL_START, or None if no tool call can
+    # start. If the result is None, the caller treats the marker as content.
 
     def open_call(self, marker: str) -> State | None:
-        """Prepare to read a tool call that starts with `marker`."""
+        """Expect a tool call that starts with the opening marker `marker`, as in `<tool_call>`."""
         return self._expect(self._starts.at_marker(marker))
 
     def open_call_at_head(self, marker: str) -> State | None:
-        """Prepare to read a tool call whose opening marker the model has omitted.
+        """Expect a tool call whose opening marker the model has omitted.
 
-        Example: `<function=` without `<tool_call>` before it.
+        Example: the text starts with `<function=`, although `<tool_call>` should precede this text.
 
         Args:
-            marker: The first literal of the tool call's header.
+            marker: The first fixed text of the tool call's header, for example `<function=`.
         """
         return self._expect(self._starts.at_head(marker))
 
     def open_unmarked_call(self, opening: str) -> State | None:
-        """Prepare to read a tool call that has no marker, but starts with the text `opening`."""
+        """Expect a tool call without an opening marker. It starts with `opening`, such as `{`."""
         has_content = self._text_writer.has_content
         return self._expect(self._starts.at_unmarked_opening(opening, has_content))
 
     def _expect(self, expected: ExpectedCall | None) -> State | None:
-        """Set `expected` as the next tool call to read, and return the state CALL_START.
+        """Store `expected` as the tool call to read next, and return the state CALL_START.
 
-        If `expected` is None, no tool call can start here, so return None.
+        `read_start` compares the text with the stored tool call. If `expected` is None, no tool
+        call can start here, so nothing is stored and None is returned.
         """
         if expected is None:
             return None
@@ -119,14 +123,17 @@ class CallReader:
         return State.CALL_START
 
     def start_message_call(self, head: Head) -> State:
-        """Prepare to read the arguments of a tool call that is a message with the header `head`."""
+        """Create the reader for the arguments of a tool call that is a whole message.
+
+        The message header `head` has been read. The header names the function (`head.name`).
+        """
         variant = self._format.message_call
         assert variant is not None  # Formats with message headers have a message call.
         self._begin_body(MatchedCall(variant, head, is_confirmed=True))
         return State.CALL_BODY
 
     def close_section(self, marker: str) -> bool:
-        """Return whether `marker` closes the tool section. If so, leave the section."""
+        """Leave the tool section if `marker` closes it. Return whether the section was left."""
         closes_section = self._is_in_section and marker in self._section_markers.closes
         if closes_section:
             self._is_in_section = False
@@ -150,9 +157,8 @@ class CallReader:
         """Write text as content, because the text looked like a tool call but is none.
 
         The text consists of the pending text, which has been read but not written, and of the next
-        `num_unread_chars` characters of the buffer. The open tool call is discarded, including the
-        descriptions of its deviations from the format. If no tool call has started in the tool
-        section, the section is left, because its opening marker is a part of the pending text.
+        `num_unread_chars` characters of the buffer. Example: `<tool_call>` is pending, and ` is` is
+        unread. With `num_unread_chars=3`, the content `<tool_call> is` is written.
 
         Args:
             fault: The reason that the event gives for returning this text as content.
@@ -161,33 +167,37 @@ class CallReader:
         Returns:
             The state in which the text after this content is read.
         """
-        self._open_call = None
-        self._call_writer.clear_deviations()
-        if not self.has_calls():
-            self._is_in_section = False
+        self._discard_open_call()
         self._text_writer.write_pending(self._buffer.take(num_unread_chars), fault)
+        # With the policy CALLS_FIRST, no tool call may follow content.
         if self._calls_first and self._text_writer.has_content:
             return State.CONTENT_ONLY
         return State.CONTENT
 
-    def _drop_or_treat_as_content(self, fault: str, *, num_unread_chars: int = 0) -> State:
-        """Remove an incomplete tool call at the end of the message, or treat its text as content.
+    def _discard_open_call(self) -> None:
+        """Forget the open tool call, and the descriptions of its deviations from the format.
 
-        If the text of the tool call contains a tag, no client can use the text, so the whole rest
-        of the message is removed. Otherwise the text is content. Example: at the end of the
-        message, `<tool_call>{"na` is removed, and `{"na` is content.
-
-        Args:
-            fault: The reason that the event gives for returning this text as content.
-            num_unread_chars: For `treat_as_content`: the number of unread characters that are
-                content.
-
-        Returns:
-            The next state.
+        If no tool call of the message has started, also leave the tool section, because the opening
+        marker of the section is a part of the text that is now content.
         """
-        incomplete_call = self._text_writer.pending_text + self._buffer.unread()
-        if not looks_like_markup(incomplete_call):
-            return self.treat_as_content(fault, num_unread_chars=num_unread_chars)
+        self._open_call = None
+        self._call_writer.clear_deviations()
+        if not self.has_calls():
+            self._is_in_section = False
+
+    def _is_rest_unusable(self) -> bool:
+        """Return whether the rest of the message contains a tag, so that no client can use it.
+
+        The message has ended inside a tool call, and the rest is the pending text and the unread
+        text. Examples: `<tool_call>{"na` cannot be used. `{"na` may be content.
+        """
+        return looks_like_markup(self._text_writer.pending_text + self._buffer.unread())
+
+    def _remove_rest(self) -> State:
+        """Remove the pending text and all unread text from the output. Return the state CONTENT.
+
+        The message has ended, and this text is an incomplete tool call or an empty tool section.
+        """
         self._is_in_section = False
         self._open_call = None
         self._text_writer.drop_pending()
@@ -197,9 +207,10 @@ class CallReader:
     # ---- CALL_START and CALL_BODY ----------------------------------------------------------------
 
     def read_start(self) -> State | None:
-        """Read the opening marker of a tool call, and the text before the arguments.
+        """Read the opening marker of a tool call, and the header that names the function.
 
-        Examples:
+        The text must match the expected tool call, see `_expect`. Examples:
+
             `<tool_call>{"` starts a tool call.
             `<tool_call> is a tag` is content, because no tool call follows the marker.
             `<tool_call>{` at the end of the message is an incomplete tool call and is removed.
@@ -212,27 +223,30 @@ class CallReader:
             return self._read_head(match)
         if match == NEED_MORE:
             return None
+        if self._is_start_cut_off() and self._is_rest_unusable():
+            return self._remove_rest()
         # No tool call starts here, so the text that was taken for the opening marker is content.
-        num_chars = len(self._expected.opening)
-        if self._is_start_cut_off():
-            return self._drop_or_treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_chars)
-        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=num_chars)
+        opening = self._expected.opening
+        return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=len(opening))
 
     def _is_start_cut_off(self) -> bool:
-        """Return whether the message ends inside the start of a tool call, as in `<tool_call>{`.
+        """Return whether the message has ended, and its last text is an incomplete tool call start.
 
-        Inside a tool section, a tool call may lack its opening marker, so the result is True for
-        the text `{`, too.
+        Example: `<tool_call>{` is incomplete, because `{"` would start a JSON object. Inside a tool
+        section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
         """
         return self._buffer.is_final and self._expected.is_incomplete(
             self._buffer, includes_unmarked=self._is_in_section
         )
 
     def _read_head(self, match: MatchedCall) -> State:
-        """Read the matched marker and header of a tool call. Return the next state.
+        """Read the opening marker and the header of a tool call, and prepare to read its body.
 
-        The text is stored as pending text, which is removed from the output when the tool call
-        starts. Usually, the next state is CALL_BODY, in which the arguments are read.
+        The text up to `match.head.end` is stored as pending text, which is removed from the output
+        when the tool call starts. Example: in `<call>f{"a": 1}`, the text `<call>f` is read.
+
+        Returns:
+            The state CALL_BODY, or a later state if the body ends without any text.
         """
         if match.variant.omits_marker:
             self._call_writer.add_deviation(_MISSING_MARKER)
@@ -240,12 +254,15 @@ class CallReader:
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some readers start the tool call before the body has any text. The state machine would
-        # call `read_body` only when more text arrives, so `read_body` is called here.
+        # Some body readers start the tool call before the body has any text, and the client shall
+        # receive this start now. The parser calls `read_body` only for new text, so call it here.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
-        """Create and start a reader for the body of the tool call whose header was matched."""
+        """Set `_open_call` to the tool call of `match`, and create the reader of its body.
+
+        The opening marker and the header of this tool call have been read.
+        """
         body = match.variant.create_reader(
             self._call_writer, match.head, is_confirmed=match.is_confirmed
         )
@@ -253,14 +270,14 @@ class CallReader:
         body.begin()
 
     def read_body(self) -> State | None:
-        """Read a part of a tool call's body. The body is the text between the call's markers.
+        """Read a part of the open tool call's body, which is the text between its markers.
 
-        Example: from `{"name": "f", "arguments": {}}</tool_call>`, the JSON object is read. The
-        `OpenCall` passes the tool call to the `CallWriter`, which appends its events.
+        Example: from `{"name": "f", "arguments": {}}</tool_call>`, the JSON object is read. If the
+        text turns out not to be a tool call, the text is written as content.
 
         Returns:
-            The next state, or None if the body has not ended. If the text is not a tool call, the
-            text is written as content.
+            None if the body continues. CALL_END after the body, BROKEN_CALL if the arguments are
+            not valid JSON, or the state after content.
         """
         call = self._open_call
         assert call is not None
@@ -274,20 +291,25 @@ class CallReader:
         return self.treat_as_content(_NO_CALL)
 
     def read_broken(self) -> State | None:
-        """Read arguments that are not valid JSON. See `OpenCall.read_broken`."""
+        """Read arguments that are not valid JSON, such as `{"a": x}`, up to the next marker.
+
+        Return the next state, or None if the marker has not arrived. See `OpenCall.read_broken`.
+        """
         call = self._open_call
         assert call is not None
         return self._end_call(call.variant) if call.read_broken() else None
 
     def _end_call(self, variant: CompiledCall) -> State:
-        """Prepare to read the closing markers of a tool call whose body has ended.
+        """Leave the body of a tool call that has ended, and expect its closing markers.
+
+        `_open_call` becomes None, and `_last_variant` and `_closing_markers` are set.
 
         Args:
-            variant: The declaration of the tool call, which contains these markers.
+            variant: The compiled declaration of the tool call, which contains the closing markers.
 
         Returns:
-            The next state. If the tool call is a whole message, this is CONTENT, because the marker
-            that ends a message is read in the state CONTENT. Otherwise it is CALL_END.
+            CALL_END, in which the closing markers are read. If the tool call is a whole message,
+            the result is CONTENT, because the marker that ends a message is read in this state.
         """
         self._text_writer.end_call()
         self._text_writer.start_after_call()
@@ -299,15 +321,16 @@ class CallReader:
     # ---- CALL_END and BETWEEN_CALLS --------------------------------------------------------------
 
     def read_end(self) -> State | None:
-        """Read the closing markers of a tool call. A model may omit any of these markers.
+        """Read the next closing marker of a tool call whose body has been read.
 
-        White space and superfluous brackets before a closing marker are skipped. Example: with the
-        closing markers `</function>` and `</tool_call>`, both `</tool_call>` and `}</tool_call>`
-        end the tool call.
+        `_closing_markers` contains the markers that may follow. A model may omit any of them.
+        Example: after the body `{"name": "f"}`, the text `}</tool_call>` is read. The superfluous
+        bracket is removed together with the marker.
 
         Returns:
-            The next state, or None if more text is required. The next state is CALL_END if more
-            closing markers may follow.
+            None if more text is required. CALL_END if other closing markers may follow, or
+            BETWEEN_CALLS if all closing markers have been read or omitted. If a second tool call
+            starts before the closing marker, the state in which this tool call is read.
         """
         buffer = self._buffer
         match = match_closing_marker(self._closing_markers, buffer.text, buffer.pos)
@@ -316,27 +339,28 @@ class CallReader:
             self._closing_markers = match.later_markers
             return State.CALL_END if match.later_markers else State.BETWEEN_CALLS
         if isinstance(match, IncompleteMarker):
-            return self._wait_or_drop(match.start)
-        return self._start_next_object() or State.BETWEEN_CALLS
+            if not buffer.is_final:
+                return None  # The rest of the marker may still arrive.
+            return self._remove_incomplete_marker() if match.prefix else State.BETWEEN_CALLS
+        return self._start_second_object() or State.BETWEEN_CALLS
 
-    def _wait_or_drop(self, start: int) -> State | None:
-        """If more text can arrive, return None. The reader then waits for the rest of the marker.
+    def _remove_incomplete_marker(self) -> State:
+        """Remove all unread text from the output, and return the state BETWEEN_CALLS.
 
-        If the message has ended, remove the incomplete marker instead, and return the next state.
+        The message has ended, and the unread text is the beginning of a marker, such as `</tool_c`.
         """
-        if not self._buffer.is_final:
-            return None
-        if start < len(self._buffer.text):
-            self._text_writer.write_markup(self._buffer.take_unread())
+        self._text_writer.write_markup(self._buffer.take_unread())
         return State.BETWEEN_CALLS
 
-    def _start_next_object(self) -> State | None:
-        """Start another tool call if a second JSON object follows between the same markers.
+    def _start_second_object(self) -> State | None:
+        """Start another tool call if a JSON object follows the last one before the closing marker.
 
-        Example: in `<tool_call>{..}{..}</tool_call>`, no marker separates the two JSON objects.
+        Example: in `<tool_call>{..}{..}</tool_call>`, the first object has been read, so the unread
+        text is `{..}</tool_call>`. The second object is another tool call.
 
         Returns:
-            The next state, or None if no tool call starts here.
+            The state in which the second object is read. None if no object follows, or if the
+            format does not write tool calls as JSON objects between two markers.
         """
         variant = self._last_variant
         if variant is None or not self._may_repeat_object(variant):
@@ -345,11 +369,16 @@ class CallReader:
         if not self._buffer.text.startswith("{", object_start):
             return None
         self._text_writer.store_whitespace(self._buffer.take_until(object_start))
-        # No marker precedes this object, so its name must be the name of an offered tool.
+        # No marker precedes the second object, so it is a tool call only if the request offers the
+        # function that the object names.
         return self._read_head(MatchedCall(variant, Head(object_start), is_confirmed=False))
 
     def _may_repeat_object(self, variant: CompiledCall) -> bool:
-        """Return whether another JSON object may precede the closing marker of a tool call."""
+        """Return whether the markers of a tool call may enclose several JSON objects.
+
+        Example: `<tool_call>{..}{..}</tool_call>`. At least one closing marker of the last tool
+        call must not have been read yet. `variant` is the compiled declaration of this tool call.
+        """
         is_json_object = isinstance(variant.call.body, JsonObject)
         has_opening_marker = bool(variant.call.open.strip())
         expects_closing_marker = bool(self._closing_markers)
@@ -358,9 +387,12 @@ class CallReader:
     def read_between(self) -> State | None:
         """Read the text after a tool call, or after the opening marker of a tool section.
 
-        This text is white space, a separator between two tool calls, or the closing marker of the
-        tool section. Example: in `, {"name": `, the separator `,` is read, and `{` starts another
-        tool call. The text `Hello` is content.
+        White space, and then one of these texts is read:
+
+            unread text      example          next state
+            closing marker   `</tool_calls>`  CONTENT
+            separator        `, `             BETWEEN_CALLS
+            other text       `{"name"`        CALL_START or CONTENT; the text stays unread
 
         Returns:
             The next state, or None if more text is required.
@@ -371,23 +403,23 @@ class CallReader:
         if not buffer.has_unread():
             return None
         close_end = self._match_section_close()
-        if close_end == NEED_MORE:
-            return self._wait_or_drop(buffer.pos)
-        if close_end != NO_MATCH:
-            return self._end_section(buffer.text[buffer.pos : close_end])
         separator_end = self._match_separator()
-        if separator_end == NEED_MORE:
-            return self._wait_or_drop(buffer.pos)
-        if separator_end != NO_MATCH:
+        if close_end >= 0:
+            return self._end_section(buffer.text[buffer.pos : close_end])
+        if NEED_MORE in (close_end, separator_end):
+            # The rest of the marker or separator may still arrive, unless the message has ended.
+            return self._remove_incomplete_marker() if buffer.is_final else None
+        if separator_end >= 0:
             self._text_writer.write_markup(buffer.take_until(separator_end))
             return State.BETWEEN_CALLS
-        return self._start_call_or_content()
+        return self._state_of_other_text()
 
-    def _start_call_or_content(self) -> State:
-        """Return the state that reads the text after a tool call or an opening marker.
+    def _state_of_other_text(self) -> State:
+        """Return the state that reads unread text that is no closing marker and no separator.
 
-        This text starts neither with a separator nor with a closing marker. Inside a tool section,
-        only a tool call can follow. Otherwise a tool call without a marker or content follows.
+        Inside a tool section, only a tool call can follow, so the state is CALL_START. Otherwise
+        the text is a tool call if it starts like a tool call without a marker. If it does not, the
+        text is content, so the state is CONTENT.
         """
         if self._is_in_section:
             expected: ExpectedCall | None = self._starts.in_section()
@@ -396,31 +428,42 @@ class CallReader:
         return self._expect(expected) or State.CONTENT
 
     def _match_section_close(self) -> int:
-        """Match the section's closing marker. Return the end position, NEED_MORE or NO_MATCH."""
+        """Match the closing marker of the tool section at the start of the unread text.
+
+        Return the position after the marker, NEED_MORE or NO_MATCH.
+        """
         if not self._is_in_section:
             return NO_MATCH
         return self._section_markers.match_close(self._buffer, is_empty=self._is_section_empty())
 
     def _is_section_empty(self) -> bool:
-        """Return whether the section has no tool call yet.
+        """Return whether no tool call has started in the tool section.
 
-        The opening marker of the section is pending text until a tool call starts.
+        The opening marker of a section is pending text until the first tool call of the section
+        starts. Between two tool calls, no other text is pending.
         """
         return bool(self._text_writer.pending)
 
     def _match_separator(self) -> int:
-        """Match a separator after a tool call. Return the end position, NEED_MORE or NO_MATCH."""
-        has_calls = self.has_calls()
-        return self._section_markers.match_separator(self._buffer) if has_calls else NO_MATCH
+        """Match the separator between two tool calls at the start of the unread text.
+
+        Return the position after the separator, NEED_MORE or NO_MATCH. No separator can precede the
+        first tool call.
+        """
+        if not self.has_calls():
+            return NO_MATCH
+        return self._section_markers.match_separator(self._buffer)
 
     def _end_section(self, close: str) -> State:
         """Leave the tool section, and read its closing marker `close`. Return the next state.
 
-        The markers of a section without tool calls are content, unless the closing marker is a
-        special token, because ordinary content never contains such a token. With the policy
-        CALLS_FIRST, special tokens are content too. Examples: both markers of
-        `<tool_calls></tool_calls>` are content. Both markers of `<|calls_begin|><|calls_end|>` are
-        removed.
+        Usually, the marker is removed from the output. If the section contains no tool call, its
+        opening marker is still pending text, and both markers are treated alike:
+
+            section                          both markers are
+            `<tool_calls></tool_calls>`      content
+            `<|calls_begin|><|calls_end|>`   removed, because ordinary text never contains such
+                                             special tokens; content with the policy CALLS_FIRST
         """
         self._is_in_section = False
         if self._is_section_empty():
@@ -434,11 +477,19 @@ class CallReader:
     # ---- the end of the text ---------------------------------------------------------------------
 
     def finish_body(self) -> State:
-        """End a tool call whose body is incomplete when the message ends. Return the next state.
+        """End the open tool call, because the message has ended inside its body.
 
-        Examples: the call `{"name": "f", "arguments": {"a": 1` ends with incomplete arguments. The
-        start of a tool call, `<tool_call>{"na`, is removed. Other text is not a tool call, so it is
-        content.
+        The first case that applies decides:
+
+            text of the tool call                   effect
+            `<call>{.. "a": "x}</call>`             The arguments end before `</call>`, because a
+                                                    quote is missing. `</call>` is read again.
+            `<call>{"name": "f", "arguments": {`    The tool call ends with incomplete arguments.
+            `<call>{"na`                            The text is removed.
+            `{"na`                                  The text is content.
+
+        Returns:
+            The next state.
         """
         call = self._open_call
         assert call is not None
@@ -447,19 +498,25 @@ class CallReader:
         if call.finish():
             self._open_call = None
             return State.CONTENT
-        if call.is_start_cut_off(self._section_markers.closes):
-            return self._drop_or_treat_as_content(_NO_CALL)
+        is_start_cut_off = call.is_start_cut_off(self._section_markers.closes)
+        if is_start_cut_off and self._is_rest_unusable():
+            return self._remove_rest()
         return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:
-        """At the end of the message, end a tool call whose arguments are not valid JSON."""
+        """End the open tool call, whose arguments are not valid JSON, at the end of the message."""
         if self._open_call is not None:
             self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
-        """At the end of the message, handle the text of a tool section that has no tool calls.
+        """At the end of the message, remove a tool section without tool calls, or write its text.
 
-        If the text of the section contains a tag, this text is removed. Otherwise it is content.
+        The text of such a section is pending text. Examples: `<tool_calls>` is removed, because
+        the text contains a tag. `TOOLS:` contains no tag, so the text is written as content.
         """
-        if self._text_writer.pending:
-            self._drop_or_treat_as_content(_EMPTY_SECTION)
+        if not self._text_writer.pending:
+            return
+        if self._is_rest_unusable():
+            self._remove_rest()
+        else:
+            self.treat_as_content(_EMPTY_SECTION)

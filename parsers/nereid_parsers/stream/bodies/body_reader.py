@@ -10,13 +10,13 @@ from nereid_parsers.stream.call_writer import CallWriter
 from nereid_parsers.stream.pattern_matching import NEED_MORE
 from nereid_parsers.stream.status import BROKEN, DONE, MORE
 
-# Descriptions of faults in a tool call. The event for the end of the tool call contains one of
-# these descriptions.
+# Descriptions of faults in a tool call. If a tool call has a fault, the event for the end of the
+# tool call contains the description.
 CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
-# A method that receives a text and a position. The method reads a part of the body from this
-# position on, and returns the position after this part, or NEED_MORE.
+# A method that receives a text and a position. The method reads the part of the body that starts at
+# the position, and returns the end of this part. If more text is required, it returns NEED_MORE.
 Step = Callable[[str, int], int]
 
 
@@ -45,9 +45,9 @@ class BodyReader:
     Attributes:
         writer: The writer that converts the tool calls into events.
         status: The state of the body.
-        last_call_end: The position at which a tool call of a list ended in the last text that was
-            passed to `read`. None if no tool call of a list ended in that text. The text after this
-            position is another tool call or content.
+        last_call_end: If the body is a list of tool calls, the end of the last tool call in the
+            text that was passed to `read`. None if no tool call of a list has ended in this text.
+            The text after this position is another tool call or content.
         is_final: Whether no more text follows.
         is_verbatim: Whether the reader writes the arguments exactly as the model wrote them. False
             if the reader converts the arguments to JSON.
@@ -89,16 +89,19 @@ class BodyReader:
         return self.writer.start(head.name, head.call_id)
 
     def _reject(self, pos: int) -> int:
-        """Set the status BROKEN and return `pos`."""
+        """Set the status BROKEN, because the text at `pos` is not valid. Return `pos`."""
         self.status = BROKEN
         return pos
 
     def abandon(self) -> bool:
-        """End an invalid tool call. Before the end, complete the JSON text of the arguments.
+        """Complete the JSON text of the arguments, and end the tool call. Its text is not valid.
+
+        Example: after the arguments `{"a": 1`, the reader writes `}`.
 
         Returns:
-            Whether the tool call was ended. If `is_verbatim` is true, the reader does nothing and
-            returns False. The parser then writes the rest of the arguments unchanged.
+            Whether the tool call was ended. A reader that writes the model's own text
+            (`is_verbatim`) does nothing and returns False. The parser then writes the rest of the
+            invalid arguments unchanged.
         """
         return False
 
@@ -125,7 +128,10 @@ class StepReader(BodyReader):
         self._step = first_step
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the body, which starts at `text[pos]`. See `BodyReader.read`."""
+        """Execute steps, from `text[pos]` on, until the body ends or more text is required.
+
+        Return the position up to which the text was read. See `BodyReader.read`.
+        """
         size = len(text)
         while pos < size and self.status is MORE:
             end = self._step(text, pos)

@@ -22,18 +22,19 @@ from nereid_parsers.stream.pattern_matching import (
 from nereid_parsers.stream.values.argument_types import Tools
 from nereid_parsers.tool_declarations import TaggedArguments
 
-# A value may contain a marker that normally ends a tool call. To find out whether the value's own
-# closing marker follows, the reader waits for at most `_MAX_UNDECIDED_CHARS` characters.
+# A value may contain a marker that normally ends a tool call. The marker is a part of the value if
+# the closing marker of the value follows. The search for this closing marker ends after
+# `_MAX_UNDECIDED_CHARS` characters.
 _MAX_UNDECIDED_CHARS = 2048
 _NEVER = "(?!)"  # A regex that never matches.
 
 
 class MarkerRole(Enum):
-    """Whether a marker is a part of the value that is being read, or follows this value.
+    """The role of a marker that was found while the value of an argument was being read.
 
     PART_OF_VALUE  The value contains the marker.
     AFTER_VALUE    The value ends before the marker. The closing marker of the value is missing.
-    UNDECIDED      More text is required.
+    UNDECIDED      More text is required to decide.
     """
 
     PART_OF_VALUE = "part_of_value"
@@ -42,29 +43,35 @@ class MarkerRole(Enum):
 
 
 class CompiledTag:
-    """The compiled declaration of one variant of a tagged value.
+    r"""One declared way to write a tagged value, compiled to regular expressions.
+
+    Example: for the declaration `<p={key}>\n` and `\n</p>` of a value such as `<p=a>\n1\n</p>`, the
+    opening is `<p={key}>`, the padding is `\n` and the closing marker is `</p>`.
 
     Attributes:
-        opening: The pattern of the opening tag, for example `<parameter={key}>`.
-        padding: The white space between the opening tag and the value, which is not a part of the
+        opening: The pattern of the opening tag.
+        padding: The declared white space after the opening tag. The padding is not a part of the
             value.
         close: The closing marker, without white space.
         find_end: A function that finds the closing marker (group "close") or an early end (group
             "early"). An early end is a marker that follows a value without a closing marker. The
             match includes the declared white space before the marker.
-        find_possible_end: A function like `find_end` that also finds an incomplete marker at the
-            end of the text. If the marker is incomplete, both groups are empty.
+        find_possible_end: A function like `find_end`, except that the function also finds an
+            incomplete marker at the end of the text. If the marker is incomplete, both groups are
+            empty.
     """
 
     def __init__(self, declaration: TaggedArguments, early_ends: tuple[str, ...]) -> None:
         r"""Compile the regular expressions for one way to write a value, such as `<p={key}>..</p>`.
 
-        Example: with the declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value
-        `a`. If `</p>` is missing and `</call>` is an early end, `a</call>` has the value `a`, too.
+        White space before a closing marker is optional in the model's text. Example: with the
+        declaration `close="\n</p>\n"`, both `a\n</p>` and `a</p>` have the value `a`. If
+        `early_ends` contains `</call>`, the text `a</call>` has the value `a`, too.
 
         Args:
             declaration: The declaration of the opening tag and the closing marker.
-            early_ends: The markers that follow the value if its closing marker is missing.
+            early_ends: The markers that follow the value if its closing marker is missing. An
+                example is `</call>`, which ends the whole tool call.
         """
         # The opening tag of the value.
         opening_tag = declaration.open.rstrip()
@@ -84,7 +91,12 @@ class CompiledTag:
 
 
 def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -> str:
-    """Return a regex for the end of a value, with the groups "close" and "early".
+    r"""Return a regex that matches the end of a value, which is one of several markers.
+
+    The group "close" matches the closing marker of the value. The group "early" matches a marker
+    that follows the value if the closing marker is missing. Example: for the closing marker
+    `</p>`, the early end `</call>` and the white space `\n`, the regex matches `\n</p>` and
+    `</call>`.
 
     Args:
         close: The closing marker of the value.
@@ -99,7 +111,8 @@ def _value_end_regex(close: str, early_ends: tuple[str, ...], whitespace: str) -
 def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
     r"""Return regexes that match incomplete markers at the end of a text.
 
-    Example: for the marker `</p>` and the white space `\n`, the regexes match `\n</` and `</`.
+    More text could complete such a marker. Example: for the marker `</p>` and the optional white
+    space `\n` before the marker, the regexes match `\n</` and `</` at the end of the text.
     """
     prefixes: list[str] = []
     for optional_whitespace in dict.fromkeys(("", whitespace)):
@@ -109,9 +122,9 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of the markers. Without markers, the regex never matches.
+    """Return a regex that matches any of the markers. If `markers` is empty, it never matches.
 
-    White space around the tags of a marker is optional, see `spaced_marker_regex`.
+    White space before and after the tags of a marker is optional, see `spaced_marker_regex`.
     """
     return "|".join(map(spaced_marker_regex, markers)) or _NEVER
 
@@ -130,9 +143,10 @@ class TagOpening:
     """The matched opening tag of a tagged value, for example `<parameter=city>`.
 
     Attributes:
-        variant: The variant of the tagged value.
+        variant: The declared way to write a value whose opening tag matches the text.
         end: The position after the opening tag.
-        fields: The values of the pattern's fields, for example `{"key": "city"}`.
+        fields: The texts of the pattern's fields. Example: `{"key": "city"}` for the pattern
+            `<parameter={key}>`.
     """
 
     variant: CompiledTag
@@ -143,9 +157,12 @@ class TagOpening:
 class CompiledTags:
     """The compiled declaration of tagged arguments. The methods match the tags in a text.
 
+    Tagged arguments are written as `<parameter=city>Paris</parameter>`. A stop marker, such as
+    `</function>`, follows the last argument.
+
     Attributes:
-        variants: The variants of a tagged value, in the order in which they are tried.
-        stop_markers: The markers that end the body. These markers do not belong to the body.
+        variants: The declared ways to write a value, in the order in which they are tried.
+        stop_markers: The markers that end the arguments.
     """
 
     def __init__(
@@ -159,10 +176,11 @@ class CompiledTags:
 
         Args:
             declaration: The declaration. `declaration.also` contains other ways to write a value.
-            head: The pattern of a tool call's opening marker and header.
+            head: The pattern of the text before the arguments, which contains the function's name.
+                Example: `<function={name}>`.
             stop_markers: The markers that end the arguments, for example `</function>`.
             markers_between_calls: The markers that may occur between the last value of a tool call
-                and the header of the next tool call.
+                and the header of the next tool call. Example: `</function>` and `<tool_call>`.
         """
         variants = (declaration, *declaration.also)
         openings = tuple(dict.fromkeys(first_literal(variant.open) for variant in variants))
@@ -181,11 +199,15 @@ class CompiledTags:
         self._match_markers_between_calls = re.compile(rf"(?:\s*(?:{markers}))*\s*").match
 
     def match(self, text: str, pos: int, is_final: bool) -> TagOpening | Mismatch:
-        """Match the opening tag of a value at `pos`, or return NEED_MORE or NO_MATCH.
+        """Match the opening tag of a value at `text[pos]`.
 
         The result is the match of the first variant that matches. A variant is one of several ways
-        to write a tag. Example: `<parameter=city>` matches the variant `<parameter={key}>` with the
-        fields `{"key": "city"}`. The text `<param` gives NEED_MORE.
+        to write a tag. Example: for the variant `<parameter={key}>`, the text `<parameter=city>`
+        gives a `TagOpening` with the fields `{"key": "city"}`.
+
+        Returns:
+            The matched tag. NEED_MORE if more text could complete a tag, as in `<param`. NO_MATCH
+            if no tag starts at `pos`.
         """
         for variant in self.variants:
             match = variant.opening.match(text, pos, is_final)
@@ -196,17 +218,24 @@ class CompiledTags:
         return NO_MATCH
 
     def match_start(self, text: str, pos: int, is_final: bool) -> int:
-        """Return `pos` if the arguments can start there. Otherwise, return NEED_MORE or NO_MATCH.
+        """Return `pos` if the arguments of a tool call can start at `text[pos]`.
 
-        Examples for values that start with `<parameter={key}>`: `<parameter=city>` and the stop
-        marker `</function>`, which ends the arguments, give `pos`, because a tool call may have no
-        arguments. The texts `<param` and `</func` give NEED_MORE, and `Paris` gives NO_MATCH.
+        The caller has matched the header of the tool call, such as `<function=f>`, and this method
+        shows whether the text after the header can belong to a tool call. Examples for arguments
+        that start with `<parameter={key}>`:
 
-        The caller calls this method at the end of the text only if the message has ended.
+            text at `pos`        result
+            `<parameter=city>`   `pos`
+            `</function>`        `pos`: this stop marker shows that there are no arguments.
+            none                 `pos`: the message has ended before the arguments. While more text
+                                 may follow, the caller does not call this method.
+            `<param`, `</func`   NEED_MORE
+            `Paris`              NO_MATCH
         """
         is_message_end = pos == len(text)
-        if is_message_end or self.is_at_stop_marker(text, pos):
-            return pos  # The tool call has no arguments.
+        has_no_arguments = is_message_end or self.is_at_stop_marker(text, pos)
+        if has_no_arguments:
+            return pos
         opening = self.match(text, pos, is_final)
         if isinstance(opening, TagOpening):
             return pos
@@ -218,23 +247,22 @@ class CompiledTags:
     def role_of_stop_marker(self, text: str, pos: int, is_final: bool, tools: Tools) -> MarkerRole:
         """Decide whether a stop marker is a part of the current value, or follows this value.
 
-        A stop marker, such as `</function>`, has been found before the closing marker of the value.
-        Either the value contains the stop marker, or the model has omitted the closing marker, such
-        as `</parameter>`. The text after the stop marker decides:
+        A stop marker, such as `</function>`, ends all arguments of a tool call. It has been found
+        in the text of a value that `</parameter>` should close. Either the value contains the stop
+        marker, or the model has omitted `</parameter>`. The text after the stop marker decides:
 
             `a</function>b</parameter>`               PART_OF_VALUE: the closing marker follows.
             `a</function></call><call><function=f>`   AFTER_VALUE: another tool call follows.
-            `a</function></call>`                     AFTER_VALUE if the message ends here, or if
-                                                      the next `_MAX_UNDECIDED_CHARS` characters
-                                                      contain neither a closing marker nor another
-                                                      tool call. Otherwise UNDECIDED.
+            `a</function></call>`                     UNDECIDED: more text may follow. AFTER_VALUE
+                                                      if the message has ended, or if more than
+                                                      `_MAX_UNDECIDED_CHARS` characters follow.
 
         Args:
             text: The text.
             pos: The position of the stop marker.
             is_final: Whether no more text follows.
-            tools: The tools that the request offers. Calls of functions that are not offered are
-                ignored.
+            tools: The tools that the request offers. A call of another function does not count as
+                another tool call.
         """
         search_end = pos + _MAX_UNDECIDED_CHARS
         for match in self._find_close_or_opening(text, pos, search_end):
@@ -247,26 +275,27 @@ class CompiledTags:
         return MarkerRole.UNDECIDED if may_be_decided_later else MarkerRole.AFTER_VALUE
 
     def _is_next_call(self, text: str, start: int, end: int, tools: Tools) -> bool:
-        """Return whether `text[start:end]` consists of markers and the header of another tool call.
+        """Return whether `text[start:end]` ends one tool call and starts the next one.
 
-        If the tools are known, the request must offer the function that the header names.
-        Example: `</function></call><call><function=f>` contains the header of a call of f.
+        The text must consist of closing markers and opening markers, followed by the header of the
+        next tool call. The header contains the function's name. Example: the result is True for
+        `</function></call><call><function=f>`. If the request offers tools, it must offer `f`.
         """
         markers = self._match_markers_between_calls(text, start, end)
         head_start = markers.end() if markers else start
         head = self._head.match(text, head_start, is_final=False)
         if not isinstance(head, PatternMatch):
             return False
-        is_whole_text = skip_whitespace(text, head.end) == end
+        has_other_text = skip_whitespace(text, head.end) != end
         is_offered = not tools.is_known or head.fields.get("name") in tools.parameters
-        return is_whole_text and is_offered
+        return is_offered and not has_other_text
 
     def is_at_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether the text at `pos` starts with a marker that ends the body."""
+        """Return whether `text[pos:]` starts with a marker that ends the arguments."""
         return any(match_marker(marker, text, pos) >= 0 for marker in self.stop_markers)
 
     def may_become_stop_marker(self, text: str, pos: int) -> bool:
-        """Return whether `text[pos:]` is a prefix of a marker that ends the body.
+        """Return whether `text[pos:]` is a prefix of a marker that ends the arguments.
 
         Example: `</fun` is a prefix of `</function>`.
         """

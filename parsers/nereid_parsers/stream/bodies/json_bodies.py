@@ -32,24 +32,22 @@ class JsonArgumentsReader(BodyReader):
     def read(self, text: str, pos: int) -> int:
         """Pass the next piece of the arguments to the writer. The first piece starts the tool call.
 
-        `status` becomes DONE after the closing brace, and BROKEN if the text is not a JSON object.
-        If the status is BROKEN, the text is content unless the tool call has started.
-
-        Example: for the pieces `{"a": ` and `1}</call>`, the writer receives `{"a": ` and `1}`.
+        The arguments start at `text[pos]`, or continue there. Example: for the pieces `{"a": ` and
+        `1}</call>`, the writer receives `{"a": ` and `1}`. `status` becomes DONE after the closing
+        brace, and BROKEN if the text is not a JSON object.
 
         Returns:
             The position up to which the text was read.
         """
         if not self.writer.is_open:
             pos = skip_whitespace(text, pos)
-            if pos == len(text):
+            is_empty = pos == len(text)
+            if is_empty:
                 return pos
             if not self._start_named_call(self._head):
-                return self._reject(pos)
-            # The tool call has started, so invalid text is now returned as broken arguments. Before
-            # the start, invalid text would be returned as content.
+                return self._reject(pos)  # The text is not a tool call, so it is content.
             if text[pos] != "{":
-                return self._reject(pos)
+                return self._reject(pos)  # The tool call has started, so its arguments are broken.
         end = self._scanner.scan(text, pos)
         if end > pos:
             self.writer.write(text[pos:end])
@@ -69,14 +67,16 @@ class ArrayReader(BodyReader):
         super().__init__(writer)
         self._keys = keys
         self._is_confirmed = is_confirmed
-        self._is_bracket_open = False
-        self._member: ObjectReader | None = None
+        self._is_bracket_open = False  # Whether the opening bracket has been read.
+        self._member: ObjectReader | None = None  # The reader of the open member, if one is open.
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the array. Set `status`, and `last_call_end` if a tool call ends.
+        """Read the next piece of the array, which starts at `text[pos]`. Set `status`.
 
-        Each member of the array is a tool call. An `ObjectReader` reads the member, and passes the
-        tool call to the writer.
+        Each member of the array is a tool call, which an `ObjectReader` passes to the writer. The
+        position after the last complete member becomes `last_call_end`. Example: the text
+        `[{"name": "f"}, {"na` contains one complete member, so `last_call_end` becomes 14. If no
+        member ends in the piece, `last_call_end` becomes None.
 
         Returns:
             The position up to which the text was read. The caller passes the rest again, together
@@ -94,22 +94,24 @@ class ArrayReader(BodyReader):
             if self._member.status is BROKEN:
                 return self._reject(pos)
             self._member = None
-            # If no other tool call follows, the text after `pos` is content. One complete
-            # tool call confirms that the other members of the array are tool calls, too.
+            # The text after a tool call is content if no other tool call follows.
             self.last_call_end = pos
+            # One complete tool call shows that the other members of the array are tool calls, too.
             self._is_confirmed = True
         return pos
 
     def _read_between_members(self, text: str, pos: int) -> int:
-        """Read the character at `pos`, which is between two members of the array.
+        """Read the character at `pos`, which is before, between or after the members of the array.
 
-        A bracket, a comma and white space are skipped. At `{`, the reader of the next member is
-        created. Any other character is not valid, so `status` becomes BROKEN. The array `[]` is
-        valid only if a marker or an earlier tool call shows that it contains tool calls.
+            character                 effect
+            white space, `[` or `,`   The character is skipped.
+            `{`                       The reader of the next member is created. `{` stays unread.
+            `]`                       `status` becomes DONE. It becomes BROKEN for an empty array
+                                      if no marker has shown that the array contains tool calls.
+            any other                 `status` becomes BROKEN.
 
         Returns:
-            The position after the character that was read. The result is `pos` if a member starts
-            at `pos`, or if the character is not valid.
+            The position after the character, or `pos` if the character stays unread.
         """
         char = text[pos]
         if char.isspace():
@@ -128,7 +130,10 @@ class ArrayReader(BodyReader):
         return self._reject(pos)
 
     def _read_opening_bracket(self, char: str, pos: int) -> int:
-        """Read the character `char` at `pos`, which must be the opening bracket of the array."""
+        """Read the opening bracket of the array. If `char` is another character, reject the text.
+
+        `char` is the character at `pos`. Return the position after the bracket, or `pos`.
+        """
         if char != "[":
             return self._reject(pos)
         self._is_bracket_open = True

@@ -15,7 +15,10 @@ _WRAPPER_KEYS = frozenset({"function", "tool_call"})
 
 
 class KeyRole(Enum):
-    """The role of a member in the JSON object of a tool call.
+    """The role of a key in a JSON object that represents a tool call.
+
+    Example: in `{"name": "f", "arguments": {}, "type": 1}`, the roles are NAME, ARGUMENTS and
+    IGNORED.
 
     NAME       The value is the function's name.
     ID         The value is the id of the tool call.
@@ -24,7 +27,7 @@ class KeyRole(Enum):
     WRAPPER    The value is an object that contains the name and the arguments, but the format does
                not declare this object.
     IGNORED    The value is skipped.
-    INVALID    The member shows that the object is not a tool call.
+    INVALID    The key shows that the object is not a tool call.
     """
 
     NAME = "name"
@@ -40,11 +43,18 @@ class KeyRole(Enum):
 def declared_roles(keys: Keys) -> dict[str, KeyRole]:
     """Return a dict that maps the path of each declared key to the role of this key.
 
-    The role selects how the parser reads the value of the key. Example:
-    `Keys("function.name", "function.arguments", id="id")` gives the role PARENT for `function`,
-    NAME for `function.name`, ARGUMENTS for `function.arguments` and ID for `id`. If a path has
-    several roles, the last one in the order PARENT, ID, ARGUMENTS, NAME applies.
+    The path of an inner key contains the outer keys. Example for the tool call
+    `{"id": "1", "function": {"name": "f", "arguments": {}}}`:
+
+    >>> roles = declared_roles(Keys("function.name", "function.arguments", id="id"))
+    >>> for path, role in roles.items():
+    ...     print(path, role.name)
+    function PARENT
+    id ID
+    function.arguments ARGUMENTS
+    function.name NAME
     """
+    # If the format declares one path for several roles, a later assignment replaces an earlier one.
     roles: dict[str, KeyRole] = {}
     for path in (keys.name, keys.arguments):
         roles |= dict.fromkeys(_parent_paths(path), KeyRole.PARENT)
@@ -56,21 +66,25 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
 
 
 class Deviation(NamedTuple):
-    """The role of an undeclared key that the parser accepts, and a description of the deviation."""
+    """The role of a key that the format does not declare, and a description for the events."""
 
     role: KeyRole
     description: str
 
 
 def deviation_of(path: str, keys: Keys, *, has_name: bool) -> Deviation | None:
-    """Return the role of an undeclared key as a `Deviation`, or None if the key is not accepted.
+    """Return the role of a key that the format does not declare, or None if it has no role.
 
-    Examples: if `keys` declares `function.arguments`, the path `function.input` has the role
-    ARGUMENTS. The path `function` of `{"function": {"name": "f", ..}}` has the role WRAPPER if
-    `keys` does not declare `function`.
+    Models sometimes write another key than the declared key of the arguments, or enclose the whole
+    tool call in an object. Examples for the declared keys `name` and `arguments`:
+
+        object                              path       role
+        `{"name": "f", "input": {}}`        input      ARGUMENTS
+        `{"function": {"name": "f", ..}}`   function   WRAPPER
+        `{"name": "f", "note": 1}`          note       None
 
     Args:
-        path: The path of a key that `keys` does not declare.
+        path: The path of the key. `keys` does not declare this path.
         keys: The declaration of the keys.
         has_name: Whether the name of the function precedes the key.
     """

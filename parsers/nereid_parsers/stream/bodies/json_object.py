@@ -46,8 +46,8 @@ class ObjectReader(StepReader):
             writer: The writer of the tool call.
             keys: The declaration of the object's keys.
             is_confirmed: Whether a marker or an earlier tool call shows that the object is a tool
-                call. If so, the tool call starts after the name has been read. Otherwise the tool
-                call starts after the first text of the arguments.
+                call. If so, the tool call starts when the name has been read. Otherwise the tool
+                call starts when the arguments start.
         """
         super().__init__(writer, self._read_opening_brace)
         self._keys = keys
@@ -62,7 +62,7 @@ class ObjectReader(StepReader):
         self._call_id = ""
         self._has_arguments = False  # Whether the arguments have started.
         self._early_arguments: list[str] = []  # Arguments that precede the name.
-        # The readers of the current value.
+        # The objects that read the current value.
         self._scanner = JsonScanner()  # Finds the end of the value that is being read.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
         self._string = JsonStringReader()  # Reads the current string.
@@ -93,10 +93,14 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _read_key_or_closing_brace(self, text: str, pos: int) -> int:
-        """Read white space, a comma or `}`. At a quote, select the step that reads the key.
+        """Read the text before a key, or the closing brace of the object.
 
-        Return the position after the text that was read. If a quote is at `pos`, return `pos`. Any
-        other character is not valid, so `status` becomes BROKEN.
+        White space and a comma are skipped. `}` closes the object. At a quote, the step that reads
+        the key is selected, and the quote stays unread. Any other character is not valid, so
+        `status` becomes BROKEN.
+
+        Returns:
+            The position after the text that was read, or `pos` if the character stays unread.
         """
         char = text[pos]
         if char.isspace() or char == ",":
@@ -109,11 +113,11 @@ class ObjectReader(StepReader):
         return pos
 
     def _close_object(self, pos: int) -> int:
-        """Read the brace at `pos`, which closes an inner object or ends the tool call.
+        """Read the closing brace at `pos`. The brace of the outermost object ends the tool call.
 
         Example: in `{"function": {"name": "f"}}`, the first `}` closes the inner object, and the
-        second `}` ends the tool call. The tool call gets the arguments `{}`, because its own
-        arguments are missing.
+        second `}` ends the tool call. If the tool call contains no arguments, as in this example,
+        the arguments `{}` are written.
 
         Returns:
             The position after the brace. `pos`, with the status BROKEN, if the object is not a tool
@@ -132,22 +136,29 @@ class ObjectReader(StepReader):
         return pos + 1
 
     def _start_call_without_arguments(self) -> bool:
-        """Start a tool call whose object has ended before any arguments were read.
+        """Start a tool call whose object contains no arguments, as in `{"name": "f"}`.
 
-        Only an object that is confirmed to be a tool call may omit the arguments.
+        The object is a tool call only if a marker or an earlier tool call has confirmed this.
 
         Returns:
-            False if the tool call cannot start. The text of the object is then content.
+            Whether the tool call has started. If not, the text of the object is content.
         """
         return self._is_confirmed and self._start_call()
 
     def _set_key(self, key: str) -> None:
-        """Store the key of a member, without surrounding white space, and expect a colon."""
+        """Store the key of a member, and select the step that reads the colon after the key.
+
+        White space at the start and at the end of the key is removed.
+        """
         self._key = key.strip()
         self._step = self._read_colon
 
     def _read_colon(self, text: str, pos: int) -> int:
-        """Read the colon between a key and a value."""
+        """Read the colon between a key and a value, or the white space before the colon.
+
+        Return the position after the text that was read. Any other text is not valid, so `status`
+        becomes BROKEN.
+        """
         if text[pos].isspace():
             return skip_whitespace(text, pos)
         if text[pos] != ":":
@@ -159,8 +170,8 @@ class ObjectReader(StepReader):
         """Select the step that reads the value of the current key, based on the key's role.
 
         Example: in `{"name": "f", "type": 1}`, the value of `name` is read as the function's name,
-        and the value of `type` is skipped. A value that its role does not allow, such as a number
-        as the name, sets the status BROKEN.
+        and the value of `type` is skipped. The value must suit the role of the key: in
+        `{"name": 1}`, the number cannot be a name, so the status becomes BROKEN.
 
         Returns:
             The position after the white space or the opening brace that was read. If another value
@@ -189,7 +200,10 @@ class ObjectReader(StepReader):
         return pos
 
     def _enter_object(self, outer_key: str, pos: int) -> int:
-        """Read the brace at `pos`, which opens an inner object. Return the position after it."""
+        """Read the opening brace of an inner object at `pos`. Return the position after the brace.
+
+        `outer_key`, which is the key of the inner object, is appended to `_outer_keys`.
+        """
         self._outer_keys.append(outer_key)
         self._step = self._read_key_or_closing_brace
         return pos + 1
@@ -197,13 +211,13 @@ class ObjectReader(StepReader):
     def _role_of_key(self, first_char: str) -> KeyRole:
         """Return the role of the current key, which decides how the value of the key is read.
 
-        Examples:
-            With the declared keys `function.name` and `function.arguments`, the role of `function`
-            is PARENT. A second name and second arguments have the role IGNORED.
+        The format declares the keys in one of two ways:
 
-            With the declaration `NameIsKey`, `{"get_sum": {"a": 1}}` is a call of `get_sum`. The
-            key is the name, and the value contains the arguments, so the role is ARGUMENTS. Such an
-            object has only one member, so the role of a second key is INVALID.
+        - With the declared keys `name` and `arguments`, `{"name": "f", "arguments": {}}` is a tool
+          call. A second name and second arguments have the role IGNORED.
+        - With the declaration `NameIsKey`, `{"f": {"a": 1}}` is a call of `f`. The value of the
+          only key contains the arguments, so the role of this key is ARGUMENTS. A second key is
+          INVALID.
 
         Args:
             first_char: The first character of the value. It is needed only for undeclared keys.
@@ -221,9 +235,10 @@ class ObjectReader(StepReader):
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
 
     def _path_of_key(self) -> str:
-        """Return the path of the current key, for example `function.name`.
+        """Return the path of the current key: the keys of the enclosing objects, and the key.
 
-        Keys of undeclared outer objects, which are stored as "", are omitted.
+        Example: in `{"function": {"name": "f"}}`, the path of the inner key is `function.name`. The
+        key of an enclosing object that the format does not declare is stored as "", and omitted.
         """
         all_keys = (*self._outer_keys, self._key)
         return ".".join(key for key in all_keys if key)
@@ -232,8 +247,8 @@ class ObjectReader(StepReader):
         """Return the role of a key that the format does not declare.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
-        object. Such a deviation from the format is accepted, and its description is added to the
-        writer. Examples:
+        object. Such a key is accepted, and the description of the deviation from the format is
+        added to the writer. Examples:
 
             object                                           key        role
             `{"name": "f", "input": {}}`                     input      ARGUMENTS
@@ -256,11 +271,11 @@ class ObjectReader(StepReader):
         return KeyRole.IGNORED if may_be_ignored else KeyRole.INVALID
 
     def _may_deviate(self) -> bool:
-        """Return whether an undeclared key may contain the arguments or the whole tool call.
+        """Return whether an undeclared key may be the key of the arguments or of the whole call.
 
-        An ordinary JSON object must not become a tool call. Therefore a marker must show that the
-        object is a tool call, or the tools must be known, because the name of the function then
-        shows whether the object is a tool call.
+        The result is False if the arguments have already been read. It is also False if nothing
+        distinguishes a tool call from an ordinary JSON object. A marker before the object, or the
+        names of the offered tools, distinguish the two.
         """
         can_recognize_call = self._is_confirmed or self.writer.tools.is_known
         return can_recognize_call and not self._has_arguments
@@ -268,13 +283,13 @@ class ObjectReader(StepReader):
     # ---- strings, and values that are ignored ----------------------------------------------------
 
     def _expect_string(self, on_string: Callable[[str], None]) -> None:
-        """Prepare to read a string. `on_string` will receive the value of the complete string."""
+        """Select the step that reads a string. `on_string` will receive the decoded string."""
         self._on_string = on_string
         self._string = JsonStringReader()
         self._step = self._read_string
 
     def _read_string(self, text: str, pos: int) -> int:
-        """Read a piece of a string. Pass the value of the complete string to `_on_string`.
+        """Read a piece of a string. At the end of the string, pass its value to `_on_string`.
 
         Example: after the two pieces `"get_` and `sum"`, `_on_string` receives `get_sum`. Return
         the position after the piece.
@@ -285,20 +300,18 @@ class ObjectReader(StepReader):
         return end
 
     def _skip_value(self, text: str, pos: int) -> int:
-        """Skip the value of an ignored member."""
+        """Skip a piece of the value of an ignored key. Return the position after the piece."""
         return self._leave_complete_value(self._scanner.scan(text, pos))
 
     def _leave_complete_value(self, end: int) -> int:
-        """Select the step that reads the next key, if the scan of a value has reached its end.
+        """Select the next step after `_scanner` has scanned a piece of a value. Return `end`.
 
-        If the value is not valid JSON, the status becomes BROKEN. If more text is required, the
-        step does not change.
+        If the value is complete, the next step reads the next key. If the value is not valid JSON,
+        the status becomes BROKEN. Otherwise the step does not change, because the value continues
+        in the next piece of text.
 
         Args:
-            end: The position at which the scan has stopped.
-
-        Returns:
-            The position `end`.
+            end: The position up to which the piece was scanned.
         """
         if self._scanner.status is BROKEN:
             return self._reject(end)
@@ -309,29 +322,32 @@ class ObjectReader(StepReader):
     # ---- name, id and arguments ------------------------------------------------------------------
 
     def _set_name(self, name: str) -> None:
-        """Store the function's name, without surrounding white space, and expect the next key.
+        """Store the function's name, and start the tool call if possible. Expect the next key.
 
-        Start the tool call if the arguments precede the name, or if the object is confirmed to be a
-        tool call. Otherwise the arguments will start the tool call. If the tool call cannot start,
-        the object is not a tool call, so the status becomes BROKEN.
+        The tool call starts if its arguments precede the name, or if a marker has confirmed that
+        the object is a tool call. Otherwise the tool call starts later, with the arguments. If the
+        tool call cannot start, the object is not a tool call, so the status becomes BROKEN.
         """
         self._name = name.strip()
         self._step = self._read_key_or_closing_brace
-        must_start = self._has_arguments or self._is_confirmed
-        if must_start and not self._start_call():
+        starts_at_name = self._has_arguments or self._is_confirmed
+        if starts_at_name and not self._start_call():
             self.status = BROKEN
 
     def _set_call_id(self, call_id: str) -> None:
-        """Store the id of the tool call, and expect the next key."""
+        """Store the id of the tool call, and select the step that reads the next key."""
         self._call_id = call_id
         self._step = self._read_key_or_closing_brace
 
     def _start_call(self) -> bool:
         """Start the tool call, and write the arguments that preceded the name.
 
+        Example: in `{"arguments": {"a": 1}, "name": "f"}`, the arguments `{"a": 1}` are stored in
+        `_early_arguments` until the name starts the tool call.
+
         Returns:
-            False if the object is not a tool call, because it has no name or names a function that
-            the request does not offer. The text of the object is then content.
+            Whether the tool call has started. If not, the object has no name, or names a function
+            that the request does not offer, so the text of the object is content.
         """
         if self._name is None:
             return False
@@ -344,11 +360,11 @@ class ObjectReader(StepReader):
         return True
 
     def _start_arguments(self, text: str, pos: int) -> int:
-        r"""Start the tool call if its name is known, and select the step that reads the arguments.
+        """Start the tool call if its name is known, and select the step that reads the arguments.
 
-        The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
-        If the text is not confirmed to be a tool call, only an object is accepted. Any other value
-        sets the status BROKEN.
+        The arguments start at `pos`. If no marker has confirmed that the object is a tool call, the
+        arguments must be a JSON object. Example: `{"name": "Ann", "arguments": 3}` is content, so
+        the status becomes BROKEN.
 
         Returns:
             `pos`, because the selected step reads the arguments. NEED_MORE if more text is required
@@ -370,7 +386,10 @@ class ObjectReader(StepReader):
         return pos
 
     def _select_arguments_step(self, first_char: str) -> None:
-        """Select the step that reads the arguments, depending on their first character."""
+        r"""Select the step that reads the arguments, depending on their first character.
+
+        The arguments can be an object, a string that contains JSON (`"{\"a\": 1}"`), or `null`.
+        """
         if first_char == '"':
             self._expect_string(self._write_decoded_arguments)
             return
@@ -382,14 +401,18 @@ class ObjectReader(StepReader):
             self._step = self._pass_on_arguments
 
     def _pass_on_arguments(self, text: str, pos: int) -> int:
-        """Write the next piece of the arguments."""
+        """Write a piece of the arguments unchanged. Return the position after the piece."""
         end = self._scanner.scan(text, pos)
         if end > pos:
             self._write(text[pos:end])
         return self._leave_complete_value(end)
 
     def _read_null(self, text: str, pos: int) -> int:
-        """Read arguments that start with `n`. If the arguments are `null`, write `{}`."""
+        """Read a piece of arguments that start with `n`. If the arguments are `null`, write `{}`.
+
+        The pieces are stored in `_word_pieces` until the word is complete. Return the position
+        after the piece.
+        """
         end = self._scanner.scan(text, pos)
         self._word_pieces.append(text[pos:end])
         if self._scanner.status is not MORE:
@@ -398,9 +421,10 @@ class ObjectReader(StepReader):
         return self._leave_complete_value(end)
 
     def _write_decoded_arguments(self, text: str) -> None:
-        r"""Write `text`, the arguments that the model has encoded as a JSON string.
+        r"""Write the arguments that a JSON string contains, and expect the next key.
 
-        Example: the JSON string `"{\"a\": 1}"` has the value `{"a": 1}`, and this value is written.
+        Example: in `{"name": "f", "arguments": "{\"a\": 1}"}`, the arguments are a string. The text
+        `{"a": 1}` is written. For an empty string, `{}` is written.
 
         Args:
             text: The decoded value of the JSON string.
@@ -409,7 +433,7 @@ class ObjectReader(StepReader):
         self._step = self._read_key_or_closing_brace
 
     def _write(self, text: str) -> None:
-        """Write a piece of the arguments, or store the piece if the name is not known yet."""
+        """Write a piece of the arguments. Before the name, add it to `_early_arguments` instead."""
         if self.writer.is_open:
             self.writer.write(text)
         else:

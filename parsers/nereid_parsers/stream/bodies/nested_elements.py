@@ -33,19 +33,20 @@ class ElementKind(Enum):
 
 @dataclass(slots=True)
 class Element:
-    """An open element.
+    """An element whose closing tag has not been read, as in `<city>Paris`.
 
     Attributes:
         name: The name in the element's tags. "" for the object that contains all arguments.
         schema: The JSON schema of the element's value.
-        is_key_written: Whether the JSON key of the element has been written. False if the element
-            may become an item of an array, together with the earlier siblings of the same name.
+        is_key_written: Whether the JSON key of the element has been written. False if the previous
+            sibling has the name of this element, because the two elements may become the items of
+            one array under one key.
         kind: The kind of the element's value.
         num_children: The number of children whose key has been written.
         last_child: The name of the child element that was opened last.
-        delayed_values: The JSON texts of the closed children with the name `last_child`. The texts
-            are written when a child with another name opens, because several children with the same
-            name become one array.
+        delayed_values: The JSON texts of the closed children with the name `last_child`. Several
+            children of one name become one array. Therefore these texts are not written until a
+            child with another name opens.
     """
 
     name: str
@@ -68,10 +69,11 @@ def child_schema(parent: Element, name: str) -> Mapping[str, object]:
 
 
 def container_kind(types: frozenset[str] | None, first_child: str) -> ElementKind:
-    """Return whether an element with children is an array or an object.
+    """Return the kind ARRAY or OBJECT for an element that has child elements.
 
-    Examples: the types `{"array", "null"}` give ARRAY. If the schema declares no type, the name
-    `item` of the first child gives ARRAY, and any other name gives OBJECT.
+    Examples: the types `{"array", "null"}` give ARRAY, and `{"array", "object"}` give OBJECT. If
+    the schema declares no type, the first child `item` gives ARRAY, and any other first child gives
+    OBJECT.
 
     Args:
         types: The JSON types that the schema allows for the element, or None if it declares none.

@@ -1,6 +1,6 @@
 """Reads arguments that are written as nested elements, and writes a JSON object.
 
-A prefix precedes each tag. Example with the prefix `~`: the text
+A prefix such as `~` precedes each tag. Example with the prefix `~`: the text
 `~<items>~<item>~<sku>b1~</sku>~</item>~</items>` becomes `{"items": [{"sku": "b1"}]}`.
 
 An element such as `items` is an array if the tool's schema declares an array. Without a declared
@@ -38,12 +38,12 @@ _CLOSING_TEXTS = {ElementKind.STRING: '"', ElementKind.ARRAY: "]", ElementKind.O
 
 
 class _NextPrefix(NamedTuple):
-    """The prefix of the next tag in a text.
+    """The result of a search for the text that precedes each tag, for example `~` in `~<city>`.
 
     Attributes:
-        start: The position of the prefix. If the text contains no prefix, this is the end of the
-            text.
-        is_complete: Whether the whole prefix has arrived.
+        start: The position of the prefix, or the end of the text if the text contains no prefix.
+        is_complete: Whether the whole prefix has arrived. False if only the beginning of a prefix
+            has arrived, or if the text contains no prefix.
     """
 
     start: int
@@ -93,8 +93,8 @@ class NestedReader(StepReader):
     def _read_piece(self, text: str, pos: int) -> int:
         """Read the next piece of the arguments, which is text, one tag or the end of the arguments.
 
-        Example: `~<city>Paris~</city>` is read in three pieces, and `"city": "Paris"` is written.
-        The innermost open element decides which text is valid.
+        Example: `~<city>`, `Paris` and `~</city>` are three pieces, and `"city": "Paris"` is
+        written for them. The kind of the innermost open element decides which text is valid.
 
         Returns:
             The position after the piece, or NEED_MORE.
@@ -107,12 +107,15 @@ class NestedReader(StepReader):
         return self._read_text_or_tag(innermost, text, pos)
 
     def _read_between_children(self, text: str, pos: int) -> int:
-        """Read a tag, white space or the end of the arguments inside an object or array.
+        """Read white space and the next tag, inside an object or array.
 
-        Any other text is not valid, so the status becomes BROKEN.
+        Inside the outermost object, the stop marker ends the tool call and stays unread. Any other
+        text between two child elements is not valid, so the status becomes BROKEN. Example:
+        `~<city>` is read, `</call>` ends the tool call, and `Paris` is not valid.
 
         Returns:
-            The position after the text that was read. NEED_MORE if a tag may start at `pos`.
+            The position after the text that was read. NEED_MORE if the text at `pos` may be the
+            beginning of a tag.
         """
         pos = skip_whitespace(text, pos)
         if pos == len(text):
@@ -127,10 +130,10 @@ class NestedReader(StepReader):
         return NEED_MORE if may_become_tag else self._reject(pos)
 
     def _read_tag(self, text: str, pos: int) -> int:
-        """Read the tag at `pos`, including its prefix, and open or close the element of the tag.
+        """Read the prefix and the tag at `pos`, and open or close an element.
 
-        Examples with the prefix `~`: `~<city>`, `~</city>` and `~ <city>`. A closing tag must close
-        the innermost open element.
+        Examples with the prefix `~`: `~<city>` and `~ <city>` open an element. `~</city>` closes
+        the innermost open element, and is not valid if this element has another name.
 
         Returns:
             The position after the tag. NEED_MORE if the tag is incomplete. `pos`, with the status
@@ -154,16 +157,18 @@ class NestedReader(StepReader):
         return tag.end()
 
     def _open_element(self, name: str) -> None:
-        """Append the element `name` to the list of open elements, and write `name` as a JSON key.
+        """Append the element `name` to the open elements, and write `name` as a JSON key.
 
-        The new element is a child of the element that was innermost before. Example: for the second
-        child `days` of an object, `, "days": ` is written. If the previous child has the same name,
-        and its value has not been written yet ("delayed"), both values may become items of one
-        array, so no second key is written.
+        The new element is a child of the innermost open element. Example: for the second child
+        `days`, `, "days": ` is written.
+
+        Several children of one name become one array. Therefore the value of a child is delayed
+        until a child with another name opens. Example: after `~<tag>a~</tag>`, only `"tag": ` has
+        been written. A second `~<tag>` belongs to this key, so nothing is written at its tag.
         """
         parent = self._elements[-1]
-        is_same_name = name == parent.last_child
-        may_become_array_item = is_same_name and bool(parent.delayed_values)
+        previous_value_is_delayed = bool(parent.delayed_values)
+        may_become_array_item = name == parent.last_child and previous_value_is_delayed
         if not may_become_array_item:
             self._write_delayed_values(parent)
             self._write_key(parent, name)
@@ -173,10 +178,10 @@ class NestedReader(StepReader):
         self._value_pieces = []  # No text of the new element has been read.
 
     def _write_key(self, parent: Element, name: str) -> None:
-        """Write the comma and the key that precede the value of the child `name`.
+        """Write the JSON text between the previous child of `parent` and the value of a new child.
 
-        The comma is omitted before the first child, and the key is omitted inside an array.
-        Example: for the second child `days` of an object, `, "days": ` is written.
+        Examples for the new child `days`: `"days": ` for the first child of an object, `, "days": `
+        for the second child of an object, and `, ` for the second child of an array.
         """
         comma = ", " if parent.num_children else ""
         key = f"{quote_json(name)}: " if parent.kind is ElementKind.OBJECT else ""
@@ -184,9 +189,11 @@ class NestedReader(StepReader):
         parent.num_children += 1
 
     def _write_delayed_values(self, parent: Element) -> None:
-        """Write the stored values of the children of `parent`. Write several values as one array.
+        """Write the values of children of `parent` that have been stored instead of written.
 
-        Example: after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written.
+        All stored values belong to the last key, and several values become one array. Example:
+        after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written for the key `tag`.
+        Afterwards `parent.delayed_values` is empty.
         """
         values = parent.delayed_values
         if values:
@@ -196,14 +203,15 @@ class NestedReader(StepReader):
     def _decide_kind(self, element: Element, text: str, pos: int) -> int:
         """Decide whether an element contains text or child elements, and set `element.kind`.
 
-        The text after the element's opening tag shows the kind. The method writes the opening quote
-        or bracket of the value. Examples, with the prefix `~` before each tag: in `~<city>~<name>`,
-        the element `city` has a child. In `~<city>Paris` and in `~<city>~</city>`, the element
-        contains only text.
+        The opening tag of the element ends at `pos`. The text after this tag decides, and the
+        opening quote or bracket of the element's value is written. Examples with the prefix `~`
+        before each tag:
 
-        Returns:
-            `pos` if the element contains text. The position of the child's tag if the element has a
-            child. NEED_MORE if more text is required to decide.
+            text at `pos`   the element contains   result
+            `Paris`         text                   `pos`
+            `~</city>`      text, which is empty   `pos`
+            ` ~<name>`      child elements         the position of `~`
+            `~`             not known yet          NEED_MORE
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
@@ -216,20 +224,22 @@ class NestedReader(StepReader):
         return NEED_MORE
 
     def _decide_kind_at_tag(self, element: Element, text: str, pos: int, prefix_start: int) -> int:
-        """Decide the kind of an element if a tag directly follows the element's opening tag.
+        """Set the kind of an element whose opening tag is followed by another tag.
 
-        The closing tag of the element shows that the element is empty. The opening tag of a child
-        shows that the element has children. A malformed tag is treated like the tag of a child, so
-        that `_read_tag` reads and rejects the tag.
+        Only white space may be between the two tags. If the second tag is a closing tag, the
+        element is empty, so its kind is the kind of a text. If it is an opening tag, as in
+        `~<city>~<name>`, the element has children. A malformed tag is treated like an opening tag,
+        because `_read_tag` then reads and rejects it.
 
         Args:
             element: The innermost open element.
             text: The text.
             pos: The position after the element's opening tag.
-            prefix_start: The position of the next tag's prefix. Only white space precedes it.
+            prefix_start: The position of the second tag, including the prefix of this tag.
 
         Returns:
-            The result of `_decide_kind`.
+            The position at which the reader continues: `pos` if the element is empty, or
+            `prefix_start` if it has children. NEED_MORE if the second tag is incomplete.
         """
         tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
         is_element_empty = text.startswith(_CLOSING_TAG_START, tag_start)
@@ -246,7 +256,8 @@ class NestedReader(StepReader):
     def _start_text(self, element: Element, pos: int) -> int:
         """Set the kind of an element that contains only text. Return `pos` unchanged.
 
-        If the schema allows only a string, write the opening quote.
+        If the schema allows only a string, the kind is STRING, and the opening quote is written.
+        Otherwise the kind is VALUE, and nothing is written until the element closes.
         """
         if json_types_of(element.schema, self._root_schema) == _STRING_ONLY:
             element.kind = ElementKind.STRING
@@ -256,10 +267,14 @@ class NestedReader(StepReader):
         return pos
 
     def _open_container(self, element: Element, first_child: str) -> None:
-        """Set `element.kind`, and write the opening bracket. `element` has child elements.
+        """Set the kind of an element with child elements, and write its opening bracket.
 
-        Example: for `~<days>~<item>`, the kind is ARRAY, and `[` is written. `first_child` is the
-        name of the element's first child.
+        Examples: for `~<days>~<item>`, the kind of `days` becomes ARRAY, and `[` is written. For
+        `~<city>~<name>`, the kind of `city` becomes OBJECT, and `{` is written.
+
+        Args:
+            element: The innermost open element.
+            first_child: The name of the element's first child.
         """
         if not element.is_key_written:
             self._write_omitted_key(element)
@@ -270,9 +285,10 @@ class NestedReader(StepReader):
     def _write_omitted_key(self, element: Element) -> None:
         """Write the key of an element for which `_open_element` has not written a key.
 
-        `_open_element` expected that the element and its earlier siblings of the same name become
-        the items of one array. An element with children cannot be an item of this array, so the
-        values of the siblings are written first, and the element gets a key of its own.
+        `_open_element` writes no key if the previous sibling has the name of the element, because
+        both elements may become the items of one array. An element with children cannot be an item
+        of this array. Example: for `~<a>1~</a>~<a>~<b>`, the texts `1` and `, "a": ` are written.
+        Afterwards `element.is_key_written` is true.
         """
         parent = self._elements[-2]  # `element` is the innermost element.
         self._write_delayed_values(parent)
@@ -280,10 +296,11 @@ class NestedReader(StepReader):
         element.is_key_written = True
 
     def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
-        """Find the prefix of the next tag. At the end of the text, the prefix may be incomplete.
+        """Find the text that precedes the next tag. At the end of the text, it may be incomplete.
 
-        Examples with the prefix `]<]`: the text `a]<]` gives `_NextPrefix(1, True)`, and `a]<`
-        gives `_NextPrefix(1, False)`. The text `a` without a tag gives `_NextPrefix(1, False)`.
+        Examples with the tag prefix `]<]` and `pos=0`: `a]<]` gives `_NextPrefix(1, True)`, and
+        `a]<` gives `_NextPrefix(1, False)`. The text `a`, which contains no prefix, gives
+        `_NextPrefix(1, False)`, where 1 is the end of the text.
         """
         match = self._find_prefix(text, pos)
         if match is None:
@@ -291,14 +308,14 @@ class NestedReader(StepReader):
         return _NextPrefix(match.start(), is_complete=match.group() == self._tag_prefix)
 
     def _read_text_or_tag(self, element: Element, text: str, pos: int) -> int:
-        """Read the text up to the next tag. If a tag starts at `pos`, read this tag instead.
+        """Read the text of an element up to the next tag, or read the tag that is at `pos`.
 
-        A prefix precedes each tag. Example with the prefix `~`: from `Paris~</city>`, the first
-        call reads `Paris` as the text of `element`, and the second call reads `~</city>`.
+        Example with the prefix `~` before each tag: from `Paris~</city>`, the first call reads
+        `Paris` as the text of `element`, and the second call reads `~</city>`.
 
         Returns:
-            The position after the text or the tag. The result is NEED_MORE if the text at `pos` may
-            become a tag prefix. If no more text follows, an incomplete prefix is read as text.
+            The position after the text or the tag. NEED_MORE if the text at `pos` may be the
+            beginning of a tag prefix. At the end of the message, this beginning is read as text.
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         if prefix_start > pos:
@@ -308,18 +325,21 @@ class NestedReader(StepReader):
             return self._read_tag(text, pos)
         if not self.is_final:
             return NEED_MORE
-        self._add_text(element, text[pos:])  # An incomplete prefix at the message's end is text.
+        self._add_text(element, text[pos:])
         return len(text)
 
     def _add_text(self, element: Element, text: str) -> None:
-        """Write the text of a string, or store the text of any other value."""
+        """Write the text of a string. Store the text of any other value in `_value_pieces`."""
         if element.kind is ElementKind.STRING:
             self.writer.write(escape_json(text))
         else:
             self._value_pieces.append(text)
 
     def _close_element(self) -> None:
-        """Close the innermost element. Write its stored value, closing quote or closing bracket."""
+        """Remove the innermost element from the open elements, and complete its JSON value.
+
+        Examples: `"` is written for a string, `]` for an array, and `3` for `~<days>3~</days>`.
+        """
         element = self._elements.pop()
         self._write_delayed_values(element)
         if element.kind in _CLOSING_TEXTS:
@@ -328,11 +348,12 @@ class NestedReader(StepReader):
             self._close_value(element)
 
     def _close_value(self, element: Element) -> None:
-        """Write the value of a closed element. Store the value instead if it may be an array item.
+        """Write the value of a closed element, or store the value if it may become an array item.
 
-        Several siblings with the same name become an array if the schema allows an array. The
-        stored values are written when an element with another name opens. Example: after
-        `~<tag>a~</tag>`, the value `"a"` is stored, because another `~<tag>` may follow.
+        If the schema allows an array, several siblings of one name become an array. The values are
+        then stored in the parent's `delayed_values`, and written when an element with another name
+        opens. Example: after `~<tag>a~</tag>`, the value `"a"` is stored, because another `~<tag>`
+        may follow.
         """
         parent = self._elements[-1]  # The closed element is no longer in the list.
         value = self._take_value_as_json(element)
@@ -344,10 +365,10 @@ class NestedReader(StepReader):
             self.writer.write(value)
 
     def _take_value_as_json(self, element: Element) -> str:
-        """Return the stored text of an element as JSON, and forget the stored text.
+        """Return the text of a closed element as JSON. Afterwards `_value_pieces` is empty.
 
-        Example: for `~<days>3~</days>`, the result is `3`. An empty element is an empty array or
-        object if its schema allows no other type.
+        Example: for `~<days>3~</days>`, the result is `3`. The result for an empty element is `[]`
+        or `{}` if the schema allows only arrays or objects.
         """
         text = "".join(self._value_pieces)
         self._value_pieces = []
@@ -358,17 +379,18 @@ class NestedReader(StepReader):
         return to_json(text, types)
 
     def _end_call(self) -> None:
-        """Write the closing brace of the arguments and end the tool call."""
+        """Write the closing brace of the arguments, end the tool call and set the status DONE."""
         self._write_delayed_values(self._elements[0])
         self.writer.write("}")
         self.writer.end()
         self.status = DONE
 
     def abandon(self) -> bool:
-        """Close all open elements, so that the arguments are valid JSON. End the tool call.
+        """Close all open elements, and end the tool call, because its text is not valid.
 
-        The parser calls this method if the text is not valid. Return True, because the tool call
-        was ended, see `BodyReader.abandon`.
+        The written arguments are then valid JSON. Example: inside `~<city>~<name>`, the text
+        `""}}` is written. The result is True, because the tool call was ended. See
+        `BodyReader.abandon`.
         """
         outermost = self._elements[0]
         while self._elements[-1] is not outermost:
@@ -382,7 +404,10 @@ class NestedReader(StepReader):
         return True
 
     def finish(self) -> None:
-        """End the open tool call, because the message has ended."""
+        """End the open tool call, because the message has ended. First write all delayed values.
+
+        The open elements are not closed, because they are incomplete.
+        """
         if self.writer.is_open:
             for element in self._elements:
                 self._write_delayed_values(element)

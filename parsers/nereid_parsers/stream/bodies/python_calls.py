@@ -47,11 +47,11 @@ class PythonCallsReader(StepReader):
         self._literal = LiteralReader(PYTHON)  # Converts the current value to JSON.
 
     def read(self, text: str, pos: int) -> int:
-        """Read the next piece of the tool calls. Set `status`.
+        """Read the next piece of the tool calls, which starts at `text[pos]`. Set `status`.
 
-        If a tool call ends in the piece, also set `last_call_end`.
-
-        The steps, such as `_read_value`, read the text, and each step selects the next step.
+        The methods `_read_...` are the steps: each step reads some text, and selects the next step.
+        If a tool call ends in the piece, `last_call_end` becomes the end of this tool call.
+        Otherwise it becomes None.
 
         Returns:
             The position up to which the text was read. The caller passes the rest again, together
@@ -70,18 +70,22 @@ class PythonCallsReader(StepReader):
             pos = end
         return pos
 
-    def _wait_or_reject(self, text: str, pos: int) -> int:
-        """Return NEED_MORE, because `text[pos:]` ends inside a name, a bracket or a separator.
+    def _need_more_or_reject(self, text: str, pos: int) -> int:
+        """Return NEED_MORE if more text may complete the function's name or keyword at `pos`.
 
-        If no more text follows, or if `text[pos:]` is too long, set the status BROKEN and return
-        `pos`.
+        Otherwise the message has ended, or the name is too long, so set the status BROKEN and
+        return `pos`.
         """
         if self.is_final or len(text) - pos > MAX_HEAD_CHARS:
             return self._reject(pos)
         return NEED_MORE
 
     def _read_opening_bracket(self, text: str, pos: int) -> int:
-        """Read the opening bracket of the list. Return the position after the bracket."""
+        """Read the opening bracket of the list of tool calls, such as `[` in `[f(), g()]`.
+
+        Return the position after the bracket. If the text does not start with the bracket, the
+        status becomes BROKEN.
+        """
         if not text.startswith(self._declaration.open, pos):
             return self._reject(pos)
         self._step = self._read_call_start
@@ -90,9 +94,9 @@ class PythonCallsReader(StepReader):
     def _read_call_start(self, text: str, pos: int) -> int:
         """Read the name of a function and the opening bracket, and start the tool call.
 
-        The text after the bracket must be `)`, or a keyword and `=`. Other text after the bracket
-        shows that the text is ordinary content. Examples: `f(a=1` and `f()` start a tool call,
-        `f(x)` does not.
+        The text after the bracket must be `)`, or a keyword and `=`, because other text shows that
+        the text is ordinary content. Examples: `f(a=1` and `f()` start a tool call, `f(x)` does
+        not. From `f(a=1`, only `f(` is read.
 
         Returns:
             The position after the opening bracket. NEED_MORE if more text is required. `pos`, with
@@ -101,11 +105,10 @@ class PythonCallsReader(StepReader):
         name_match = _FUNCTION_NAME(text, pos)
         if name_match is None:
             return self._reject(pos)
-        bracket_pos = name_match.end()
-        body_start = _match_call_body(text, bracket_pos)
-        if body_start == NEED_MORE:
-            return self._wait_or_reject(text, pos)
-        if body_start == NO_MATCH:
+        bracket_end = _match_opening_bracket(text, name_match.end())
+        if bracket_end == NEED_MORE:
+            return self._need_more_or_reject(text, pos)
+        if bracket_end == NO_MATCH:
             return self._reject(pos)
         name = name_match.group().removesuffix(self._declaration.suffix)
         has_started = self.writer.start(name, "", is_confirmed=self._is_confirmed)
@@ -113,7 +116,7 @@ class PythonCallsReader(StepReader):
             return self._reject(pos)
         self._num_arguments = 0
         self._step = self._read_keyword_or_end
-        return bracket_pos + 1
+        return bracket_end
 
     def _read_keyword_or_end(self, text: str, pos: int) -> int:
         """Read the keyword and the `=` of an argument, or the `)` that ends the tool call.
@@ -132,7 +135,7 @@ class PythonCallsReader(StepReader):
             return self._reject(pos)
         equals_pos = skip_whitespace(text, keyword.end())
         if equals_pos == len(text):
-            return self._wait_or_reject(text, pos)
+            return self._need_more_or_reject(text, pos)
         if text[equals_pos] != "=":
             return self._reject(pos)
         self._start_argument(keyword.group())
@@ -170,7 +173,11 @@ class PythonCallsReader(StepReader):
         return end if end > pos else NEED_MORE
 
     def _read_comma_or_end(self, text: str, pos: int) -> int:
-        """Read the `,` after an argument, or the `)` that ends the tool call."""
+        """Read the `,` after an argument, or the `)` that ends the tool call.
+
+        Return the position after the character. Any other character is not valid, so the status
+        becomes BROKEN.
+        """
         if text[pos] == ",":
             self._step = self._read_keyword_or_end
             return pos + 1
@@ -179,16 +186,16 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def _end_call(self, pos: int) -> int:
-        """End the tool call whose text ends at `pos`, and return `pos`.
+        """Write the closing brace of the arguments, and end the tool call. Return `pos`.
 
-        `last_call_end` becomes `pos`. The status becomes DONE if no other tool call can follow,
-        because the format declares neither a bracket around the tool calls nor a separator between
-        them.
+        `pos` is the position after the `)` of the tool call, and `last_call_end` becomes `pos`. If
+        the format declares neither a bracket around all tool calls nor a separator between two tool
+        calls, no other tool call can follow, so the status becomes DONE.
         """
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = pos
-        self._is_confirmed = True  # One tool call confirms that the next ones are tool calls, too.
+        self._is_confirmed = True  # A tool call shows that similar text after it is a call, too.
         self._step = self._read_between_calls
         is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
@@ -198,8 +205,11 @@ class PythonCallsReader(StepReader):
     def _read_between_calls(self, text: str, pos: int) -> int:
         """Read the separator between two tool calls, or the bracket after all tool calls.
 
-        Example: in `[f(), g()]`, the text `, ` separates the tool calls, and `]` ends the list. The
-        bracket sets the status DONE, and any other text sets the status BROKEN.
+        Example: in `[f(), g()]`, the separator is `,`. After the separator, the next step reads a
+        tool call. The bracket `]` sets the status DONE, and any other text sets the status BROKEN.
+
+        Returns:
+            The position after the separator or the bracket, or `pos` if the text is not valid.
         """
         declaration = self._declaration
         if declaration.close and text.startswith(declaration.close, pos):
@@ -212,7 +222,11 @@ class PythonCallsReader(StepReader):
         return self._reject(pos)
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the arguments. See `BodyReader.abandon`."""
+        """Complete the JSON text of the arguments, and end the tool call, which is not valid.
+
+        Example: inside the value of `f(city="Par`, the text `"}` is written. The result is True,
+        because the tool call was ended. See `BodyReader.abandon`.
+        """
         value_end = self._literal.closing_text() if self._step == self._read_value else ""
         object_end = "}" if self._num_arguments else "{}"
         self.writer.write(value_end + object_end)
@@ -273,43 +287,47 @@ class UnquotedKeyReader(BodyReader):
         return end
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the object. See `BodyReader.abandon`."""
+        """Complete the JSON text of the object, and end the tool call, which is not valid.
+
+        Example: inside `{city:<q>Par`, the text `"}` is written. The result is True, because the
+        tool call was ended. See `BodyReader.abandon`.
+        """
         self.writer.write(self._literal.closing_text())
         self.writer.end(BROKEN_ARGUMENTS)
         return True
 
 
-def _match_call_body(text: str, pos: int) -> int:
-    """Check that `(` is at `pos`, and that the arguments of a tool call start after the `(`.
+def _match_opening_bracket(text: str, pos: int) -> int:
+    """Return the position after the `(` at `pos` if the arguments of a tool call follow the `(`.
 
-    Examples: `(a=` and `()` match, `(` gives NEED_MORE, and `[` and `(x)` give NO_MATCH.
-
-    Returns:
-        The position of the arguments, NEED_MORE or NO_MATCH.
+    The text before `pos` is the name of a function. Examples: `(a=` and `()` give `pos + 1`. `(`
+    gives NEED_MORE. `[` and `(x)` give NO_MATCH, because they do not belong to a tool call.
     """
     if pos == len(text):
         return NEED_MORE
     if text[pos] != "(":
         return NO_MATCH
-    return _match_arguments_start(text, skip_whitespace(text, pos + 1))
+    arguments_follow = _are_arguments(text, skip_whitespace(text, pos + 1))
+    if arguments_follow is None:
+        return NEED_MORE
+    return pos + 1 if arguments_follow else NO_MATCH
 
 
-def _match_arguments_start(text: str, pos: int) -> int:
-    """Return `pos` if the arguments of a tool call start at `pos`, otherwise NEED_MORE or NO_MATCH.
+def _are_arguments(text: str, pos: int) -> bool | None:
+    """Return whether `text[pos:]` starts with the arguments of a tool call.
 
-    `pos` is the position after the opening bracket, as in `f(`. Arguments start with a keyword and
-    `=`, or are empty. Examples: `)` and `a=1` give `pos`, `x)` and `a == 1` give NO_MATCH, and `a`
-    gives NEED_MORE.
+    The text before `pos` is the start of the tool call, such as `f(`. Arguments are empty, or start
+    with a keyword and `=`. Examples: the result is True for `)` and `a=1`, and False for `x)` and
+    `a == 1`. The result is None for `a`, because `=` may follow.
     """
     if pos >= len(text):
-        return NEED_MORE
+        return None
     if text[pos] == ")":
-        return pos
+        return True
     keyword = _KEYWORD(text, pos)
     if keyword is None:
-        return NO_MATCH
+        return False
     equals_pos = skip_whitespace(text, keyword.end())
     if equals_pos + 1 >= len(text):  # The character after `=` has not arrived.
-        return NEED_MORE
-    is_argument = text[equals_pos] == "=" and text[equals_pos + 1] != "="
-    return pos if is_argument else NO_MATCH
+        return None
+    return text[equals_pos] == "=" and text[equals_pos + 1] != "="

@@ -26,36 +26,43 @@ _STRING_OR_NULL = frozenset({"string", "null"})
 _NOT_STRING = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 _NULL_WORDS = ("null", "None")
 _MISSING_CLOSE = "the closing marker of an argument is missing"
-# The opening tag of an argument declares a string in one of two ways: the field {string} has the
-# value _IS_STRING, or the field {type} has one of the values in _STRING_TYPE_NAMES.
+# The opening tag of an argument may declare that the argument is a string. The field {string} of
+# the tag then has the value _IS_STRING, or the field {type} has a value in _STRING_TYPE_NAMES.
 _IS_STRING = "true"
 _STRING_TYPE_NAMES = ("string", "str")
 
 
 class _ValueEnd(NamedTuple):
-    """The position at which a value ends, and the position at which the reader continues.
+    """The position up to which a text belongs to a value, and the position after the value.
+
+    Example: the text `a</p>` gives `_ValueEnd(1, 5)` if `</p>` is the closing marker of the value.
 
     Attributes:
         text_end: The position up to which the text belongs to the value.
-        next_pos: The position at which the body continues after the value and its closing marker.
-            None if the value may continue in the next piece of text.
+        next_pos: The position after the closing marker, at which the next argument may start. None
+            if the value may continue in the next piece of text.
     """
 
     text_end: int
     next_pos: int | None
 
 
-def _declares_string(fields: dict[str, str]) -> bool | None:
-    """Return whether an opening tag declares that its value is a string.
+def _types_of_tag(fields: dict[str, str]) -> frozenset[str] | None:
+    """Return the JSON types that the opening tag of a value declares, or None if it declares none.
 
-    Examples: the result is True for `string="true"`, False for `type="integer"`, and None for a tag
-    that declares nothing. `fields` contains the fields of the opening tag.
+    Examples: `<p name="days" string="true">` declares a string, `<p name="days" type="integer">`
+    declares any type except a string, and `<p name="days">` declares nothing.
+
+    Args:
+        fields: The fields of the tag, for example `{"key": "days", "type": "integer"}`.
     """
     if "string" in fields:
-        return fields["string"] == _IS_STRING
-    if "type" in fields:
-        return fields["type"] in _STRING_TYPE_NAMES
-    return None
+        is_string = fields["string"] == _IS_STRING
+    elif "type" in fields:
+        is_string = fields["type"] in _STRING_TYPE_NAMES
+    else:
+        return None
+    return _STRING_ONLY if is_string else _NOT_STRING
 
 
 class TaggedReader(StepReader):
@@ -74,10 +81,11 @@ class TaggedReader(StepReader):
         self._head = head
         self._tags = tags
         self._keys: set[str] = set()  # The names of the arguments that have been read.
-        # These attributes describe the current value. A string is written as it arrives. The text
-        # of any other value is stored in `_value_pieces` until the closing marker of the value.
-        self._variant = tags.variants[0]  # The variant of the tags around the value.
+        # The next three attributes describe the value that is being read.
+        self._variant = tags.variants[0]  # The compiled declaration of the tags around the value.
         self._types: frozenset[str] | None = None  # The JSON types that the value may have.
+        # The text of a value that may be something else than a string. It is written as JSON at the
+        # closing marker. The text of a string is not stored, but written as it arrives.
         self._value_pieces: list[str] = []
 
     def begin(self) -> None:
@@ -91,9 +99,14 @@ class TaggedReader(StepReader):
     def _read_tag_or_end(self, text: str, pos: int) -> int:
         """Read the opening tag of the next value, or end the tool call at a stop marker.
 
-        Examples: `<parameter=city>` starts a value. The stop marker `</function>` ends the tool
-        call, and stays unread. Any other text is not valid here, so the status becomes BROKEN. An
-        incomplete tag at the end of the message is ignored.
+        The text at `pos` follows the header of the tool call, or the closing marker of a value:
+
+            text at `pos`        effect
+            `<parameter=city>`   The key is written, and the next step reads the value.
+            `</function>`        The tool call ends. The stop marker stays unread.
+            `<param`             The result is NEED_MORE. At the end of the message, this incomplete
+                                 tag is skipped.
+            `Paris`              The status becomes BROKEN.
 
         Returns:
             The position after the text that was read, or NEED_MORE.
@@ -113,25 +126,23 @@ class TaggedReader(StepReader):
             return NEED_MORE
         if not self._may_become_tag(text, pos):
             return self._reject(pos)  # There is text between the arguments.
-        if self.is_final:
-            return len(text)  # The incomplete tag is ignored.
-        return NEED_MORE
+        return len(text) if self.is_final else NEED_MORE
 
     def _may_become_tag(self, text: str, pos: int) -> bool:
-        """Return whether more text could complete a stop marker or an opening tag at `pos`.
+        """Return whether `text[pos:]` is the beginning of a stop marker or of an opening tag.
 
-        At the end of the message, such a text is an incomplete tag, and not a text between the
-        arguments. Example: `</func`.
+        Examples: the result is True for `</func` and for `<param`, and False for `Paris`.
         """
         if self._tags.may_become_stop_marker(text, pos):
             return True
         return self._tags.match(text, pos, is_final=False) == NEED_MORE
 
     def _start_value(self, fields: dict[str, str]) -> None:
-        """Write the key of a value, and prepare to read the value.
+        """Write the key of an argument, and prepare to read its value.
 
-        The JSON types that the value may have are stored, because the value is converted to one of
-        these types. Example: for the second argument `<parameter=days>`, `, "days": ` is written.
+        Example: for the second argument `<parameter=days>`, `, "days": ` is written. `_types`
+        becomes the JSON types that the value may have, because the value is converted to one of
+        these types.
 
         Args:
             fields: The fields of the opening tag. `fields["key"]` is the name of the argument.
@@ -147,56 +158,69 @@ class TaggedReader(StepReader):
     def _types_of(self, key: str, fields: dict[str, str]) -> frozenset[str] | None:
         """Return the JSON types that a value may have, or None if the types are not known.
 
-        The opening tag of a value may declare whether the value is a string, for example
-        `<parameter name="days" string="true">` or `<parameter name="days" type="integer">`. If this
-        declaration contradicts the tool's schema, the types of the schema are returned. Example:
-        `string="true"` gives `{"integer"}` if the schema allows only an integer.
+        Both the opening tag and the tool's schema may declare the types of the argument `key`. The
+        types of the tag are returned, unless the schema contradicts the tag. Examples:
+
+            opening tag                       types of the schema   result
+            `<p name="days" string="true">`   string or null        string
+            `<p name="days" string="true">`   integer               integer: a contradiction
+            `<p name="days">`                 integer               integer
 
         Args:
             key: The name of the argument.
             fields: The fields of the opening tag.
         """
         schema_types = self.writer.tools.argument_types(self._head.name, key)
-        tag_declares_string = _declares_string(fields)
-        if tag_declares_string is None:  # The tag declares nothing.
+        tag_types = _types_of_tag(fields)
+        if tag_types is None:
             return schema_types
-        if not self.writer.tools.is_known:  # Only the tag declares the type.
-            return _STRING_ONLY if tag_declares_string else _NOT_STRING
-        if tag_declares_string:
-            schema_allows_string = schema_types is None or "string" in schema_types
-            return _STRING_ONLY if schema_allows_string else schema_types
-        return _STRING_ONLY if schema_types == _STRING_ONLY else _NOT_STRING
+        if not self.writer.tools.is_known:  # There is no schema, so only the tag declares types.
+            return tag_types
+        if tag_types == _STRING_ONLY:
+            is_contradiction = schema_types is not None and "string" not in schema_types
+        else:
+            is_contradiction = schema_types == _STRING_ONLY
+        return schema_types if is_contradiction else tag_types
 
     def _skip_padding(self, text: str, pos: int) -> int:
         r"""Skip the declared white space before a value, and select the step that reads the value.
 
-        Example: for the declaration `"<parameter={key}>\n"`, one line break is skipped. The model
-        may omit this white space.
+        Example: for the declaration `"<parameter={key}>\n"`, the line break before `3` is skipped
+        in `\n3</parameter>`. The model may omit this white space.
 
         Returns:
-            The position where the value starts, or NEED_MORE.
+            The position where the value starts. NEED_MORE if only a part of the white space has
+            arrived.
         """
         padding = self._variant.padding
         has_padding = text.startswith(padding, pos)
-        is_cut_off = not self.is_final and padding.startswith(text[pos:])
-        if is_cut_off and not has_padding:
+        may_become_padding = not self.is_final and padding.startswith(text[pos:])
+        if may_become_padding and not has_padding:
             return NEED_MORE
+        self._select_value_step()
+        return pos + len(padding) if has_padding else pos
+
+    def _select_value_step(self) -> None:
+        """Select the step that reads the value. If it must be a string, write the opening quote."""
         if self._types == _STRING_ONLY:
             self.writer.write('"')
             self._step = self._pass_on_string
         else:
             self._step = self._store_value
-        return pos + len(padding) if has_padding else pos
 
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
-        """Find the end of the value whose text continues at `pos`.
+        """Find the end of the current value. `text[pos:]` is the part that has not been read.
 
-        The result contains the position up to which the text belongs to the value, and the position
-        at which the body continues, or None if the value may continue. Examples, for the closing
-        marker `</p>`: the text `a</p>` gives `_ValueEnd(1, 5)`, `a</` gives `_ValueEnd(1, None)`,
-        and `ab` gives `_ValueEnd(2, None)`. If the closing marker is missing, the value ends before
-        the next marker, so `a</call>` gives `_ValueEnd(1, 1)`. The description of this deviation
-        from the format is added to the writer.
+        The result is the position up to which the text belongs to the value, and the position after
+        the closing marker. The second position is None if the value may continue. Examples for the
+        closing marker `</p>` and `pos=0`:
+
+            text         result
+            `a</p>`      `_ValueEnd(1, 5)`
+            `a</`        `_ValueEnd(1, None)`: `</` may become the closing marker.
+            `ab`         `_ValueEnd(2, None)`
+            `a</call>`   `_ValueEnd(1, 1)`: the closing marker is missing. The description of this
+                         deviation from the format is added to the writer.
         """
         variant = self._variant
         find_marker = variant.find_end if self.is_final else variant.find_possible_end
@@ -205,22 +229,24 @@ class TaggedReader(StepReader):
             value_end = self._value_end_at(match, text)
             if value_end is not None:
                 return value_end
-            # The marker is a part of the value. Another marker may start inside this marker, so the
-            # search continues at the second character of the marker.
+            # The found marker is a part of the value. Another marker may overlap with the found
+            # marker, so the search continues at the second character of the found marker.
             match = find_marker(text, match.start("early") + 1)
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:
-        """Return the end of the value before a marker, or None if the value contains the marker.
-
-        If the closing marker of the value is missing, this deviation is added to the writer.
+        """Return where the current value ends, if it ends before the marker that was found.
 
         Args:
-            match: The marker that was found in `text`. The group "close" is the closing marker of
-                the value. The group "early" is another marker, such as `</call>`, which is a part
-                of the value or follows a value without a closing marker. If both groups are empty,
+            match: The marker. It is in one of two groups: "close" is the closing marker of the
+                value, and "early" is another marker, such as `</call>`. If both groups are empty,
                 only the beginning of a marker has arrived.
-            text: The text.
+            text: The text in which the marker was found.
+
+        Returns:
+            The end of the value, as in `_find_value_end`. None if the marker is a part of the
+            value. If the value ends before another marker, its closing marker is missing, so the
+            description of this deviation from the format is added to the writer.
         """
         text_end = match.start()  # The match starts with the white space before the marker.
         needs_more_text = _ValueEnd(text_end, None)
@@ -240,13 +266,15 @@ class TaggedReader(StepReader):
         return _ValueEnd(text_end, marker_start)
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
-        """Decide whether the marker at `pos` is a part of a value or follows the value.
+        """Decide whether the marker at `pos` is a part of the current value or follows this value.
 
-        The closing marker of the value has not been found before `pos`. The marker at `pos` is a
-        stop marker (`</function>`) or the opening tag of an argument (`<parameter=days>`). The
-        opening tag of an argument ends the value if the tool declares this argument and the
-        argument has not been read yet. Example: in `A<parameter=days>3</parameter>`, the value ends
-        after `A` if the tool declares `days`.
+        The closing marker of the value has not been found before `pos`. The marker at `pos` is one
+        of two texts:
+
+        - A stop marker such as `</function>`. See `CompiledTags.role_of_stop_marker`.
+        - The opening tag of an argument such as `<parameter=days>`. This tag follows the value if
+          the tool declares the argument `days`, and `days` has not been read yet. Otherwise the tag
+          is a part of the value.
         """
         if self._tags.is_at_stop_marker(text, pos):
             return self._tags.role_of_stop_marker(text, pos, self.is_final, self.writer.tools)
@@ -261,10 +289,11 @@ class TaggedReader(StepReader):
         return MarkerRole.AFTER_VALUE if is_next_argument else MarkerRole.PART_OF_VALUE
 
     def _pass_on_string(self, text: str, pos: int) -> int:
-        """Write the text of a string as it arrives. Write the closing quote at the closing marker.
+        """Write the text of a string as it arrives. Write a closing quote at the closing marker.
 
-        Example: for the pieces `Pa` and `ris</parameter>`, `Pa` and `ris"` are written. After the
-        closing marker, the next step reads the next tag.
+        The opening quote has been written before. Example: for the pieces `Pa` and
+        `ris</parameter>`, `Pa` and `ris"` are written. After the closing marker, the next step
+        reads the next tag.
 
         Returns:
             The position after the text that was read, or NEED_MORE if no text could be read.
@@ -280,11 +309,12 @@ class TaggedReader(StepReader):
         return text_end if has_new_text else NEED_MORE
 
     def _store_value(self, text: str, pos: int) -> int:
-        """Store the text of a value. At the closing marker, write the whole value as JSON.
+        """Store the text of a value in `_value_pieces`. At the closing marker, write it as JSON.
 
-        The text is stored because `12` may be a number, but `12 Main Street` is a string. Example:
-        for the pieces `1` and `2</parameter>`, `12` is written. As soon as the stored text can only
-        be a string, this text is written, and `_pass_on_string` reads the rest.
+        The text is stored because `12` is a number, but `12 Main Street` is a string. Example: for
+        the pieces `1` and `2</parameter>`, nothing is written, and then `12`. As soon as the stored
+        text can only be a string, this text is written after a quote, and `_pass_on_string` reads
+        the rest. Example: for the piece `Par`, `"Par` is written.
 
         Returns:
             The position after the text that was read, or NEED_MORE if no text could be read.
@@ -305,13 +335,19 @@ class TaggedReader(StepReader):
         return text_end
 
     def _can_only_be_string(self) -> bool:
-        """Return whether the value is certainly a string, no matter how the stored text continues.
+        """Return whether the value is a string, no matter how the stored text continues.
 
-        Example: if all types are allowed, `Par` can only be a string, but `12` can be a number. If
-        only strings and null are allowed, `nu` can still become `null`, but `12` is a string.
+        The result depends on the allowed types:
+
+            allowed types    stored text   result
+            all              `Par`         True
+            all              `12`          False: the value may be a number.
+            string or null   `12`          True
+            string or null   `nu`          False: the value may become `null`.
         """
         types = self._types
-        if types is not None and "string" not in types:
+        allows_string = types is None or "string" in types
+        if not allows_string:
             return False
         value_start = "".join(self._value_pieces)
         if types == _STRING_OR_NULL:
@@ -320,17 +356,21 @@ class TaggedReader(StepReader):
         return value_start != "" and value_start[0] not in _FIRST_CHARS_OF_JSON
 
     def _end_call(self) -> None:
-        """Write the closing brace of the arguments, and end the tool call."""
+        """Write the closing brace of the arguments, end the tool call and set the status DONE."""
         self._close_arguments()
         self.writer.end()
         self.status = DONE
 
     def _close_arguments(self) -> None:
-        """Write the closing brace of the arguments."""
+        """Write the closing brace of the arguments, or `{}` if there are no arguments."""
         self.writer.write("}" if self._keys else "{}")
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the arguments. See `BodyReader.abandon`."""
+        """Write the closing brace of the arguments, and end the tool call, because it is invalid.
+
+        Text that belongs to no argument precedes the next tag. The result is True, because the tool
+        call was ended. See `BodyReader.abandon`.
+        """
         self._close_arguments()
         self.writer.end("there is text between the arguments")
         return True
@@ -338,7 +378,12 @@ class TaggedReader(StepReader):
     def finish(self) -> None:
         """End the open tool call, because the message has ended inside the tool call.
 
-        If the message ends inside a string, the string is not closed.
+        The JSON text of the arguments is completed as far as it is certain. Examples:
+
+            end of the message        text that is written
+            `..</parameter>`          `}`
+            `..<parameter=days>3`     `3`, because the stored text is a value
+            `..<parameter=city>Par`   nothing: a string that is cut off is not closed
         """
         if self.writer.is_open:
             if self._step == self._read_tag_or_end:

@@ -186,10 +186,10 @@ class CallReader:
             self._is_in_section = False
 
     def _is_rest_unusable(self) -> bool:
-        """Return whether the rest of the message contains a tag, so that no client can use it.
+        """Return whether no client can use the rest of the message, because it contains a tag.
 
-        The message has ended inside a tool call, and the rest is the pending text and the unread
-        text. Examples: `<tool_call>{"na` cannot be used. `{"na` may be content.
+        The message has ended inside a tool call. The rest consists of the pending text and the
+        unread text. Example: the result is True for `<tool_call>{"na` and False for `{"na`.
         """
         return looks_like_markup(self._text_writer.pending_text + self._buffer.unread())
 
@@ -230,7 +230,7 @@ class CallReader:
         return self.treat_as_content(_NO_CALL_AFTER_MARKER, num_unread_chars=len(opening))
 
     def _is_start_cut_off(self) -> bool:
-        """Return whether the message has ended, and its last text is an incomplete tool call start.
+        """Return whether the message has ended with an incomplete start of a tool call.
 
         Example: `<tool_call>{` is incomplete, because `{"` would start a JSON object. Inside a tool
         section, a tool call may lack its opening marker, so `{` alone is incomplete, too.
@@ -254,8 +254,8 @@ class CallReader:
         self._begin_body(match)
         if self._buffer.has_unread():
             return State.CALL_BODY
-        # Some body readers start the tool call before the body has any text, and the client shall
-        # receive this start now. The parser calls `read_body` only for new text, so call it here.
+        # Some body readers start the tool call before any text of the body arrives. `read_body` is
+        # called now, so that the client receives the start of the tool call without delay.
         return self.read_body() or State.CALL_BODY
 
     def _begin_body(self, match: MatchedCall) -> None:
@@ -353,7 +353,7 @@ class CallReader:
         return State.BETWEEN_CALLS
 
     def _start_second_object(self) -> State | None:
-        """Start another tool call if a JSON object follows the last one before the closing marker.
+        """Start another tool call if a second JSON object precedes the closing marker.
 
         Example: in `<tool_call>{..}{..}</tool_call>`, the first object has been read, so the unread
         text is `{..}</tool_call>`. The second object is another tool call.
@@ -470,7 +470,7 @@ class CallReader:
             may_be_content = self._calls_first or not is_special_token(close)
             if may_be_content:
                 return self.treat_as_content(_EMPTY_SECTION, num_unread_chars=len(close))
-            self._text_writer.drop_pending()  # This text is the opening marker of the section.
+            self._text_writer.drop_pending()  # Removes the opening marker of the section.
         self._text_writer.write_markup(self._buffer.take(len(close)))
         return State.CONTENT
 
@@ -504,15 +504,15 @@ class CallReader:
         return self.treat_as_content(_NO_CALL)
 
     def finish_broken(self) -> None:
-        """End the open tool call, whose arguments are not valid JSON, at the end of the message."""
+        """At the end of the message, end the open tool call, whose arguments are not valid JSON."""
         if self._open_call is not None:
             self._open_call.finish_broken()
 
     def finish_empty_section(self) -> None:
-        """At the end of the message, remove a tool section without tool calls, or write its text.
+        """Remove or write the text of a section without tool calls, because the message has ended.
 
-        The text of such a section is pending text. Examples: `<tool_calls>` is removed, because
-        the text contains a tag. `TOOLS:` contains no tag, so the text is written as content.
+        The text of such a tool section is pending text. Examples: `<tool_calls>` is removed,
+        because the text contains a tag. `TOOLS:` contains no tag, so it is written as content.
         """
         if not self._text_writer.pending:
             return

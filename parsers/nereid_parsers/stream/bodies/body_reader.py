@@ -16,7 +16,7 @@ CUT_OFF = "the text ended inside the call"
 BROKEN_ARGUMENTS = "the arguments are not valid JSON"
 
 # A method that receives a text and a position. The method reads the part of the body that starts at
-# the position, and returns the end of this part. If more text is required, it returns NEED_MORE.
+# the position, and returns the end of this part, or NEED_MORE if more text is required.
 Step = Callable[[str, int], int]
 
 
@@ -82,9 +82,10 @@ class BodyReader:
         raise NotImplementedError
 
     def _start_named_call(self, head: Head) -> bool:
-        """Start a tool call for the function `head.name`.
+        """Start a tool call of the function `head.name`, which the header of the tool call names.
 
-        Return False if the tool call cannot start. The text of the tool call is then content.
+        Return whether the tool call has started. If not, for example because the request does not
+        offer the function, the text of the tool call is content.
         """
         return self.writer.start(head.name, head.call_id)
 
@@ -94,7 +95,7 @@ class BodyReader:
         return pos
 
     def abandon(self) -> bool:
-        """Complete the JSON text of the arguments, and end the tool call. Its text is not valid.
+        """End a tool call whose text is not valid. Before the end, complete its JSON arguments.
 
         Example: after the arguments `{"a": 1`, the reader writes `}`.
 

@@ -122,7 +122,7 @@ def _value_end_prefixes(markers: tuple[str, ...], whitespace: str) -> list[str]:
 
 
 def _any_of(markers: Iterable[str]) -> str:
-    """Return a regex that matches any of the markers. If `markers` is empty, it never matches.
+    """Return a regex that matches any of the markers, or never matches if `markers` is empty.
 
     White space before and after the tags of a marker is optional, see `spaced_marker_regex`.
     """

@@ -66,14 +66,19 @@ def declared_roles(keys: Keys) -> dict[str, KeyRole]:
 
 
 class Deviation(NamedTuple):
-    """The role of a key that the format does not declare, and a description for the events."""
+    """The role of a key that the format does not declare.
+
+    Attributes:
+        role: The role that the parser assigns to the key.
+        description: The description of the deviation from the format, for the events.
+    """
 
     role: KeyRole
     description: str
 
 
 def deviation_of(path: str, keys: Keys, *, has_name: bool) -> Deviation | None:
-    """Return the role of a key that the format does not declare, or None if it has no role.
+    """Return the role of a key that the format does not declare, or None to reject the key.
 
     Models sometimes write another key than the declared key of the arguments, or enclose the whole
     tool call in an object. Examples for the declared keys `name` and `arguments`:

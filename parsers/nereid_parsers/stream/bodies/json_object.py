@@ -66,7 +66,7 @@ class ObjectReader(StepReader):
         self._scanner = JsonScanner()  # Finds the end of the value that is being read.
         self._word_pieces: list[str] = []  # The pieces of a word that may be `null`.
         self._string = JsonStringReader()  # Reads the current string.
-        self._on_string: Callable[[str], None] = self._set_key  # Receives the complete string.
+        self._on_string: Callable[[str], None] = self._set_key  # Receives the current string.
 
     def finish(self) -> None:
         """End the tool call, because the message has ended.
@@ -181,7 +181,7 @@ class ObjectReader(StepReader):
         if first_char.isspace():
             return skip_whitespace(text, pos)
         starts_string = first_char in _QUOTES
-        match self._role_of_key(first_char):
+        match self._role_of_key(is_object=first_char == "{"):
             case KeyRole.ARGUMENTS:
                 return self._start_arguments(text, pos)
             case KeyRole.PARENT if first_char == "{":
@@ -208,7 +208,7 @@ class ObjectReader(StepReader):
         self._step = self._read_key_or_closing_brace
         return pos + 1
 
-    def _role_of_key(self, first_char: str) -> KeyRole:
+    def _role_of_key(self, *, is_object: bool) -> KeyRole:
         """Return the role of the current key, which decides how the value of the key is read.
 
         The format declares the keys in one of two ways:
@@ -220,7 +220,8 @@ class ObjectReader(StepReader):
           INVALID.
 
         Args:
-            first_char: The first character of the value. It is needed only for undeclared keys.
+            is_object: Whether the value of the key is an object. This is important only for a key
+                that the format does not declare.
         """
         keys = self._keys
         if isinstance(keys, NameIsKey):
@@ -229,7 +230,7 @@ class ObjectReader(StepReader):
         path = self._path_of_key()
         role = declared_roles(keys).get(path)
         if role is None:
-            return self._role_of_undeclared_key(path, keys, first_char)
+            return self._role_of_undeclared_key(path, keys, is_object=is_object)
         is_second_name = role is KeyRole.NAME and self._name is not None
         is_second_arguments = role is KeyRole.ARGUMENTS and self._has_arguments
         return KeyRole.IGNORED if is_second_name or is_second_arguments else role
@@ -243,7 +244,7 @@ class ObjectReader(StepReader):
         all_keys = (*self._outer_keys, self._key)
         return ".".join(key for key in all_keys if key)
 
-    def _role_of_undeclared_key(self, path: str, keys: Keys, first_char: str) -> KeyRole:
+    def _role_of_undeclared_key(self, path: str, keys: Keys, *, is_object: bool) -> KeyRole:
         """Return the role of a key that the format does not declare.
 
         Models often write the arguments under another key, or enclose the whole tool call in an
@@ -259,9 +260,9 @@ class ObjectReader(StepReader):
         Args:
             path: The keys from the outermost object to the current key, joined by dots.
             keys: The declaration of the object's keys.
-            first_char: The first character of the value.
+            is_object: Whether the value of the key is an object.
         """
-        if first_char == "{" and self._may_deviate():
+        if is_object and self._may_deviate():
             deviation = deviation_of(path, keys, has_name=self._name is not None)
             if deviation is not None:
                 self.writer.add_deviation(deviation.description)
@@ -301,9 +302,9 @@ class ObjectReader(StepReader):
 
     def _skip_value(self, text: str, pos: int) -> int:
         """Skip a piece of the value of an ignored key. Return the position after the piece."""
-        return self._leave_complete_value(self._scanner.scan(text, pos))
+        return self._select_step_after_scan(self._scanner.scan(text, pos))
 
-    def _leave_complete_value(self, end: int) -> int:
+    def _select_step_after_scan(self, end: int) -> int:
         """Select the next step after `_scanner` has scanned a piece of a value. Return `end`.
 
         If the value is complete, the next step reads the next key. If the value is not valid JSON,
@@ -405,7 +406,7 @@ class ObjectReader(StepReader):
         end = self._scanner.scan(text, pos)
         if end > pos:
             self._write(text[pos:end])
-        return self._leave_complete_value(end)
+        return self._select_step_after_scan(end)
 
     def _read_null(self, text: str, pos: int) -> int:
         """Read a piece of arguments that start with `n`. If the arguments are `null`, write `{}`.
@@ -418,7 +419,7 @@ class ObjectReader(StepReader):
         if self._scanner.status is not MORE:
             word = "".join(self._word_pieces)
             self._write("{}" if word == "null" else word)
-        return self._leave_complete_value(end)
+        return self._select_step_after_scan(end)
 
     def _write_decoded_arguments(self, text: str) -> None:
         r"""Write the arguments that a JSON string contains, and expect the next key.

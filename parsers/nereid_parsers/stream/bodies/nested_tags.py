@@ -189,9 +189,9 @@ class NestedReader(StepReader):
         parent.num_children += 1
 
     def _write_delayed_values(self, parent: Element) -> None:
-        """Write the values of children of `parent` that have been stored instead of written.
+        """Write the values in `parent.delayed_values`, which belong to closed child elements.
 
-        All stored values belong to the last key, and several values become one array. Example:
+        All these values belong to the last key, and several values become one array. Example:
         after `~<tag>a~</tag>~<tag>b~</tag>`, the text `["a", "b"]` is written for the key `tag`.
         Afterwards `parent.delayed_values` is empty.
         """
@@ -215,12 +215,12 @@ class NestedReader(StepReader):
         """
         prefix_start, is_prefix_complete = self._next_prefix(text, pos)
         has_text = skip_whitespace(text, pos) < prefix_start
-        if has_text:
-            return self._start_text(element, pos)
+        no_tag_follows = self.is_final and not is_prefix_complete
+        if has_text or no_tag_follows:
+            self._start_text(element)
+            return pos
         if is_prefix_complete:
             return self._decide_kind_at_tag(element, text, pos, prefix_start)
-        if self.is_final:
-            return self._start_text(element, pos)
         return NEED_MORE
 
     def _decide_kind_at_tag(self, element: Element, text: str, pos: int, prefix_start: int) -> int:
@@ -244,7 +244,8 @@ class NestedReader(StepReader):
         tag_start = skip_whitespace(text, prefix_start + len(self._tag_prefix))
         is_element_empty = text.startswith(_CLOSING_TAG_START, tag_start)
         if is_element_empty:
-            return self._start_text(element, pos)
+            self._start_text(element)
+            return pos
         child_tag = _TAG(text, tag_start)
         may_be_completed = not self.is_final and len(text) - prefix_start < _MAX_TAG_CHARS
         if child_tag is None and may_be_completed:
@@ -253,8 +254,8 @@ class NestedReader(StepReader):
         self._open_container(element, first_child)
         return prefix_start
 
-    def _start_text(self, element: Element, pos: int) -> int:
-        """Set the kind of an element that contains only text. Return `pos` unchanged.
+    def _start_text(self, element: Element) -> None:
+        """Set `element.kind` to the kind of an element that contains only text.
 
         If the schema allows only a string, the kind is STRING, and the opening quote is written.
         Otherwise the kind is VALUE, and nothing is written until the element closes.
@@ -264,7 +265,6 @@ class NestedReader(StepReader):
             self.writer.write('"')
         else:
             element.kind = ElementKind.VALUE
-        return pos
 
     def _open_container(self, element: Element, first_child: str) -> None:
         """Set the kind of an element with child elements, and write its opening bracket.
@@ -296,7 +296,7 @@ class NestedReader(StepReader):
         element.is_key_written = True
 
     def _next_prefix(self, text: str, pos: int) -> _NextPrefix:
-        """Find the text that precedes the next tag. At the end of the text, it may be incomplete.
+        """Find the prefix of the next tag. The prefix at the end of `text` may be incomplete.
 
         Examples with the tag prefix `]<]` and `pos=0`: `a]<]` gives `_NextPrefix(1, True)`, and
         `a]<` gives `_NextPrefix(1, False)`. The text `a`, which contains no prefix, gives
@@ -396,7 +396,7 @@ class NestedReader(StepReader):
         while self._elements[-1] is not outermost:
             innermost = self._elements[-1]
             if innermost.kind is ElementKind.UNKNOWN:
-                innermost.kind = ElementKind.VALUE  # Its text is empty, so the value is empty, too.
+                innermost.kind = ElementKind.VALUE  # The value of an element without text is empty.
             self._close_element()
         self._write_delayed_values(outermost)
         self.writer.write("}")

@@ -71,10 +71,10 @@ class PythonCallsReader(StepReader):
         return pos
 
     def _need_more_or_reject(self, text: str, pos: int) -> int:
-        """Return NEED_MORE if more text may complete the function's name or keyword at `pos`.
+        """Return NEED_MORE, because the name or the keyword at `pos` has not arrived completely.
 
-        Otherwise the message has ended, or the name is too long, so set the status BROKEN and
-        return `pos`.
+        If the message has ended, or if `text[pos:]` is too long for a name, set the status BROKEN
+        and return `pos` instead.
         """
         if self.is_final or len(text) - pos > MAX_HEAD_CHARS:
             return self._reject(pos)
@@ -195,7 +195,8 @@ class PythonCallsReader(StepReader):
         self.writer.write("}" if self._num_arguments else "{}")
         self.writer.end()
         self.last_call_end = pos
-        self._is_confirmed = True  # A tool call shows that similar text after it is a call, too.
+        # One complete tool call shows that the next members of the list are tool calls, too.
+        self._is_confirmed = True
         self._step = self._read_between_calls
         is_single_call = not self._declaration.close and not self._declaration.separator.strip()
         if is_single_call:
@@ -307,13 +308,14 @@ def _match_opening_bracket(text: str, pos: int) -> int:
         return NEED_MORE
     if text[pos] != "(":
         return NO_MATCH
-    arguments_follow = _are_arguments(text, skip_whitespace(text, pos + 1))
-    if arguments_follow is None:
+    arguments_start = skip_whitespace(text, pos + 1)
+    is_call = _has_arguments_at(text, arguments_start)
+    if is_call is None:
         return NEED_MORE
-    return pos + 1 if arguments_follow else NO_MATCH
+    return pos + 1 if is_call else NO_MATCH
 
 
-def _are_arguments(text: str, pos: int) -> bool | None:
+def _has_arguments_at(text: str, pos: int) -> bool | None:
     """Return whether `text[pos:]` starts with the arguments of a tool call.
 
     The text before `pos` is the start of the tool call, such as `f(`. Arguments are empty, or start

@@ -84,8 +84,8 @@ class TaggedReader(StepReader):
         # The next three attributes describe the value that is being read.
         self._variant = tags.variants[0]  # The compiled declaration of the tags around the value.
         self._types: frozenset[str] | None = None  # The JSON types that the value may have.
-        # The text of a value that may be something else than a string. It is written as JSON at the
-        # closing marker. The text of a string is not stored, but written as it arrives.
+        # The text of a value that may be a number or another value that is not a string. This text
+        # is written as JSON at the closing marker. The text of a string is never stored.
         self._value_pieces: list[str] = []
 
     def begin(self) -> None:
@@ -209,7 +209,7 @@ class TaggedReader(StepReader):
             self._step = self._store_value
 
     def _find_value_end(self, text: str, pos: int) -> _ValueEnd:
-        """Find the end of the current value. `text[pos:]` is the part that has not been read.
+        """Find the end of the current value in the unread text `text[pos:]`.
 
         The result is the position up to which the text belongs to the value, and the position after
         the closing marker. The second position is None if the value may continue. Examples for the
@@ -235,7 +235,7 @@ class TaggedReader(StepReader):
         return _ValueEnd(len(text), None)
 
     def _value_end_at(self, match: re.Match[str], text: str) -> _ValueEnd | None:
-        """Return where the current value ends, if it ends before the marker that was found.
+        """Return the end of the current value, or None if the found marker is a part of the value.
 
         Args:
             match: The marker. It is in one of two groups: "close" is the closing marker of the
@@ -244,9 +244,9 @@ class TaggedReader(StepReader):
             text: The text in which the marker was found.
 
         Returns:
-            The end of the value, as in `_find_value_end`. None if the marker is a part of the
-            value. If the value ends before another marker, its closing marker is missing, so the
-            description of this deviation from the format is added to the writer.
+            The end of the value, as in `_find_value_end`, or None. If the value ends before another
+            marker, its closing marker is missing, so the description of this deviation from the
+            format is added to the writer.
         """
         text_end = match.start()  # The match starts with the white space before the marker.
         needs_more_text = _ValueEnd(text_end, None)
@@ -309,7 +309,7 @@ class TaggedReader(StepReader):
         return text_end if has_new_text else NEED_MORE
 
     def _store_value(self, text: str, pos: int) -> int:
-        """Store the text of a value in `_value_pieces`. At the closing marker, write it as JSON.
+        """Store the text of a value in `_value_pieces`, or write the complete value as JSON.
 
         The text is stored because `12` is a number, but `12 Main Street` is a string. Example: for
         the pieces `1` and `2</parameter>`, nothing is written, and then `12`. As soon as the stored

@@ -209,7 +209,7 @@ class CallReader:
     def read_start(self) -> State | None:
         """Read the opening marker of a tool call, and the header that names the function.
 
-        The text must match the expected tool call, see `_expect`. Examples:
+        `_expected` is the tool call that may start here, and the unread text decides. Examples:
 
             `<tool_call>{"` starts a tool call.
             `<tool_call> is a tag` is content, because no tool call follows the marker.

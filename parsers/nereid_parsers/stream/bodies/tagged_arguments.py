@@ -249,21 +249,22 @@ class TaggedReader(StepReader):
             format is added to the writer.
         """
         text_end = match.start()  # The match starts with the white space before the marker.
-        needs_more_text = _ValueEnd(text_end, None)
+        may_continue = _ValueEnd(text_end, None)
         is_closing_marker = match.group("close") is not None
         if is_closing_marker:
             return _ValueEnd(text_end, match.end())
         is_cut_off = match.group("early") is None
         if is_cut_off:
-            return needs_more_text
+            return may_continue
         marker_start = match.start("early")
         match self._role_of_marker(text, marker_start):
             case MarkerRole.PART_OF_VALUE:
                 return None
             case MarkerRole.UNDECIDED:
-                return needs_more_text
-        self.writer.add_deviation(_MISSING_CLOSE)
-        return _ValueEnd(text_end, marker_start)
+                return may_continue
+            case MarkerRole.AFTER_VALUE:
+                self.writer.add_deviation(_MISSING_CLOSE)
+                return _ValueEnd(text_end, marker_start)
 
     def _role_of_marker(self, text: str, pos: int) -> MarkerRole:
         """Decide whether the marker at `pos` is a part of the current value or follows this value.

@@ -61,13 +61,16 @@ class Prober:
 
     Attributes:
         template: The compiled template.
-        bos, eos: The tokens that the template renders as `bos_token` and `eos_token`.
+        bos, eos: The values of the template variables `bos_token` and `eos_token`.
         kwargs: Template variables that are set in every rendering.
-        added_tokens: The tokens that were added to the tokenizer's vocabulary, if known.
-        form: The form in which the template expects conversations.
+        added_tokens: The tokens that were added to the tokenizer's vocabulary. Empty if they are
+            not known.
+        form: The form in which the template expects conversations. For example, `content` is a
+            string or a list.
         refusals: For each conversation that failed to render, the error message.
-        comparisons: The comparisons so far, for the report.
-        undecided: Sentences that state what could not be inferred, and the reasons.
+        comparisons: The comparisons that were recorded for the report.
+        undecided: Sentences for the report. Each sentence states what could not be inferred, and
+            the reason.
     """
 
     template: CompiledTemplate
@@ -80,7 +83,7 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # The template failed because these variables were undefined. Later renderings set them to "".
+    # Without these variables, the template failed. They are set to "" in all later renderings.
     _filled: dict[str, str] = field(default_factory=dict)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
@@ -88,11 +91,12 @@ class Prober:
         """Render a conversation with the template and return the text.
 
         Placeholders (COUNTER_MARK and ID_MARK) replace the numbers and ids of tool calls, so that
-        only meaningful differences remain between two renderings. The result is cached.
+        numbers and ids cause no difference between two renderings. The result is cached.
 
         Args:
             conversation: The conversation.
-            form: The form of the messages. None means the attribute `form`.
+            form: The form in which the template expects the messages. For example, `content` is a
+                string or a list. None means the attribute `form` of the prober.
 
         Returns:
             The text, or None if the template raises an error for this conversation.
@@ -107,34 +111,35 @@ class Prober:
         """Render a conversation without using the cache. Return None if the template fails.
 
         If the template fails because a variable is undefined, the method sets the variable to ""
-        and renders again. In the result, placeholders replace the numbers and ids of tool calls, so
-        that numbers and ids cause no difference between two renderings.
+        and renders the conversation again. In the result, placeholders replace the numbers and ids
+        of tool calls, so that numbers and ids cause no difference between two renderings.
 
-        Mutates: `_filled`, the variables that the method has set, and `refusals`, the error
-        messages of the template.
+        Mutates: `_filled`, the variables that were set to "", and `refusals`, the error messages.
         """
-        text = None
-        while text is None:  # Each pass, except the last pass, defines one more variable.
+        while True:  # Each pass, except the last pass, sets one more variable.
             try:
                 text = self.template.render(self._variables(conversation, form))
             except RenderRefused as refusal:
                 error_message = str(refusal)
-                is_now_defined = self._fill_undefined_variable(error_message)
-                if not is_now_defined:
+                variable = self._undefined_variable(error_message)
+                if variable is None:
                     self.refusals[conversation] = error_message
                     return None
-        return _mask_call_ids(text, form)
+                self._filled[variable] = ""
+            else:
+                return _mask_call_ids(text, form)
 
     def _variables(self, conversation: Conversation, form: InputForm) -> dict[str, Any]:
-        """Return the variables with which the template renders a conversation.
+        """Return the template variables for a conversation, such as `messages` and `tools`.
 
-        If a variable is set several times, the last value counts: the value of a thinking switch of
-        the conversation, or else the value in `kwargs`, or else the value in `_filled`. `_filled`
-        contains the variables that would otherwise be undefined.
+        Three sources may set the same variable. A thinking switch of the conversation, such as
+        enable_thinking=False, has the highest priority, then `kwargs`, and then `_filled`.
+        `_filled` contains the variables that are set to "" because the template fails without them.
 
         Args:
             conversation: The conversation.
-            form: The form in which the template expects the messages.
+            form: The form in which the template expects the messages. For example, `content` is a
+                string or a list.
         """
         has_tools = conversation.tools or form.always_tools
         return {
@@ -150,39 +155,40 @@ class Prober:
             **dict(conversation.switches.variables),
         }
 
-    def _fill_undefined_variable(self, refusal: str) -> bool:
-        """If a rendering failed because a variable is undefined, set this variable to "".
+    def _undefined_variable(self, error_message: str) -> str | None:
+        """Return the undefined variable that an error message of the template names.
 
-        Some templates read variables that only the model's own code sets. Example: if `refusal`,
-        the error message, is "UndefinedError: 'today' is undefined", the variable `today` is set.
+        Example: the message "UndefinedError: 'today' is undefined" gives "today". Some templates
+        read such variables, which only the model's own code sets. The prober sets the variable to
+        "", and renders the conversation again.
 
-        Mutates: `_filled`, the variables that this method has set.
-
-        Returns:
-            Whether a variable was set. If True, the template can be rendered again.
+        Return None for any other error. Also return None if setting the variable cannot help: the
+        name is not a variable of the template, or the variable was already set.
         """
-        match = _UNDEFINED_VARIABLE.search(refusal)
+        match = _UNDEFINED_VARIABLE.search(error_message)
         if match is None:
-            return False
+            return None
         name = match.group(1)
         can_be_set = name in self.template.names and name not in self._filled
-        if can_be_set:
-            self._filled[name] = ""
-        return can_be_set
+        return name if can_be_set else None
 
     def record(
         self, name: str, changed: str, left: Conversation, right: Conversation, finding: str
     ) -> None:
-        """Render two conversations, and add their comparison to the list `comparisons`.
+        """Render two conversations, and add a comparison of the two renderings to `comparisons`.
 
-        The report shows the comparison, so that a user can check the conclusion of the analysis.
+        The report shows the two renderings and the conclusion that the analysis draws from their
+        difference, so that a user can check the conclusion.
 
         Args:
             name: The label of the comparison, such as "R1 reasoning presence".
             changed: What differs between `left` and `right`.
-            left: The first conversation. The report shows "" if its rendering fails.
+            left: The first conversation. If the template fails to render a conversation, the report
+                shows "" instead.
             right: The second conversation.
             finding: What the analysis concludes from the difference.
+
+        Mutates: `comparisons`.
         """
         left_text = unmask_call_ids(self.render(left) or "")
         right_text = unmask_call_ids(self.render(right) or "")
@@ -191,19 +197,32 @@ class Prober:
         )
 
     def record_finding(self, name: str, finding: str) -> None:
-        """Report a finding that the analysis has made without a comparison of renderings.
+        """Record a finding for the report that the analysis made without comparing renderings.
 
-        The report then shows two equal renderings. For the arguments, see `record`.
+        The finding is recorded as a comparison of two equal conversations.
+
+        Args:
+            name: The label of the finding, such as "R4 source".
+            finding: The conclusion of the analysis, as a sentence.
         """
         question = Conversation()
         self.record(name, UNCHANGED, left=question, right=question, finding=finding)
 
+    def record_undecided(self, sentence: str) -> None:
+        """Add a sentence to `undecided`: what the analysis could not infer, and the reason.
+
+        The report shows the sentence under the heading "Not decided".
+        """
+        self.undecided.append(sentence)
+
     # ---- the form of the input -------------------------------------------------------------------
 
     def find_content_form(self) -> InputForm | None:
-        """Return the first form of the input for which the template renders plain content.
+        """Return the first form of messages in which the template renders content.
 
-        Return None if there is no such form.
+        Templates expect content in different forms. For example, `content` is a string or a list.
+        A form is accepted if the rendered text contains the question and the content. Return None
+        if the template accepts no form.
         """
         conversation = Conversation(AssistantMessage(CONTENT_TEXT))
         for form in forms_of_content():
@@ -216,8 +235,9 @@ class Prober:
         """Return the first form of messages in which the template renders a whole tool call.
 
         Templates expect tool calls in different forms. For example, the arguments of a tool call
-        are an object or a JSON string. The method tries variants of the attribute `form`, and
-        returns None if the template renders a whole tool call in none of them.
+        are an object or a JSON string. The method combines the attribute `form`, which is the form
+        of the content, with each form of tool calls. Return None if the template renders a whole
+        tool call in none of these forms.
         """
         call = ProbeCall(arguments=TWO_ARGUMENTS)
         conversation = Conversation(AssistantMessage(calls=(call,)), tools=True)
@@ -227,12 +247,13 @@ class Prober:
         return None
 
     def _text_of_answer(self, conversation: Conversation, form: InputForm) -> str:
-        """Render a conversation with tools, and return only the text of the answer.
+        """Render a conversation that offers tools, and return only the text of the answer.
 
-        Some templates list the tools at the end of the conversation. To remove this list, the
-        method also renders the conversation without an answer. Example:
-        "QUESTION ANSWER <tools>..</tools>" gives " ANSWER ". Return "" if the template fails to
-        render the conversation.
+        Most templates list the offered tools before the question, but some templates list them
+        after the answer. The method also renders the question without an answer, to find out which
+        text follows the answer. Example: the renderings "QUESTION ANSWER <tools>..</tools>" and
+        "QUESTION <tools>..</tools>" give " ANSWER". Return "" if the template fails to render the
+        conversation.
         """
         text = self.render(conversation, form)
         if text is None:
@@ -245,46 +266,50 @@ class Prober:
     # ---- the thinking switches -------------------------------------------------------------------
 
     def thinking_switches(self) -> list[Switches]:
-        """Return the combinations of thinking switches that the analysis tries.
+        """Return the settings of the thinking switches with which the analysis renders prompts.
 
-        A switch is a template variable whose name refers to thinking, or "/think" or "/no_think"
-        in the system message. The first combination sets no switch. Example: if a template reads
-        `enable_thinking`, enable_thinking=True and enable_thinking=False are also returned.
+        A thinking switch turns thinking on or off. It is a template variable such as
+        `enable_thinking`, or the word "/think" or "/no_think" in the system message. Example: if
+        `enable_thinking` is the only switch of the template, the result contains three settings: no
+        switch is set, enable_thinking=True, and enable_thinking=False.
         """
         names = self._switch_names()
         # Some templates render reasoning only if several switches are on.
-        combined = _all_on_and_all_off(names) if len(names) > 1 else []
-        single = [
+        all_switches = _all_on_and_all_off(names) if len(names) > 1 else []
+        one_switch = [
             Switches(((name, value),)) for name in names for value in self._switch_values(name)
         ]
-        settings = [NO_SWITCHES, *combined, *single, *self._system_switches()]
+        settings = [NO_SWITCHES, *all_switches, *one_switch, *self._system_switches()]
         return settings[:_MAX_SWITCH_SETTINGS]
 
     def _switch_names(self) -> list[str]:
-        """Return the template variables that are thinking switches and that have no fixed value.
+        """Return the template variables that turn thinking on or off, such as `enable_thinking`.
 
-        Example: `enable_thinking` is a thinking switch. `kwargs` contains the fixed values.
+        The variables in `kwargs` are omitted, because their values are fixed.
         """
         names = sorted(name for name in self.template.names if is_thinking_switch(name))
         return [name for name in names[:_MAX_SWITCH_NAMES] if name not in self.kwargs]
 
     def _system_switches(self) -> list[Switches]:
-        """Return the thinking switches that are words in the system message, such as "/no_think".
+        """Return the settings that turn thinking on or off with a word in the system message.
 
-        The template must contain the word.
+        The words are "/think" and "/no_think". The result contains one setting for each of these
+        words that the template contains.
         """
         template_text = "\n".join(self.template.literals)
         return [Switches(system=word) for word in _SYSTEM_SWITCHES if word in template_text]
 
     def _switch_values(self, name: str) -> list[Any]:
-        """Return the values that the analysis gives to the thinking switch `name`.
+        """Return the values that the analysis tries for the template variable `name`.
 
-        If the template compares the variable with constants, these constants are the first values.
-        Example: `{% if thinking_mode == "fast" %}` gives ["fast", "high", "low", ..].
+        The variable turns thinking on or off. The first values are the constants with which the
+        template compares the variable. Then the usual values follow: True and False, or words such
+        as "high" and "low". Example: for `thinking_mode` in a template with
+        `{% if thinking_mode == "fast" %}`, the result is ["fast", "high", "low", ..].
         """
         constants = self.template.compared.get(name, ())
         compared_values = [value for value in constants if isinstance(value, str | int)]
-        is_effort = "effort" in name or "mode" in name
+        is_effort = "effort" in name or "mode" in name  # such as `reasoning_effort`
         usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
         # The dict removes duplicates. The keys are texts, because the values True and 1 are equal.
         value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
@@ -301,14 +326,17 @@ def is_thinking_switch(name: str) -> bool:
 
 
 def _all_on_and_all_off(names: list[str]) -> list[Switches]:
-    """Return two `Switches`: the first sets all variables to True, the second sets all to False."""
+    """Return two settings: all given template variables are True, and all of them are False."""
     all_on = Switches(tuple((name, True) for name in names))
     all_off = Switches(tuple((name, False) for name in names))
     return [all_on, all_off]
 
 
 def _mask_call_ids(text: str, form: InputForm) -> str:
-    r"""Replace the number of each tool call with COUNTER_MARK, and the id with ID_MARK.
+    r"""Replace the numbers and ids of tool calls with placeholders.
+
+    COUNTER_MARK replaces each number, and ID_MARK replaces each id. Example: `zqFirstTool:1` has
+    the number 1.
 
     >>> _mask_call_ids("zqFirstTool:1 id=zq7id0001", InputForm())
     'zqFirstTool:\ue010 id=\ue011'
@@ -318,7 +346,9 @@ def _mask_call_ids(text: str, form: InputForm) -> str:
 
 
 def unmask_call_ids(text: str) -> str:
-    r"""Replace COUNTER_MARK with the number 0, and ID_MARK with the id of the first tool call.
+    r"""Replace the placeholders in a rendered text with the number and the id of a tool call.
+
+    COUNTER_MARK becomes the number 0, and ID_MARK becomes the id of the first tool call.
 
     >>> unmask_call_ids("zqFirstTool:\ue010 id=\ue011")
     'zqFirstTool:0 id=zq7id0000'
@@ -327,12 +357,14 @@ def unmask_call_ids(text: str) -> str:
 
 
 def _shows_call(text: str) -> bool:
-    r"""Return whether a rendered text contains the whole tool call: the name and both arguments.
+    r"""Return whether a rendered text contains the tool call as a model would write it.
 
-    The result shows whether the template accepts the form of the messages. It is False if the
-    arguments are printed as a Python dict, or as JSON inside a JSON string, because the template
-    then expects arguments in another form. It is also False if "None" precedes the tool call,
-    because the template then expects empty content in another form.
+    If the messages have a form that the template does not expect, the template renders the tool
+    call wrongly. The function returns False in these cases:
+
+    - The name or an argument is missing.
+    - The arguments are printed as a Python dict, or as JSON inside a JSON string.
+    - "None" precedes the tool call, because the template prints the empty content.
 
     >>> arguments = '"zqKeyOne": "zqValueOne", "zqKeyTwo": "zqValueTwo"'
     >>> _shows_call(f"zqFirstTool{{{arguments}}}"), _shows_call(f"None zqFirstTool{{{arguments}}}")

@@ -1,16 +1,17 @@
 """Find the markers that a template writes around reasoning.
 
-R1, R2, R3 and R5 each compare two renderings. R4 searches the source of the template. The left
-column of the table shows what is compared or searched, and the right column shows what is found.
+The markers are found by the searches R1 to R5. R1, R2, R3 and R5 each compare two renderings. R4
+searches the source of the template. The second column of the table shows what is compared or
+searched, and the third column shows what is found.
 
 R1  a message without and with reasoning    the markers around the reasoning
 R2  a thinking switch on and off            the markers that the generation prompt contains
 R3  a thinking switch on and off            pairs of tags that the instructions mention
 R4  the string constants of the template    markers whose names refer to thinking
-R5  a call without and with reasoning       the marker of a call that also ends reasoning
+R5  a tool call without and with reasoning  the marker of a tool call that also ends reasoning
 
-R1 to R4 are tried in this order until one of them finds markers. Then R5 adds the marker of a call,
-if this marker also ends reasoning. The module `reasoning_in_prompts` contains R2 and R3.
+R1 to R4 are tried in this order until one of them finds markers. Then R5 adds the marker of a tool
+call, if this marker also ends reasoning. The module `reasoning_in_prompts` contains R2 and R3.
 """
 
 from __future__ import annotations
@@ -56,14 +57,17 @@ from nereid_parsers.template.rendered_reasoning import ReasoningFindings, find_r
 def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     """Infer how the template writes reasoning, for example between `<think>` and `</think>`.
 
-    Several comparisons of renderings are tried. The first comparison that shows markers determines
-    the markers. If no comparison shows markers, the attribute `part` of the result is None.
+    The result also contains the message fields from which the template renders reasoning. If the
+    markers of reasoning cannot be found, the attribute `part` of the result is None.
 
     Args:
-        turn: The text around the model's answers. `turn.prober` renders the conversations.
+        turn: The text around the model's answers. `turn.prober` renders conversations with the
+            template.
+
+    Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
     """
-    findings = find_rendered_reasoning(turn)  # These findings contain no markers yet.
-    markup = _first_markup(turn, findings.conversation)
+    findings = find_rendered_reasoning(turn)  # The message fields, still without the markers.
+    markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
     part = replace(markup.part, opener=_infer_opener(turn, markup.part))
@@ -74,11 +78,17 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
     return replace(findings, part=part, wrapper=markup.wrapper, inner_headers=markup.inner_headers)
 
 
-def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
-    """Search for the markers of reasoning in up to four ways, and return the first result.
+def _find_markup(turn: ModelTurn, conversation: Conversation | None) -> ReasoningMarkup | None:
+    """Find the markers of reasoning, such as `<think>` and `</think>`, or return None.
 
-    Return None if no comparison shows markers. `conversation` is a conversation whose reasoning the
-    template renders, or None.
+    Four searches are tried in order: in a rendered message with reasoning, in the generation
+    prompts, in the instructions of a prompt, and in the source of the template. The first search
+    that finds markers gives the result.
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders conversations.
+        conversation: A conversation whose reasoning the template renders. If there is none, the
+            argument is None, and the first search is omitted.
     """
     if conversation is not None:
         markup = compare_reasoning_presence(turn, conversation)
@@ -92,9 +102,10 @@ def _first_markup(turn: ModelTurn, conversation: Conversation | None) -> Reasoni
 
 
 def _infer_opener(turn: ModelTurn, part: Reasoning) -> Opener:
-    r"""Return `Opener.PROMPT` if reasoning starts in the default prompt, or else `Opener.MODEL`.
+    r"""Find out whether the prompt or the model writes the opening marker of reasoning.
 
-    Example: the prompt "<|im_start|>assistant\n<think>\n" opens reasoning.
+    Return `Opener.PROMPT` if the default prompt ends with open reasoning, as in
+    "<|im_start|>assistant\n<think>\n". Otherwise, return `Opener.MODEL`.
     """
     default = turn.prompts[0].after_header if turn.prompts else ""
     is_open = part.open.strip() in default and part.close.strip() not in default
@@ -110,23 +121,24 @@ def compare_reasoning_presence(
     """Find the markers around the reasoning in a rendered message.
 
     Example: "<think>REASONING</think>CONTENT" shows the markers `<think>` and `</think>`. The
-    report compares this message with the same message without reasoning, with the label R1.
+    report shows this message next to the message without reasoning, with the label R1.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
-        conversation: A conversation whose reasoning the template renders.
+        conversation: A conversation whose answer has reasoning. The template renders the reasoning.
 
-    Mutates: `turn.prober`, which records the comparison. If a marker is missing, a sentence is
-        appended to `turn.prober.undecided` for the report.
+    Mutates: `turn.prober`, which records the comparison. If a marker is missing, the prober records
+        an undecided question instead.
 
     Returns:
-        The markers, or None if one of the markers is missing.
+        The markers around the reasoning and around the content. None if the opening marker or the
+        closing marker of reasoning is missing.
     """
     answer = conversation.answer or AssistantMessage()
     around = _cut_at_reasoning(turn, conversation, has_content=bool(answer.content))
     pair = _markers_of_reasoning(turn, around)
     if not pair.opening or not pair.closing.strip():
-        turn.prober.undecided.append(
+        turn.prober.record_undecided(
             "R1: The markers of reasoning cannot be recognised. The template writes reasoning "
             f"between {around.before!r} and {around.between!r}."
         )
@@ -151,9 +163,9 @@ class _TextAroundReasoning(NamedTuple):
 
     Attributes:
         before: The text before the reasoning.
-        between: The text between the reasoning and the next part of the message, which is the
-            content or the name of the called function.
-        after_content: The text after the content, or None if the message has no content.
+        between: The text between the reasoning and the next part of the message. The next part is
+            the content, or the name of the called function.
+        after_content: The text after the content. None if the message has no content.
     """
 
     before: str
@@ -164,12 +176,17 @@ class _TextAroundReasoning(NamedTuple):
 def _cut_at_reasoning(
     turn: ModelTurn, conversation: Conversation, *, has_content: bool
 ) -> _TextAroundReasoning:
-    """Render a message, and return the text around the reasoning and around the content.
+    """Render a message, and return the texts before and after its reasoning.
+
+    Example: the rendering "<think>REASONING</think><answer>CONTENT</answer>" gives `before`
+    "<think>", `between` "</think><answer>" and `after_content` "</answer>". If the message has a
+    tool call instead of content, `between` ends at the function's name, and `after_content` is
+    None.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the message.
-        conversation: The conversation. Its answer is the message.
-        has_content: Whether the message has content. Otherwise the message has a tool call.
+        conversation: A conversation whose answer is the message.
+        has_content: Whether the message has content. Otherwise, the message has a tool call.
     """
     text = turn.text_after_header(conversation) or ""
     before, _, after_reasoning = text.partition(REASONING_TEXT)
@@ -185,24 +202,29 @@ def _wrapper_after_reasoning(
 ) -> Wrapper | None:
     """Return the markers around the content that follows the reasoning, or None.
 
-    Example: the text "<think>REASONING</think><answer>CONTENT</answer>" has the wrapper `<answer>`,
-    `</answer>`.
+    Example: in "<think>REASONING</think><|assistant|><answer>CONTENT</answer>", the content is
+    between `<answer>` and `</answer>`. The closing marker `</think>` and the header `<|assistant|>`
+    also precede the content, but they are not markers of the content.
 
     Args:
-        around: The texts around the reasoning.
-        closing: The closing marker of reasoning.
-        header: The header of the model's turn. Some templates repeat the header before the content.
+        around: The texts around the reasoning of a rendered message.
+        closing: The closing marker of reasoning, such as `</think>`.
+        header: The text that opens an assistant message, such as `<|assistant|>`, or "". Some
+            templates repeat this text before the content.
     """
     if around.after_content is None:
-        return None
-    before_content = around.between.removeprefix(closing)
-    if header:  # The header is not a part of the wrapper.
-        before_content = before_content.replace(header, "")
+        return None  # The message has no content.
+    after_closing = around.between.removeprefix(closing)
+    before_content = after_closing.replace(header, "") if header else after_closing
     return content_wrapper(before_content, around.after_content)
 
 
 def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> MarkerPair:
-    """Return the opening and the closing marker of reasoning. A missing marker is ""."""
+    """Return the opening marker and the closing marker of reasoning. A missing marker is "".
+
+    Example: if the rendered message is "<think>REASONING</think>CONTENT", the markers are `<think>`
+    and `</think>`.
+    """
     opening = _opening_before_reasoning(turn, around.before)
     closing = closing_marker(around.between, opening)
     if not opening:
@@ -212,10 +234,15 @@ def _markers_of_reasoning(turn: ModelTurn, around: _TextAroundReasoning) -> Mark
 
 
 def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
-    r"""Return the opening marker of reasoning, or "". `before` is the text before the reasoning.
+    r"""Return the opening marker of reasoning, such as `<think>`, or "" if there is none.
 
-    If `before` is blank, the marker may be in the generation prompt. Example: if `before` is ""
-    and a generation prompt ends with "<think>\n", the result is "<think>\n".
+    Usually, the opening marker is a part of the rendered message. If the prompt already contains
+    the opening marker, the message starts directly with the reasoning. Example: if `before` is ""
+    and a generation prompt ends with "<|assistant|><think>\n", the result is "<think>\n".
+
+    Args:
+        turn: The generation prompts, and the header `<|assistant|>` before the model's answer.
+        before: The text of the rendered message before the reasoning.
     """
     if before.strip():
         return last_opening(before)
@@ -232,10 +259,15 @@ def _opening_before_reasoning(turn: ModelTurn, before: str) -> str:
 def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
     """Search the string constants of the template for markers of reasoning.
 
-    Example: a template that removes reasoning from earlier messages with
-    `content.split('</think>')` shows the marker `</think>`, from which `<think>` is derived. The
-    report shows this finding with the label R4. Return None if no constant contains a marker of
-    reasoning.
+    Example: with the expression `content.split('</think>')`, a template removes the reasoning from
+    earlier messages. The constant `</think>` is the closing marker of reasoning, and the opening
+    marker `<think>` is derived from the closing marker. The report shows the finding with the label
+    R4.
+
+    Mutates: `turn.prober`, which records the finding.
+
+    Returns:
+        The markers in the first constant that contains markers of reasoning, or None.
     """
     for literal in turn.prober.template.literals:
         reasoning_pair = named_pair(literal)
@@ -244,7 +276,7 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
                 "R4 source",
                 f"A string constant of the template contains {reasoning_pair.closing!r}.",
             )
-            # The constant may also contain the markers around the content, as an empty pair.
+            # The constant may also contain the markers around the content: `<answer></answer>`.
             other_pairs = [pair for pair in empty_pairs(literal) if pair != reasoning_pair]
             return markup_of_pairs(reasoning_pair, other_pairs)
     return None
@@ -256,34 +288,35 @@ def search_source(turn: ModelTurn) -> ReasoningMarkup | None:
 def compare_reasoning_before_call(
     turn: ModelTurn, part: Reasoning, conversation: Conversation
 ) -> tuple[str, ...]:
-    """Find out which tool-call marker ends the reasoning if the template omits the closing marker.
+    """Return the marker of a tool call that ends reasoning without a closing marker.
 
-    Some templates omit the closing marker of reasoning before a tool call. Example: in
-    "<think>REASONING<tool_call>..", the marker `<tool_call>` interrupts the reasoning. The report
-    compares this message with the same message without reasoning, with the label R5.
+    Some templates omit the closing marker of reasoning, such as `</think>`, before a tool call.
+    Example: in "<think>REASONING<tool_call>..", the marker `<tool_call>` ends the reasoning. The
+    parser must then end the reasoning at `<tool_call>`. The report shows this message next to the
+    message without reasoning, with the label R5.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
-        part: The reasoning part of the format, which declares the markers of reasoning.
+        part: The markers of reasoning.
         conversation: A conversation whose reasoning the template renders.
 
-    Mutates: `turn.prober`, which records the comparison. If nothing marks the end of the reasoning,
-        a sentence is appended to `turn.prober.undecided` for the report.
+    Mutates: `turn.prober`, which records the comparison. If no marker is between the reasoning and
+        the tool call, the prober records an undecided question instead.
 
     Returns:
-        A tuple with this marker, or () if there is no such marker. The tuple is the value of
-        `Reasoning.interrupted_by`.
+        A tuple with the marker, as the value of `Reasoning.interrupted_by`. The tuple is empty if
+        the template writes the closing marker, or if no marker is found.
     """
     call_only = AssistantMessage(calls=ONE_CALL)
-    reasoning_and_call = replace(call_only, reasoning=REASONING_TEXT)
-    with_reasoning = replace(conversation, answer=reasoning_and_call, tools=True)
+    without_reasoning = replace(conversation, answer=call_only, tools=True)
+    with_reasoning = replace(without_reasoning, answer=replace(call_only, reasoning=REASONING_TEXT))
     text = turn.text_after_header(with_reasoning) or ""
     between = text_between(text, REASONING_TEXT, FIRST_TOOL)
     if between is None or part.close.strip() in between:
         return ()  # The template does not render the message, or it writes the closing marker.
     markers_between = markers(between)
     if not markers_between:
-        turn.prober.undecided.append(
+        turn.prober.record_undecided(
             "R5: The end of reasoning before a call cannot be recognised, because no marker is "
             "written between the reasoning and the call."
         )
@@ -292,7 +325,7 @@ def compare_reasoning_before_call(
     turn.prober.record(
         "R5 reasoning before a call",
         "The message has reasoning.",
-        left=replace(with_reasoning, answer=call_only),
+        left=without_reasoning,
         right=with_reasoning,
         finding=f"{interruption!r} ends reasoning that has no closing marker.",
     )

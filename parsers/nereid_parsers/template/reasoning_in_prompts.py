@@ -1,7 +1,8 @@
 """Find the markers of reasoning in generation prompts (comparisons R2 and R3).
 
-A generation prompt is the text at the end of a prompt that opens the model's answer. Thinking
-switches are template variables, such as `enable_thinking`, that may change the generation prompt.
+A generation prompt is the text at the end of a prompt that opens the model's answer. A thinking
+switch is a template variable, such as `enable_thinking`, that turns thinking on or off. The value
+of a thinking switch may change the generation prompt.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from nereid_parsers.template.reasoning_markers import (
 def compare_thinking_switch(turn: ModelTurn) -> ReasoningMarkup | None:
     r"""Find the markers of reasoning in the generation prompts.
 
-    A generation prompt opens the model's answer. `turn` contains one prompt for each setting of the
-    template's thinking switches, for example `enable_thinking=False`. Example: if a prompt ends
-    with "<think>\n\n</think>\n\n", the markers are `<think>\n` and `\n</think>\n\n`.
+    A generation prompt is the text at the end of a prompt that opens the model's answer. `turn`
+    contains one generation prompt for each setting of the thinking switches, such as
+    `enable_thinking=False`. Example: if the generation prompt ends with "<think>\n\n</think>\n\n",
+    the markers are `<think>\n` and `\n</think>\n\n`.
 
-    The report compares this prompt with the default prompt, with the label R2.
+    The report shows this prompt next to the default prompt, with the label R2.
+
+    Mutates: `turn.prober`, which records the comparison.
 
     Returns:
-        The markers of the first prompt that contains markers of reasoning, or None.
+        The markers in the first prompt that contains markers of reasoning, or None.
     """
     for prompt in turn.prompts:
-        closing = _closing_in_prompt(turn, prompt)
+        closing = _closing_for_prompt(turn, prompt)
         if not closing:
             continue
         opening = first_opening(prompt.after_header)
@@ -67,41 +71,58 @@ def _add_line_breaks(closing: str, opening: str) -> str:
     return f"\n{closing}\n\n" if is_on_own_line else closing
 
 
-def _closing_in_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
-    """Return the closing marker of reasoning if `prompt` opens reasoning, or else "".
+def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
+    """Return the closing marker of the reasoning that `prompt` opens.
 
-    The first marker of the prompt opens reasoning in two cases:
-
-    1. The name of the marker refers to thinking, as in `<think>`. The next marker of the prompt is
-       the closing marker. If there is no next marker, the closing marker is derived from the name.
-       A spelling that the template contains is preferred.
-    2. The marker has another name, such as `<notes>`. The prompt must also contain the closing
-       marker `</notes>`. Or a thinking switch must add `<notes>` to the prompt, and the template
-       must contain `</notes>`.
+    The first marker of the generation prompt may open reasoning. Example: if the generation prompt
+    is "<|assistant|><think>", the header `<|assistant|>` is skipped, `<think>` opens reasoning, and
+    the result is `</think>`.
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
-        prompt: A prompt with a setting of the thinking switches, such as enable_thinking=True.
+        prompt: A prompt for one setting of the thinking switches, such as enable_thinking=True.
+
+    Returns:
+        The closing marker, or "" if the prompt does not open reasoning.
     """
     opening, next_marker = first_two(markers(prompt.after_header))  # A missing marker is "".
-    possible_closings = closing_spellings(opening)
     if is_thinking_marker(opening):
-        first_spelling = possible_closings[0] if possible_closings else ""
-        return next_marker or first_occurring(turn, possible_closings) or first_spelling
+        return next_marker or _closing_of_name(turn, opening)
+    possible_closings = closing_spellings(opening)
     if next_marker in possible_closings:
-        return next_marker
+        return next_marker  # The prompt contains an empty block, such as `<notes></notes>`.
+    # The name of the marker does not refer to thinking, as in `<notes>`. This marker opens
+    # reasoning only if a thinking switch adds the marker to the prompt.
     is_added_by_switch = prompt.after_header != turn.prompts[0].after_header
     return first_occurring(turn, possible_closings) if is_added_by_switch else ""
+
+
+def _closing_of_name(turn: ModelTurn, opening: str) -> str:
+    """Derive the closing marker from the name of an opening marker: `</think>` from `<think>`.
+
+    Some opening markers have several possible closing markers: `<|END_THINKING|>` and
+    `</|START_THINKING|>` for `<|START_THINKING|>`. The result is the first closing marker that the
+    template or a generation prompt contains. If they contain none, the result is the first possible
+    closing marker. The result is "" if no closing marker can be derived.
+    """
+    possible_closings = closing_spellings(opening)
+    first_spelling = possible_closings[0] if possible_closings else ""
+    return first_occurring(turn, possible_closings) or first_spelling
 
 
 def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
     """Find the markers of reasoning in the instructions that a thinking switch adds to a prompt.
 
-    A thinking switch is a template variable such as `enable_thinking`. Example: the instruction
-    "Write <think></think> and <answer></answer>" shows the markers of reasoning and the markers
-    around the content. Return None if no switch adds such instructions.
+    A thinking switch is a template variable such as `enable_thinking`. Example: the switch adds the
+    instruction "Write <think></think> and <answer></answer>". The markers `<think>` and `</think>`
+    enclose the reasoning, and the markers `<answer>` and `</answer>` enclose the content.
 
-    The report compares the prompt with the default prompt, with the label R3.
+    The report shows this prompt next to the default prompt, with the label R3.
+
+    Mutates: `turn.prober`, which records the comparison.
+
+    Returns:
+        The markers, or None if no switch adds an instruction with markers of reasoning.
     """
     for prompt in turn.prompts[1:]:
         default = turn.prompts[0]
@@ -121,25 +142,32 @@ def compare_instructions(turn: ModelTurn) -> ReasoningMarkup | None:
 
 
 def _pairs_in_instructions(default: GenerationPrompt, prompt: GenerationPrompt) -> list[MarkerPair]:
-    """Return the pairs of tags in the instructions that `prompt` contains and `default` does not.
+    """Return the pairs of tags in the instructions that a thinking switch adds to a prompt.
 
-    The first pair encloses reasoning. Example: the instruction "Write <think></think> and
-    <answer></answer>" contains the pairs `<think></think>` and `<answer></answer>`. Return [] if
-    there are no pairs, or if the name of the first pair does not refer to thinking.
+    Example: the default prompt is "Hello.", and `prompt` is "Write <think></think> and
+    <answer></answer>. Hello." The result contains the pairs `<think></think>` and
+    `<answer></answer>`. In instructions about thinking, the first pair encloses the reasoning. If
+    the name of the first pair does not refer to thinking, the instructions have another purpose,
+    and the result is [].
+
+    Args:
+        default: The prompt with the default values of the thinking switches.
+        prompt: The prompt with another value of a thinking switch.
     """
     if prompt.switches.system:
-        return []  # The added text is the system message of the probe, not an instruction.
-    instructions = difference(default.text, prompt.text).right
-    pairs = empty_pairs(instructions)
-    mentions_reasoning = bool(pairs) and is_thinking_marker(pairs[0].opening)
-    return pairs if mentions_reasoning else []
+        return []  # The analysis itself added a system message, so the text is no instruction.
+    added_instructions = difference(default.text, prompt.text).right
+    pairs = empty_pairs(added_instructions)
+    is_about_thinking = bool(pairs) and is_thinking_marker(pairs[0].opening)
+    return pairs if is_about_thinking else []
 
 
 def first_occurring(turn: ModelTurn, candidates: list[str]) -> str:
-    """Return the first candidate that the template or a generation prompt contains, or "".
+    """Return the first candidate that occurs in the template or in a generation prompt, or "".
 
-    Example: the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only
-    "</think>". Then the result is "</think>".
+    A generation prompt is the text at the end of a prompt that opens the model's answer. Example:
+    the candidates are ["<|END_THINKING|>", "</think>"], and the template contains only "</think>".
+    The result is "</think>".
     """
     texts = [*turn.prober.template.literals, *(prompt.after_header for prompt in turn.prompts)]
     for candidate in candidates:

@@ -34,12 +34,17 @@ class MarkerPair(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarkup:
-    """The markers that one comparison shows.
+    """The markers that one comparison of two rendered messages shows.
+
+    Example: "<think>REASONING</think><|assistant|><answer>CONTENT</answer>" has the reasoning
+    markers `<think>` and `</think>`, the wrapper `<answer>`, `</answer>`, and the inner header
+    `<|assistant|>`.
 
     Attributes:
-        part: The reasoning part of the format.
-        wrapper: The markers around the content, if the comparison shows them.
-        inner_headers: Headers that the model itself writes between the reasoning and the content.
+        part: The reasoning part of the format. It contains the markers around the reasoning.
+        wrapper: The markers around the content, or None if the comparison shows no such markers.
+        inner_headers: The headers between the reasoning and the content. A header is the text that
+            opens an assistant message. The model writes an inner header itself.
     """
 
     part: Reasoning
@@ -57,19 +62,27 @@ def is_thinking_marker(marker: str) -> bool:
 
 
 def last_opening(before: str) -> str:
-    r"""Return the marker that opens reasoning. `before` is the text before the reasoning.
+    r"""Return the opening marker of reasoning, which is at the end of the text `before` reasoning.
 
-    The white space around the marker is a part of the result. If markers and words are joined
-    without white space, all of them are returned as one marker. If white space and words follow the
-    last marker, these words open the reasoning instead. If there is no marker, the whole text opens
-    the reasoning.
+    A marker is a piece of markup such as `<think>`. The white space around the marker is a part of
+    the result:
 
     >>> last_opening("Hello.\n<think>\n")
     '\n<think>\n'
+
+    If markers and words are joined without white space, they open the reasoning together:
+
     >>> last_opening("Hello. <|open|>think<|sep|>")
     ' <|open|>think<|sep|>'
-    >>> last_opening("<|start|>\nHere is my reasoning:\n")
-    '\nHere is my reasoning:\n'
+
+    If white space and words follow the last marker, these words open the reasoning. If there is no
+    marker, the whole text opens the reasoning, without the line breaks at its start:
+
+    >>> last_opening("<|start|>\nI think:\n"), last_opening("\nI think:\n")
+    ('\nI think:\n', 'I think:\n')
+
+    Args:
+        before: The text of the rendered message before the reasoning.
     """
     matches = list(MARKER.finditer(before))
     if not matches:
@@ -86,48 +99,52 @@ def last_opening(before: str) -> str:
 
 
 def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
-    """Return the start index of the markers and words that directly precede reasoning.
+    """Return the index at which the text that opens reasoning starts in `before`.
 
-    The markers and words are joined without white space, so they usually start after the last white
-    space. Exception: a marker such as `<start think>` contains white space.
+    The opening text consists of markers, such as `<|open|>`, and words that are joined without
+    white space. Therefore, the opening text starts after the last white space before the end of
+    `last_marker`. In this example, the index 4 is the start of "<|open|>":
 
     >>> text = "Hi. <|open|>think<|sep|>"
     >>> _start_of_opening(text, list(MARKER.finditer(text))[-1])
     4
 
+    Exception: if the last marker itself contains white space, as `<start think>` does, the opening
+    text starts at the start of this marker.
+
     Args:
-        before: The text before the reasoning.
+        before: The text of the rendered message before the reasoning.
         last_marker: The match of the last marker in `before`.
     """
     text_to_marker = before[: last_marker.end()]
     text_after_space = text_to_marker.split()[-1]
     start_after_space = len(text_to_marker) - len(text_after_space)
-    # If the marker contains white space, the start of the marker is the smaller index.
+    # If the last marker contains white space, the marker starts before this white space.
     return min(start_after_space, last_marker.start())
 
 
 def first_opening(after_header: str) -> str:
-    r"""Find the opening marker of reasoning, such as `<think>`, in the text of a generation prompt.
+    r"""Return the opening marker of reasoning, such as `<think>`, at the end of a prompt.
 
-    The marker is the first marker after the header, which is the text that opens an assistant
-    message. If words precede the first marker, these words open the reasoning instead. The result
-    is "" if `after_header`, the text of the prompt after the header, is blank.
+    The end of a prompt opens the model's answer: the header `<|assistant|>`, and sometimes the
+    start of the reasoning. The first marker after the header opens the reasoning. If words precede
+    the first marker, these words open the reasoning instead:
 
-    >>> first_opening("<think>\n</think>")
-    '<think>\n'
-    >>> first_opening("Here is my reasoning:\n<end>")
-    'Here is my reasoning:\n'
+    >>> first_opening("<think>\n</think>"), first_opening("I think:\n<end>")
+    ('<think>\n', 'I think:\n')
+
+    Args:
+        after_header: The text of the prompt after the header. The result is "" if this text is
+            blank.
     """
-    first_marker = MARKER.search(after_header)
-    if first_marker is not None:
-        return _words_or_marker(after_header, first_marker)
-    return after_header if after_header.strip() else ""
+    opening = _words_or_marker_at_start(after_header)
+    return opening if opening.strip() else ""
 
 
 def closing_marker(between: str, opening: str) -> str:
     r"""Return the closing marker of reasoning, with the white space around the marker.
 
-    The first marker closes the reasoning:
+    Usually, the first marker after the reasoning is the closing marker:
 
     >>> closing_marker("\n</think>\n\n<response>", "<think>\n")
     '\n</think>\n\n'
@@ -138,50 +155,50 @@ def closing_marker(between: str, opening: str) -> str:
     >>> closing_marker("<|close|>think<|sep|><|open|>", "<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
 
-    If words precede the first marker, these words close the reasoning instead. If there is no
-    marker, the whole text closes the reasoning:
+    If words precede the first marker, these words close the reasoning:
 
-    >>> closing_marker("I am done.\n<b>", "I think:\n"), closing_marker("Done.\n", "I think:\n")
-    ('I am done.\n', 'Done.\n')
+    >>> closing_marker("I am done.\n<b>", "I think:\n")
+    'I am done.\n'
 
     Args:
-        between: The text between the reasoning and the next part of the message.
-        opening: The marker that opens reasoning.
+        between: The text between the reasoning and the next part of the message. If this text
+            contains no marker, the result is the whole text.
+        opening: The text that opens the reasoning, such as `<think>`.
     """
     markers_and_words = compound_closing(between, opening.strip())
-    if markers_and_words:
-        return markers_and_words
-    first_marker = MARKER.search(between)
-    return between if first_marker is None else _words_or_marker(between, first_marker)
+    return markers_and_words or _words_or_marker_at_start(between)
 
 
-def _words_or_marker(text: str, first_marker: re.Match[str]) -> str:
-    r"""Return the words before the first marker of `text`, or the marker if no words precede it.
+def _words_or_marker_at_start(text: str) -> str:
+    r"""Return the words or the marker at the start of `text`, with the white space around them.
 
-    The marker is returned with the white space around the marker.
+    Most templates write a marker, such as `</think>`, before or after the reasoning. Some templates
+    write words in the place of this marker. If `text` starts with words, return the words before
+    the first marker. If `text` starts with a marker, return only the first marker:
 
-    >>> text = "I am done.\n<b>"
-    >>> _words_or_marker(text, MARKER.search(text))
-    'I am done.\n'
-    >>> text = "\n<a>\n<b>"
-    >>> _words_or_marker(text, MARKER.search(text))
-    '\n<a>\n'
+    >>> _words_or_marker_at_start("I am done.\n<a><b>"), _words_or_marker_at_start("\n<a>\n<b>")
+    ('I am done.\n', '\n<a>\n')
 
-    Args:
-        text: A text that contains a marker.
-        first_marker: The match of the first marker in `text`.
+    A text without markers is returned unchanged.
     """
-    before_marker = text[: first_marker.start()]
-    if before_marker.strip():
-        return before_marker  # These are the words.
-    after_whitespace = text[first_marker.end() :].lstrip()
-    return text.removesuffix(after_whitespace)
+    first_marker = MARKER.search(text)
+    if first_marker is None:
+        return text
+    words = text[: first_marker.start()]
+    if words.strip():
+        return words
+    after_marker_and_space = text[first_marker.end() :].lstrip()
+    return text.removesuffix(after_marker_and_space)
 
 
 def declare_reasoning(
     opening: str, closing: str, header: str, after_reasoning: str
 ) -> ReasoningMarkup:
-    """Declare the markers of reasoning, and the header that the model writes after the reasoning.
+    """Declare the markers around the reasoning, and a header that follows the reasoning.
+
+    A header is the text that opens an assistant message. Some templates write the header a second
+    time, between the reasoning and the content. The model then writes the second header itself, and
+    the parser must remove this header from the output:
 
     >>> text = "</think><|assistant|>"
     >>> declare_reasoning("<think>", "</think>", "<|assistant|>", text).inner_headers
@@ -190,8 +207,7 @@ def declare_reasoning(
     Args:
         opening: The opening marker of reasoning.
         closing: The closing marker of reasoning.
-        header: The text that opens the model's turn. Some templates repeat the header between the
-            reasoning and the content. The model then writes this second header itself.
+        header: The header of the model's messages, or "".
         after_reasoning: The text between the reasoning and the next part of the message.
     """
     also_open = shorter_openings(opening, other_markup=closing + header)
@@ -203,23 +219,25 @@ def declare_reasoning(
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the shorter forms of `opening` that a model may write at the start of reasoning.
+    """Return the last marker of `opening`, if the model may write only this marker.
 
-    If several markers open reasoning, a model may write only the last marker. The result contains
-    this marker, or is empty.
+    If several markers open the reasoning, such as `<|message|><|thinking|>`, some models write only
+    the last marker. The parser then accepts the last marker (`Reasoning.also_open`):
 
-    >>> shorter_openings("<|message|><|thinking|>", "<|end|>")
+    >>> shorter_openings("<|message|><|thinking|>", other_markup="<|end|>")
     ('<|thinking|>',)
 
-    The last marker must not occur in the other markup around reasoning, because the marker then
-    does not show that reasoning starts:
+    Return () if only one marker opens the reasoning. Also return () if the other markup contains
+    the last marker, because the last marker alone then does not show that reasoning starts. In this
+    example, `<|sep|>` also occurs at the end of the reasoning:
 
-    >>> shorter_openings("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+    >>> shorter_openings("<|open|>think<|sep|>", other_markup="<|close|>think<|sep|>")
     ()
 
     Args:
-        opening: The text that opens reasoning.
-        other_markup: The closing marker of reasoning and the header of the model's turn.
+        opening: The text that opens the reasoning.
+        other_markup: The text that closes the reasoning, followed by the text that opens an
+            assistant message.
     """
     has_several_markers = len(markers(opening)) > 1
     last_marker = trailing_marker(opening)  # "" if `opening` ends with words
@@ -229,16 +247,22 @@ def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
 
 
 def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
-    r"""Return the markers around content that follows reasoning, or None if there are no markers.
+    r"""Return the markers around the content that follows the reasoning, or None.
 
-    The closing marker of the result is "" if no marker after the content corresponds to the opening
-    marker.
+    Some templates write a marker before and after the content, such as `<answer>` and `</answer>`:
 
     >>> content_wrapper("\n<answer>\n", "</answer><|im_end|>")
     Wrapper(open='<answer>\n', close='</answer>')
 
+    If the first marker after the content is not the closing marker of `<answer>`, the content has
+    no closing marker. `Wrapper.close` is then "":
+
+    >>> content_wrapper("<answer>", "<|im_end|>")
+    Wrapper(open='<answer>', close='')
+
     Args:
-        before_content: The text between the closing marker of reasoning and the content.
+        before_content: The text between the closing marker of reasoning and the content. The result
+            is None if this text is blank.
         after_content: The text after the content.
     """
     opening = before_content.strip()
@@ -247,14 +271,15 @@ def content_wrapper(before_content: str, after_content: str) -> Wrapper | None:
     first_after, _ = first_two(markers(after_content))  # A missing marker is "".
     closing = first_after if first_after in closing_spellings(opening) else ""
     # White space before the opening marker is removed, because it belongs to the end of the
-    # reasoning. White space after the opening marker is kept as a part of the opening marker.
+    # reasoning. White space after the opening marker is a part of the wrapper.
     return Wrapper(before_content.lstrip(), closing)
 
 
 def empty_pairs(text: str) -> list[MarkerPair]:
-    """Return the markers of all empty blocks in `text`, such as `<think></think>`.
+    """Return the opening and closing markers of each empty block in `text`.
 
-    The instructions in a prompt often name the markers of reasoning in this way.
+    An empty block is, for example, `<think></think>`. Instructions in a prompt often contain empty
+    blocks to tell the model which markers to write around the reasoning.
 
     >>> empty_pairs("Write <think></think>, then <answer> </answer>.")
     [MarkerPair(opening='<think>', closing='</think>'),
@@ -270,33 +295,54 @@ def empty_pairs(text: str) -> list[MarkerPair]:
 
 
 def named_pair(literal: str) -> MarkerPair | None:
-    """Find the two markers of reasoning in a string constant of the template.
+    """Return the two markers of reasoning that a string constant of the template contains.
 
-    The constant must contain both markers, or it must consist of the closing marker alone. In the
-    second case, the opening marker is derived from the closing marker. Return None if the constant
-    has neither form, or if the names of the markers do not refer to thinking.
+    The names of the markers must refer to thinking, as in `<think>`. If the constant consists of
+    the closing marker alone, the opening marker is derived from the closing marker:
 
     >>> named_pair("Write <think>your thoughts</think> first.")
     MarkerPair(opening='<think>', closing='</think>')
     >>> named_pair("</think>")
     MarkerPair(opening='<think>', closing='</think>')
+
+    Return None if the constant contains no such markers.
+    """
+    return _thinking_pair_in(literal) or _pair_of_closing(literal.strip())
+
+
+def _thinking_pair_in(literal: str) -> MarkerPair | None:
+    """Return the first pair of markers in `literal` whose closing marker refers to thinking.
+
+    >>> _thinking_pair_in("Write <think>your thoughts</think> first.")
+    MarkerPair(opening='<think>', closing='</think>')
+
+    Return None if `literal` does not contain both markers of a pair.
     """
     all_markers = markers(literal)
-    thinking_markers = [marker for marker in all_markers if is_thinking_marker(marker)]
-    for marker in thinking_markers:
-        openings_in_literal = [
-            opening for opening in _possible_openings(marker) if opening in all_markers
-        ]
-        if openings_in_literal:
-            return MarkerPair(openings_in_literal[0], closing=marker)
-    text = literal.strip()
-    is_marker_alone = text in thinking_markers
-    derived_openings = _possible_openings(text) if is_marker_alone else []
-    return MarkerPair(derived_openings[0], closing=text) if derived_openings else None
+    for closing in filter(is_thinking_marker, all_markers):
+        for opening in _possible_openings(closing):
+            if opening in all_markers:
+                return MarkerPair(opening, closing)
+    return None
+
+
+def _pair_of_closing(text: str) -> MarkerPair | None:
+    """Derive the opening marker if `text` is a closing marker whose name refers to thinking.
+
+    >>> _pair_of_closing("</think>")
+    MarkerPair(opening='<think>', closing='</think>')
+
+    Return None if `text` is anything else, such as an opening marker or a sentence.
+    """
+    is_closing_alone = text in markers(text) and is_thinking_marker(text)
+    openings = _possible_openings(text) if is_closing_alone else []
+    return MarkerPair(openings[0], closing=text) if openings else None
 
 
 def _possible_openings(marker: str) -> list[str]:
-    """Return the possible opening markers of a closing marker. Return [] for an opening marker.
+    """Return the opening markers that may belong to a closing marker.
+
+    Return [] for a marker that is itself an opening marker.
 
     >>> _possible_openings("</think>"), _possible_openings("<think>")
     (['<think>'], [])
@@ -305,16 +351,21 @@ def _possible_openings(marker: str) -> list[str]:
 
 
 def markup_of_pairs(reasoning: MarkerPair, other_pairs: list[MarkerPair]) -> ReasoningMarkup:
-    r"""Declare that a pair of markers encloses reasoning, and another pair encloses the content.
+    r"""Declare that the pair `reasoning` encloses reasoning, and another pair encloses the content.
 
-    The first of `other_pairs` encloses the content. The white space around the markers of reasoning
-    is unknown. So the result assumes that each of these markers is on a line of its own, as in most
-    templates.
+    An instruction, such as "Write <think></think> and <answer></answer>", contains the pairs. The
+    instruction does not show the white space around the markers of reasoning. Therefore, the result
+    assumes that each marker of reasoning is on a line of its own, as in most templates.
 
     >>> thinking, answer = MarkerPair("<think>", "</think>"), MarkerPair("<answer>", "</answer>")
     >>> markup = markup_of_pairs(thinking, [answer])
     >>> markup.part.open, markup.part.close, markup.wrapper
     ('<think>\n', '\n</think>\n\n', Wrapper(open='<answer>', close='</answer>'))
+
+    Args:
+        reasoning: The markers of reasoning.
+        other_pairs: The other pairs of the instruction. The first of these pairs encloses the
+            content. If the list is empty, the result declares no markers around the content.
     """
     part = Reasoning(open=f"{reasoning.opening}\n", close=f"\n{reasoning.closing}\n\n")
     if not other_pairs:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# One alternative for each kind of token: `<...>`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`, `◁...▷`, a
-# code fence, a word, one white-space character, any other character.
+# The alternatives match, in order: `<...>`, `[TOOL_CALLS]`, `[|...|]`, `]~b]`, `◁...▷`, a code
+# fence, a word, one white-space character, and any other character.
 _TOKEN = re.compile(
     r"<[^<>\s][^<>\n]*>?|\[/?[A-Z][A-Z_ ]*\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷|```|\w+|\s|.",
@@ -25,7 +25,8 @@ MARKER = re.compile(
     r"<[^<>\s][^<>\n]*>|\[/?[A-Z][A-Z_ ]{2,}\]|\[\|[^\[\]|\n]+\|\]|[\[\]]\w*~!?\w*[\[\]]"
     r"|◁[^◁▷\n]*▷"
 )
-# Patterns of opening markers, and the closing markers that correspond to them.
+# Each rule derives a closing marker from an opening marker. The first string is a regular
+# expression that matches the opening marker. The second string is the closing marker.
 _CLOSING_RULES = (
     (r"<(?![/|｜])(.*)", r"</\1"),  # `<think>` and `</think>`
     (r"<\|(.*)(?<!\|)>", r"<\1|>"),  # `<|channel>` and `<channel|>`
@@ -34,7 +35,7 @@ _CLOSING_RULES = (
     (r"(<[|｜])(.*)", r"\1/\2"),  # `<|think|>` and `<|/think|>`
     (r"<([|｜].*)", r"</\1"),  # `<|think|>` and `</|think|>`
 )
-# Patterns of closing markers, and the opening markers that correspond to them.
+# Each rule derives an opening marker from a closing marker, in the form of `_CLOSING_RULES`.
 _OPENING_RULES = (
     (r"([^/]{0,2})/(.*)", r"\1\2"),  # `</think>` and `<think>`, `[|/think|]` and `[|think|]`
     (r"(?!<\|).(.*)\|>", r"<|\1>"),  # `<channel|>` and `<|channel>`
@@ -51,7 +52,14 @@ Split = Callable[[str], list[str]]  # A function that splits a text into tokens.
 
 
 class Difference(NamedTuple):
-    """Two texts, split into their common prefix, the parts that differ, and their common suffix."""
+    """Two texts, split into their common prefix, the parts that differ, and their common suffix.
+
+    Attributes:
+        prefix: The text with which both texts start.
+        left: The part that only the first text contains.
+        right: The part that only the second text contains.
+        suffix: The text with which both texts end.
+    """
 
     prefix: str
     left: str
@@ -65,9 +73,10 @@ class Comparison:
 
     Attributes:
         name: The label of the comparison, such as "R1 reasoning presence".
-        changed: What was changed in the conversation to get `right` instead of `left`.
-        left: The rendering before the change.
-        right: The rendering after the change.
+        changed: A sentence that describes the change between the two conversations, such as "The
+            message has reasoning."
+        left: The rendering of the conversation before the change.
+        right: The rendering of the conversation after the change.
         finding: What the analysis concludes from the difference, as a sentence for the report.
     """
 
@@ -78,7 +87,7 @@ class Comparison:
     finding: str
 
     def parts(self) -> Difference:
-        """Split the two renderings where they differ."""
+        """Split the two renderings into a common prefix, the parts that differ, and a suffix."""
         return difference(self.left, self.right)
 
 
@@ -115,7 +124,10 @@ def tokens(text: str) -> list[str]:
 
 
 def common_prefix(text: str, other: str, split: Split = tokens) -> str:
-    """Return the longest common prefix that does not split a token.
+    """Return the longest common prefix of two texts that ends between two tokens.
+
+    A token is a marker such as `<tool_call>`, a word, or a single character. In this example, the
+    prefix does not end inside a marker, although both texts continue with "<tool_":
 
     >>> common_prefix("<a><tool_call>", "<a><tool_result>")
     '<a>'
@@ -124,7 +136,10 @@ def common_prefix(text: str, other: str, split: Split = tokens) -> str:
 
 
 def common_suffix(text: str, other: str, split: Split = tokens) -> str:
-    """Return the longest common suffix that does not split a token.
+    """Return the longest common suffix of two texts that starts between two tokens.
+
+    A token is a marker such as `</call>`, a word, or a single character. In this example, the
+    suffix does not start inside a marker, although "call>" precedes `</all>` in both texts:
 
     >>> common_suffix("yes</call></all>", "no</recall></all>")
     '</all>'
@@ -134,7 +149,7 @@ def common_suffix(text: str, other: str, split: Split = tokens) -> str:
 
 
 def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
-    """Return the longest list of tokens with which both sequences start.
+    """Return the tokens with which both sequences start.
 
     >>> _common_start(["<a>", "one"], ["<a>", "two"])
     ['<a>']
@@ -150,7 +165,7 @@ def _common_start(sequence: list[str], other_sequence: list[str]) -> list[str]:
 def difference(left: str, right: str, split: Split = tokens) -> Difference:
     """Split two texts into a common prefix, the parts that differ, and a common suffix.
 
-    The texts are split only between tokens, so no marker or word is divided.
+    The texts are split only between tokens: markers such as `<a>`, words and single characters.
 
     >>> difference("<a>yes</a>", "<a>no</a>")
     Difference(prefix='<a>', left='yes', right='no', suffix='</a>')
@@ -173,7 +188,9 @@ def difference(left: str, right: str, split: Split = tokens) -> Difference:
 
 
 def drop_common_suffix(text: str, other: str) -> str:
-    r"""Return `text` without the suffix that `text` and `other` have in common.
+    r"""Return `text` without the longest suffix that is also a suffix of `other`.
+
+    The suffix consists of whole tokens: markers such as `<|im_end|>`, words and single characters.
 
     >>> drop_common_suffix("Hello<|im_end|>\n", "Go on.<|im_end|>\n")
     'Hello'
@@ -182,7 +199,7 @@ def drop_common_suffix(text: str, other: str) -> str:
 
 
 def text_after_last(text: str, word: str) -> str:
-    """Return the text after the last `word`, or all of `text` if `word` does not occur.
+    """Return the part of `text` after the last `word`. Return `text` if it does not contain `word`.
 
     >>> text_after_last("user: Hello. user: Bye.", "user: ")
     'Bye.'
@@ -206,6 +223,8 @@ def text_between(text: str, first: str, last: str) -> str | None:
 def markers(text: str) -> list[str]:
     """Return the markers in `text`, in order.
 
+    A marker is a piece of markup such as `<think>`, `<|im_end|>` or `[END]`.
+
     >>> markers("<think>one two</think>[END]")
     ['<think>', '</think>', '[END]']
     """
@@ -213,9 +232,9 @@ def markers(text: str) -> list[str]:
 
 
 def leading_markers(text: str) -> list[str]:
-    r"""Return the markers at the start of `text`, up to the first word.
+    r"""Return the markers at the start of `text`, before the first word.
 
-    A marker is a piece of markup such as `<think>`. White space may separate the markers.
+    A marker is a piece of markup such as `<think>`. White space may precede each marker.
 
     >>> leading_markers("<|eom|>\n<|start|>user<|message|>")
     ['<|eom|>', '<|start|>']
@@ -231,7 +250,7 @@ def leading_markers(text: str) -> list[str]:
 
 
 def first_two(found_markers: list[str]) -> tuple[str, str]:
-    """Return the first two markers of a list. A missing marker is "" in the result.
+    """Return the first two members of a list of markers. If a member is missing, "" replaces it.
 
     >>> first_two(["<think>"]), first_two(["<think>", "</think>", "<answer>"])
     (('<think>', ''), ('<think>', '</think>'))
@@ -242,7 +261,9 @@ def first_two(found_markers: list[str]) -> tuple[str, str]:
 
 
 def leading_marker(text: str) -> str:
-    r"""Return the marker at the start of `text`, or "" if no marker is there.
+    r"""Return the marker at the start of `text`, or "" if `text` starts with other text.
+
+    A marker is a piece of markup such as `<think>`. White space before the marker is ignored.
 
     >>> leading_marker("\n<think>Hello"), leading_marker("Hello<think>")
     ('<think>', '')
@@ -251,7 +272,9 @@ def leading_marker(text: str) -> str:
 
 
 def trailing_marker(text: str) -> str:
-    r"""Return the marker at the end of `text`, or "" if no marker is there.
+    r"""Return the marker at the end of `text`, or "" if `text` ends with other text.
+
+    A marker is a piece of markup such as `<think>`. White space after the marker is ignored.
 
     >>> trailing_marker("Hello<|start|><think>\n"), trailing_marker("<think>Hello")
     ('<think>', '')
@@ -264,17 +287,18 @@ def trailing_marker(text: str) -> str:
 
 
 def list_markup(before: str, between: str, after: str) -> ListMarkup:
-    """Infer the markup of a list from the texts around its two items.
+    """Infer the markup of a list from the texts around its two items, such as two tool calls.
 
-    The items are, for example, two tool calls. The three texts consist of these parts, which the
-    class `ListMarkup` explains:
+    A template has rendered the list. The whole list is between `open` and `close`, and each item is
+    between `item_open` and `item_close`. So the three texts around the items consist of these
+    parts:
 
         before     open, item_open
         between    item_close, separator, item_open
         after      item_close, close
 
-    So the common prefix of `between` and `after` is `item_close`. The common suffix of `before` and
-    the rest of `between` is `item_open`.
+    Therefore, `between` and `after` have the common prefix `item_close`. `before` and the rest of
+    `between` have the common suffix `item_open`.
 
     >>> list_markup("<all><call>", "</call>, <call>", "</call></all>")
     ListMarkup(open='<all>', item_open='<call>', item_close='</call>', separator=', ',
@@ -298,9 +322,10 @@ def list_markup(before: str, between: str, after: str) -> ListMarkup:
 
 
 def closing_spellings(marker: str) -> list[str]:
-    """Return the possible closing markers of an opening marker: `</think>` for `<think>`.
+    """Return the closing markers that may belong to an opening marker: `</think>` for `<think>`.
 
-    The result contains several markers if the form of the opening marker allows several spellings.
+    For some opening markers, templates spell the closing marker in several ways. The result then
+    contains all these spellings. The result is [] if no rule matches the opening marker.
 
     >>> closing_spellings("<think>")
     ['</think>']
@@ -315,16 +340,18 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Rewrite a marker with each rule that matches the whole marker. Return the new markers.
+    r"""Derive markers from `marker`: one marker for each rule that matches the whole `marker`.
 
-    The rules derive a closing marker from an opening marker, or the reverse.
+    A rule derives a closing marker from an opening marker, or an opening marker from a closing
+    marker. In this example, only the first rule matches:
 
     >>> _apply_rules([(r"<(.*)", r"</\1"), (r"\[(.*)", r"[/\1")], "<think>")
     ['</think>']
 
     Args:
-        rules: Pairs of a regular expression and a replacement.
-        marker: The marker.
+        rules: Pairs of a regular expression and a replacement. `\1` in the replacement is the text
+            that the first group of the regular expression matches.
+        marker: The marker, such as `<think>`.
     """
     new_markers = []
     for regex, replacement in rules:
@@ -335,35 +362,50 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """If several markers and words open a block, return the text that closes the block.
+    """Return the text that closes a block, if several markers and words open the block.
 
-    A block is a part of a message, such as the reasoning. In such a block, the opening text and the
-    closing text differ only in their first marker. Return "" if only one marker opens the block, or
-    if `text` does not start with a closing text.
+    A block is a part of a message, such as the reasoning. Example: the markers `<|open|>` and
+    `<|sep|>`, with the word "think" between them, open a block. The text that closes such a block
+    differs from the opening text only in its first marker:
 
-    >>> compound_closing("<|close|>think<|sep|>Hello", "<|open|>think<|sep|>")
+    >>> compound_closing("<|close|>think<|sep|>Hello", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
 
+    If only one marker opens the block, return "", because the block has a simple closing marker.
+
+    >>> compound_closing("</think>Hello", opening="<think>")
+    ''
+
     Args:
-        text: The text after the block.
+        text: The text after the block. If it does not start with such a closing text, the result is
+            "".
         opening: The markers and words that open the block.
     """
-    first, second = first_two(markers(opening))  # `<|open|>` and `<|sep|>`
-    has_several_markers = bool(second)
-    if not has_several_markers or not opening.startswith(first):
-        return ""
-    shared_end = opening.removeprefix(first)  # `think<|sep|>`
-    first_of_closing, found_end, _ = text.partition(shared_end)  # `<|close|>`, `think<|sep|>`
-    # In a closing text, only one marker precedes the shared end. If the text before this end is
-    # longer than `opening`, the end belongs to a later part of the message.
-    is_closing_text = bool(found_end) and len(first_of_closing) <= len(opening)
-    return first_of_closing + shared_end if is_closing_text else ""
+    after_first_marker = _text_after_first_marker(opening)  # "think<|sep|>"
+    if not markers(after_first_marker):
+        return ""  # Only one marker opens the block.
+    before, found_shared_end, _ = text.partition(after_first_marker)
+    # `before` is the first marker of the closing text, "<|close|>". If `before` is longer than
+    # `opening`, the shared end belongs to a later part of the message.
+    is_closing_text = bool(found_shared_end) and len(before) <= len(opening)
+    return before + after_first_marker if is_closing_text else ""
+
+
+def _text_after_first_marker(text: str) -> str:
+    """Return the text after the marker with which `text` starts, or "" if there is no such marker.
+
+    >>> _text_after_first_marker("<|open|>think<|sep|>")
+    'think<|sep|>'
+    """
+    first_marker = MARKER.match(text)
+    return text[first_marker.end() :] if first_marker is not None else ""
 
 
 def opening_spellings(marker: str) -> list[str]:
-    """Return the possible opening markers of a closing marker: `<think>` for `</think>`.
+    """Return the opening markers that may belong to a closing marker: `<think>` for `</think>`.
 
-    The result contains several markers if the form of the closing marker allows several spellings.
+    For some closing markers, templates spell the opening marker in several ways. The result then
+    contains all these spellings. The result is [] if no rule matches the closing marker.
 
     >>> opening_spellings("</think>")
     ['<think>']

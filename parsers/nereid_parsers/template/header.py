@@ -1,8 +1,9 @@
-r"""Find the header of the model's messages by comparing two renderings.
+r"""Find the header of the model's messages by comparing renderings.
 
-Example: the generation prompt `<|im_start|>assistant\n<think>\n` consists of two parts. Every
-assistant message has the header `<|im_start|>assistant\n`. The rest, `<think>\n`, belongs to the
-model's answer.
+The header is the text that opens every assistant message. The generation prompt is the text at the
+end of a prompt that opens the model's answer. Example: the generation prompt
+`<|im_start|>assistant\n<think>\n` consists of the header, `<|im_start|>assistant\n`, and of
+`<think>\n`, which belongs to the model's answer.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from nereid_parsers.template.probe import Prober
 
 _USER_WORD = re.compile(r"\w*user\w*", re.IGNORECASE)
 _WORDS = re.compile(r"(\w+)")
-_MAX_USER_HEADER = 80  # the largest length of a header, in characters
+_MAX_USER_HEADER = 80  # the largest length of the header of a user message, in characters
 
 _QUESTION = Conversation()
 _PROMPT = Conversation(generation_prompt=True)
-# Conversations with an answer. Each rendering contains the header of the model's turn.
+# Conversations with an answer. Their renderings contain the header of an assistant message.
 _ANSWERED = (
     Conversation(AssistantMessage(CONTENT_TEXT)),
     Conversation(AssistantMessage(CONTENT_TEXT), user_replies=True),
@@ -47,20 +48,21 @@ _ANSWERED = (
 
 
 def compare_generation_prompt(prober: Prober) -> ModelTurn:
-    r"""Find the header of the model's turn, which is the text that opens an assistant message.
+    r"""Find the header, which is the text that opens every assistant message.
 
     Later comparisons need the header to find the model's answer in a rendered conversation.
 
-    Example: the generation prompt adds "<|im_start|>assistant\n<think>\n" to a conversation, but
-    messages without reasoning contain only "<|im_start|>assistant\n". So the header is
-    "<|im_start|>assistant\n".
+    Example: the generation prompt, at the end of a prompt, is "<|im_start|>assistant\n<think>\n".
+    Rendered messages without reasoning contain only "<|im_start|>assistant\n". This part is the
+    header.
 
     Args:
-        prober: Renders the conversations, and records the comparison with the label G for the
-            report.
+        prober: Renders conversations with the template.
+
+    Mutates: `prober`, which records the comparison for the report, with the label G.
 
     Returns:
-        The header, the generation prompts, and the text after the user's message.
+        The header, the rendered prompts, and the text after the user's question.
     """
     rendered_prompts = _rendered_prompts(prober)
     header = _find_header(prober, [prompt.text for prompt in rendered_prompts])
@@ -80,9 +82,13 @@ def compare_generation_prompt(prober: Prober) -> ModelTurn:
 
 
 def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
-    """Describe the header and the rest of the generation prompt in sentences for the report.
+    """Describe the header and the text after the header in a prompt, for the report.
 
     Example: "The turn opens with '<|assistant|>'. The prompt continues with '<think>'."
+
+    Args:
+        header: The text that opens an assistant message.
+        prompts: The rendered prompts. The first prompt is described.
     """
     finding = f"The turn opens with {header!r}."
     text_after_header = prompts[0].after_header if prompts else ""
@@ -92,10 +98,10 @@ def _describe_header(header: str, prompts: Sequence[GenerationPrompt]) -> str:
 
 
 class _RenderedPrompt(NamedTuple):
-    """A question with the generation prompt.
+    """A question that was rendered with the generation prompt, which opens the model's answer.
 
     Attributes:
-        switches: The combination of thinking switches with which the question was rendered.
+        switches: The setting of the thinking switches, such as enable_thinking=False.
         text: The whole rendered text.
     """
 
@@ -104,11 +110,11 @@ class _RenderedPrompt(NamedTuple):
 
 
 def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
-    """Render a question with the generation prompt, once for each combination of thinking switches.
+    """Render a question with the generation prompt, once for each setting of the thinking switches.
 
     A thinking switch is a template variable such as `enable_thinking`. The generation prompt is the
-    text at the end of a prompt that opens the model's answer. A combination with which the template
-    raises an error is omitted.
+    text at the end of a prompt that opens the model's answer. A setting is omitted if the template
+    fails to render the question with this setting.
     """
     prompts = []
     for switches in prober.thinking_switches():
@@ -119,20 +125,18 @@ def _rendered_prompts(prober: Prober) -> list[_RenderedPrompt]:
 
 
 def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
-    r"""Return the header of the model's turn, which is the text that opens an assistant message.
+    r"""Return the header, which is the text that opens every assistant message.
 
-    The first candidate is the text that the generation prompt adds. Each step then removes a part
-    that does not belong to the header:
+    The search starts with the text that the generation prompt adds at the end of a prompt. Each
+    step removes a part that does not belong to the header. Example:
 
-        text that the generation prompt adds            "<|start|>assistant\n<think></think>\n\n"
-        the part that all answers and prompts contain   "<|start|>assistant\n<think></think>\n"
-        without an empty block of reasoning             "<|start|>assistant\n"
-        without an opening marker of reasoning          "<|start|>assistant\n"
-        without text after the role                     "<|start|>assistant\n"
+        text that the generation prompt adds           "<|start|>assistant\n<think></think>\n\n"
+        only the part that all renderings contain      "<|start|>assistant\n<think></think>\n"
+        without text that belongs to the answer        "<|start|>assistant\n"
 
     Args:
-        prober: Renders the conversations.
-        prompts: The prompt for each setting of the switches.
+        prober: Renders conversations with the template.
+        prompts: The rendered prompts, one for each setting of the thinking switches.
     """
     question = prober.render(_QUESTION) or ""
     question_and_prompt = prober.render(_PROMPT) or question
@@ -148,15 +152,19 @@ def _find_header(prober: Prober, prompts: Sequence[str]) -> str:
 
 
 def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: str) -> str:
-    """Remove what follows the header in `shared`: a block, a marker, or text after the role.
+    """Return only the header of `shared`, without the text that belongs to the model's answer.
+
+    The header opens every assistant message. If every rendered answer starts with `<think>` or with
+    an empty block of reasoning, `shared` contains this text too:
 
     >>> _drop_text_after_header("<|assistant|><think></think>", [], user_header="<|user|>")
     '<|assistant|>'
 
     Args:
-        shared: The text with which all answers and prompts start. It starts with the header.
+        shared: The text that all prompts and answers have in common. It starts with the header.
         answers: The rendered answers, each with the header.
-        user_header: The text that opens a user's message, or "".
+        user_header: The text that opens a user message, or "" if it is not known. The header of an
+            assistant message has a similar form.
     """
     without_block = _drop_empty_block(shared)
     without_marker = _drop_opening_marker(without_block, answers)
@@ -166,11 +174,16 @@ def _drop_text_after_header(shared: str, answers: Sequence[str], user_header: st
 def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
     r"""Return the text that the generation prompt adds after the user's question.
 
-    Only the text after the question is compared, because some templates also change the system
-    message if they render the generation prompt.
+    The generation prompt opens the model's answer. Some templates also change the system message
+    when they render the generation prompt. Therefore, only the texts after the question are
+    compared.
 
     >>> _text_added_by_prompt(f"{USER_TEXT}<|end|>", f"{USER_TEXT}<|end|><|start|>assistant")
     '<|start|>assistant'
+
+    Args:
+        without_prompt: The question, rendered without the generation prompt.
+        with_prompt: The question, rendered with the generation prompt.
     """
     end_without_prompt = text_after_last(without_prompt, USER_TEXT)
     end_with_prompt = text_after_last(with_prompt, USER_TEXT)
@@ -178,7 +191,11 @@ def _text_added_by_prompt(without_prompt: str, with_prompt: str) -> str:
 
 
 def _rendered_answers(prober: Prober) -> list[str]:
-    """Render the conversations in `_ANSWERED`, and return the texts after the user's question."""
+    """Render conversations with an answer, and return the texts after the user's question.
+
+    Example: "...QUESTION<|end|><|assistant|>Hello" gives "<|end|><|assistant|>Hello". Conversations
+    that the template fails to render are omitted.
+    """
     answers = []
     for conversation in _ANSWERED:
         text = prober.render(conversation)
@@ -188,31 +205,33 @@ def _rendered_answers(prober: Prober) -> list[str]:
 
 
 def _part_in_renderings(added: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `added` that all other renderings contain.
+    r"""Return the longest prefix of `added` that all renderings contain.
 
-    The generation prompt is the text that opens the model's answer. Its start is the header if the
-    other renderings also contain this start.
+    The generation prompt, which opens the model's answer, adds the text `added`. This text starts
+    with the header of an assistant message. The other renderings of assistant messages show where
+    the header ends:
 
     >>> _part_in_renderings("<|a|>\n<think>\n", ["<|a|>\nHello", "<|a|>\n<think>\n"])
     '<|a|>\n'
 
     Args:
-        added: The text that the generation prompt adds to a rendering.
-        renderings: Other renderings of the model's turn. A rendering that contains no start of
-            `added` is ignored. If all renderings are ignored, the result is `added`.
+        added: The text that the generation prompt adds at the end of a prompt.
+        renderings: Rendered answers and the ends of rendered prompts. A rendering is ignored if it
+            does not contain any prefix of `added`. If all renderings are ignored, the result is
+            `added`.
     """
     prefixes = [_longest_shared_prefix(added, rendering) for rendering in renderings]
     found_prefixes = [prefix for prefix in prefixes if prefix]
-    # All these prefixes start at the beginning of `added`, so each of them starts with the shortest
-    # prefix. Therefore, every rendering that is not ignored contains the shortest prefix.
+    # Each longer prefix of `added` starts with the shortest prefix. Therefore, every rendering that
+    # is not ignored contains the shortest prefix.
     return min(found_prefixes, key=len, default=added)
 
 
 def _longest_shared_prefix(added: str, rendering: str) -> str:
-    r"""Return the longest prefix of `added` that occurs anywhere in `rendering`.
+    r"""Return the longest prefix of `added` that occurs at any place in `rendering`.
 
-    The prefix ends between two tokens (markers, words or single characters). White space alone does
-    not count as a prefix. The result is "" if no prefix occurs.
+    The prefix consists of whole tokens: markers such as `<think>`, words and single characters. The
+    result is "" if no prefix occurs in `rendering`, or only white space.
 
     >>> _longest_shared_prefix("<|assistant|>\n<think>\n", "\n<|assistant|>\nHello")
     '<|assistant|>\n'
@@ -240,9 +259,9 @@ def _prefix_of_all(text: str, renderings: Sequence[str]) -> str:
 def _drop_empty_block(header: str) -> str:
     """Remove an empty block of reasoning, such as `<think></think>`, from the end of `header`.
 
-    The header is the text that opens the model's turn. It was found by comparing answers. If a
-    template writes an empty block before every answer, `header` also contains this block, although
-    the block belongs to the answer.
+    The header is the text that opens every assistant message. If a template writes an empty block
+    before every answer, the analysis has taken the block for a part of the header. The block
+    belongs to the answer, so this function removes the block.
 
     >>> _drop_empty_block("<|assistant|><think></think>")
     '<|assistant|>'
@@ -261,31 +280,35 @@ def _drop_empty_block(header: str) -> str:
 def _drop_opening_marker(header: str, answers: Sequence[str]) -> str:
     """Remove the opening marker of reasoning, such as `<think>`, from the end of `header`.
 
-    The header is the text that opens the model's turn. It was found by comparing answers. If every
-    answer contains the marker, `header` also contains the marker, although the marker belongs to
-    the answer. The marker is removed if its closing marker directly follows the header in an
-    answer with content, because the two markers then enclose empty reasoning.
+    The header is the text that opens every assistant message. If every answer starts with
+    `<think>`, the analysis has taken `<think>` for a part of the header. The last marker of the
+    header opens reasoning if a rendered answer continues with the closing marker, because the two
+    markers then enclose empty reasoning:
 
     >>> answer = f"<|assistant|><think></think>{CONTENT_TEXT}"
     >>> _drop_opening_marker("<|assistant|><think>", [answer])
     '<|assistant|>'
 
+    Otherwise, return `header` unchanged.
+
     Args:
-        header: The header.
+        header: The header that the analysis has found.
         answers: The rendered answers, each with the header.
     """
     opening = trailing_marker(header)
     if not opening:
         return header
     answers_with_content = [answer for answer in answers if CONTENT_TEXT in answer]
-    is_closed_at_once = any(
+    opens_reasoning = any(
         _is_closed_after_header(answer, header, opening) for answer in answers_with_content
     )
-    return header[: header.rfind(opening)] if is_closed_at_once else header
+    return header[: header.rfind(opening)] if opens_reasoning else header
 
 
 def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
     """Return whether the closing marker of `opening` directly follows the header in an answer.
+
+    `opening`, such as `<think>`, is the last marker of the header.
 
     >>> _is_closed_after_header("<|assistant|><think></think>Hi", "<|assistant|><think>", "<think>")
     True
@@ -296,9 +319,10 @@ def _is_closed_after_header(answer: str, header: str, opening: str) -> bool:
 
 
 def _user_header(question: str) -> str:
-    r"""Return the text that opens the user's message, or "" if this text is not found.
+    r"""Return the header that opens the user's message, or "" if no header is found.
 
-    The result is the text from the last marker before the role "user" to the user's question.
+    The header starts with a marker, such as `<|start|>`, and contains the role "user". It ends at
+    the user's question:
 
     >>> _user_header(f"<|bos|><|start|>user\n{USER_TEXT}<|end|>")
     '<|start|>user\n'
@@ -307,27 +331,29 @@ def _user_header(question: str) -> str:
         question: The user's question, rendered without the generation prompt.
     """
     before_question, _, _ = question.rpartition(USER_TEXT)
-    # A long text before the question may start with a system message, so only its end is searched.
+    # A system message may precede the question, so only the last characters are searched.
     end_of_text = before_question[-_MAX_USER_HEADER:]
     role_starts = [role.start() for role in _USER_WORD.finditer(end_of_text)]
     if not role_starts:
         return ""
-    # A marker may also contain the role, as in `<|user|>`. This marker starts before the role.
+    # The marker precedes the role, as in `<|start|>user`, or contains the role, as in `<|user|>`.
     marker_starts = [marker.start() for marker in MARKER.finditer(end_of_text)]
     starts_before_role = [start for start in marker_starts if start <= role_starts[-1]]
     return end_of_text[starts_before_role[-1] :] if starts_before_role else ""
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Shorten `header` to the part that corresponds to the header of a user message.
+    r"""Remove the text after the role and its markup from the header of an assistant message.
 
-    A header is the text that opens a message. The two headers are equal, except for the role
-    ("user" or "assistant"). If every prompt and every answer continues with `<think>`, this marker
-    seems to belong to the model's header. The user's header shows where the model's header really
-    ends.
+    A header is the text that opens a message. The header of an assistant message has the form of a
+    user's header, but contains another role ("assistant" instead of "user"). If every answer starts
+    with `<think>`, the analysis has taken `<think>` for a part of the header. The user's header
+    shows where the header of the assistant message ends:
 
-    >>> _drop_text_after_role("<|start|>assistant\n<think>\n", "<|start|>user\n")
+    >>> _drop_text_after_role("<|start|>assistant\n<think>\n", user_header="<|start|>user\n")
     '<|start|>assistant\n'
+
+    Return `header` unchanged if `user_header` is "", or if the two headers have different forms.
     """
     if not user_header:
         return header
@@ -335,12 +361,15 @@ def _drop_text_after_role(header: str, user_header: str) -> str:
     matches = list(re.finditer(regex, header))
     if not matches:
         return header
-    # Earlier matches may be headers of other messages. The last match is the model's header.
+    # The last match is the header of the assistant message. Earlier matches are headers of messages
+    # before this message.
     return header[: matches[-1].end()]
 
 
 def _regex_for_any_role(user_header: str) -> str:
-    r"""Return a regex that matches a message header like `user_header`, but accepts any role.
+    r"""Return a regular expression for message headers that have the form of `user_header`.
+
+    The expression accepts any word in the place of the role "user":
 
     >>> _regex_for_any_role("<|start|>user:")
     '<\\|start\\|>\\w+:'

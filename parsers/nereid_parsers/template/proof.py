@@ -1,8 +1,8 @@
 """Check an inferred format by parsing rendered messages with the format.
 
-The analysis infers a format from differences, so the format may be wrong. To check the format, this
-module renders a message with the template, and parses the rendered text with the format. The result
-must be equal to the message.
+The analysis infers a format by comparing rendered conversations, so the format may be wrong. To
+check the format, this module renders a message with the template, and parses the rendered text with
+the format. The parsed message must be equal to the original message.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Proof:
     """A rendered message that was parsed with the inferred format.
 
     Attributes:
-        name: The kind of message, such as "content and a tool call".
-        prompt: The prompt before the message.
-        text: The text that a model would generate for the message.
-        differs: The parts of the message that the parser returned wrongly: "reasoning", "content",
-            "tool names" or "tool arguments".
+        name: The kind of message, such as "content and a call".
+        prompt: The rendered prompt before the message.
+        text: The text that a model would generate after the prompt.
+        differs: The names of the parts of the message that the parser returned wrongly:
+            "reasoning", "content", "tool names" or "tool arguments". Empty if the format is right.
     """
 
     name: str
@@ -56,17 +56,19 @@ class Proof:
 def parse_renderings(
     fmt: Format, turn: ModelTurn, reasoning: ReasoningFindings, tools: ToolFindings
 ) -> list[Proof]:
-    """Check the format: parse one rendered message of each kind, and record what differs.
+    """Check an inferred format with rendered messages, and return one `Proof` for each message.
 
-    The kinds are, for example, a message with reasoning and a message with a tool call. Example:
-    the rendered message "<think>Numbat thinks about it.</think>Wombat gives the answer." must be
-    parsed as reasoning and content. Messages that the template does not render are omitted.
+    The messages are of different kinds, such as a message with reasoning and a message with a tool
+    call. Each message is rendered with the template, and parsed with the format. Example: the
+    rendered message "<think>Numbat thinks about it.</think>Wombat gives the answer." must be parsed
+    as reasoning and content. The `Proof` lists the parts that the parser returned wrongly. Messages
+    that the template does not render are omitted.
 
     Args:
-        fmt: The inferred format, which may be wrong.
+        fmt: The inferred format.
         turn: The text around the model's answers. `turn.prober` renders the messages.
-        reasoning: The findings about reasoning.
-        tools: The findings about tool calls.
+        reasoning: The findings about reasoning. They contain a message with reasoning.
+        tools: The findings about tool calls. They show which tool calls the template renders.
     """
     proofs = []
     for name, conversation in _conversations(reasoning, tools):
@@ -77,7 +79,10 @@ def parse_renderings(
 
 
 class _RenderedAnswer(NamedTuple):
-    """The prompt of a conversation, and the text that a model would generate after the prompt."""
+    """The rendered prompt of a conversation, and the text that a model would generate after it.
+
+    Example: the prompt is "..<|assistant|><think>", and the text is "Hm.</think>Hello.".
+    """
 
     prompt: str
     text: str
@@ -86,11 +91,14 @@ class _RenderedAnswer(NamedTuple):
 def _render_answer(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation
 ) -> _RenderedAnswer | None:
-    """Render the prompt of a conversation, and the answer that a model would generate.
+    """Render the prompt of a conversation, and the text that a model would generate as the answer.
+
+    The template renders the conversation twice: without the answer, which gives the prompt, and
+    with the answer. The result contains only the part of the answer after the prompt.
 
     Args:
         turn: The text around the model's answers. `turn.prober` renders the conversations.
-        reasoning: The inferred markers of reasoning, or None.
+        reasoning: The inferred markers of reasoning, or None if they are not known.
         conversation: A conversation that ends with an answer.
 
     Returns:
@@ -112,15 +120,15 @@ def _render_answer(
 def _parse_answer(
     fmt: Format, name: str, conversation: Conversation, rendered: _RenderedAnswer
 ) -> Proof:
-    """Parse a rendered answer with the inferred format, and compare the result with the answer.
+    """Parse a rendered answer with the inferred format, and compare it with the original answer.
 
-    The attribute `differs` of the result names the parts that the parser returned wrongly, such as
-    "content".
+    Example: if the parser returns other content than the answer contains, the attribute `differs`
+    of the result is ("content",).
 
     Args:
-        fmt: The inferred format.
+        fmt: The inferred format, which may be wrong.
         name: The kind of message for the report, such as "one call".
-        conversation: The conversation with the answer.
+        conversation: The conversation with the original answer.
         rendered: The rendered prompt and the rendered answer.
     """
     offered_tools = TOOLS if conversation.tools else []
@@ -133,11 +141,16 @@ def _parse_answer(
 def _conversations(
     reasoning: ReasoningFindings, tools: ToolFindings
 ) -> Iterator[tuple[str, Conversation]]:
-    """Yield a name and a conversation for each kind of message that the template renders.
+    """Yield a name and a conversation for each kind of message that the template can render.
 
-    The analysis checks the inferred format with these conversations. Example: if the template
-    renders tool calls, one pair is the name "one call" and a conversation whose answer has a tool
-    call. The findings `reasoning` and `tools` show which kinds of messages the template renders.
+    The inferred format is checked with these conversations. Example: if the template renders tool
+    calls, the name "one call" and a conversation whose answer is a tool call are yielded.
+
+    Args:
+        reasoning: The findings about reasoning. They contain a conversation with reasoning, if the
+            template renders reasoning.
+        tools: The findings about tool calls. They show whether the template renders one tool call,
+            several tool calls, or content before a tool call.
     """
     content = AssistantMessage(CONTENT_TEXT)
     has_calls = tools.form != NO_CALLS
@@ -157,12 +170,20 @@ def _conversations(
 def _text_after_prompt(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Render the answer of `conversation` as the text that a model would generate after `prompt`.
+    """Render the answer of a conversation as the text that a model would generate after `prompt`.
 
-    If the prompt already contains the start of the answer, this start is not a part of the result.
-    Example: if the prompt is "..<|assistant|><think>" and the rendered answer is
-    "<think>Hm.</think>Hello.<|end|>", the result is "Hm.</think>Hello.". Return None if the
-    template does not render the answer after the prompt.
+    The prompt may already contain the start of the answer. This start is omitted from the result.
+    Example: the prompt is "..<|assistant|><think>", and the rendered answer is
+    "<|assistant|><think>Hm.</think>Hello.<|end|>". The result is "Hm.</think>Hello.".
+
+    Args:
+        turn: The text around the model's answers. `turn.prober` renders the conversation.
+        reasoning: The markers of reasoning, or None if they are not known.
+        conversation: The conversation with the answer.
+        prompt: The rendered conversation without the answer.
+
+    Returns:
+        The text, or None if the template does not render the answer after the prompt.
     """
     if conversation.after_tool_result:
         answer = _text_after_tool_result(turn, conversation, prompt)
@@ -176,69 +197,98 @@ def _text_after_prompt(
 def _text_after_question(
     turn: ModelTurn, reasoning: Reasoning | None, conversation: Conversation, prompt: str
 ) -> str | None:
-    """Render the answer. Omit the start of the answer if `prompt` already contains this start.
+    """Render the answer to a question, without the start that `prompt` already contains.
 
     The header is the text that opens an answer, such as "<|assistant|>". Example: the prompt
     "..<|assistant|><think>" and the rendering "..<|assistant|><think>Hm.</think>Hello." give
-    "Hm.</think>Hello.". Return None if the template fails to render the conversation.
+    "Hm.</think>Hello.".
+
+    Args:
+        turn: The header, and the prober that renders the conversation.
+        reasoning: The markers of reasoning, or None if they are not known.
+        conversation: The conversation with the answer.
+        prompt: The rendered conversation without the answer.
+
+    Returns:
+        The text, or None if the template fails to render the conversation.
     """
     answer = turn.generated_text(conversation)
     if answer is None:
         return None
-    start_of_answer = prompt_after_header(prompt, turn.header).strip()  # such as "<think>"
-    return _drop_repetition(answer, start_of_answer, reasoning)
+    prompt_end = prompt_after_header(prompt, turn.header).strip()  # such as "<think>"
+    rest_of_answer = _drop_prompt_end(answer, prompt_end)
+    if reasoning is None:
+        return rest_of_answer
+    return _drop_repeated_closing(rest_of_answer, prompt_end, reasoning.close.strip())
 
 
 def _text_after_tool_result(turn: ModelTurn, conversation: Conversation, prompt: str) -> str | None:
-    """Render a conversation that starts with `prompt`, and return the answer after the prompt.
+    """Render a conversation with a tool's result, and return the answer that follows the prompt.
 
-    Return None if the rendered conversation does not start with the prompt. Example: the prompt
-    "..RESULT<|assistant|>" and the rendering "..RESULT<|assistant|>CONTENT<|end|>" give "CONTENT".
+    Example: the prompt "..RESULT<|assistant|>" and the rendered conversation
+    "..RESULT<|assistant|>CONTENT<|end|>" give "CONTENT". Return None if the rendered conversation
+    does not start with the prompt, or if the prompt does not contain the result.
     """
     rendering = turn.prober.render(conversation) or ""
     if RESULT_TEXT not in prompt or not rendering.startswith(prompt):
         return None
     answer = rendering.removeprefix(prompt)
-    # A user's message ends with `turn.trailing_text`, so an answer may end with the same text.
+    # The markup after a user's message (`turn.trailing_text`) may also follow an answer.
     without_trailing_text = drop_common_suffix(answer, turn.trailing_text)
     return turn.without_end_markers(without_trailing_text)
 
 
-def _drop_repetition(text: str, prompt_end: str, reasoning: Reasoning | None) -> str:
-    r"""Remove the start of a rendered answer, if this start repeats the end of the prompt.
+def _drop_prompt_end(answer: str, prompt_end: str) -> str:
+    r"""Remove the end of the prompt from the start of a rendered answer.
 
-    A model would not write this start again. If the prompt ends with empty reasoning, the answer
-    may repeat only the closing marker, as in the second example.
+    A prompt may end with the start of the answer, such as `<think>`. The model continues after this
+    start, and does not write it again.
 
-    >>> _drop_repetition("<think>\nI see.</think>Hello.", "<think>", None)
+    >>> _drop_prompt_end("<think>\nI see.</think>Hello.", prompt_end="<think>")
     '\nI see.</think>Hello.'
-    >>> _drop_repetition("</think>Hello.", "<think></think>", Reasoning("<think>", "</think>"))
+
+    Return `answer` unchanged if it does not start with `prompt_end`, or if `prompt_end` is "".
+    """
+    without_space = answer.lstrip()
+    starts_with_prompt_end = bool(prompt_end) and without_space.startswith(prompt_end)
+    return without_space.removeprefix(prompt_end) if starts_with_prompt_end else answer
+
+
+def _drop_repeated_closing(answer: str, prompt_end: str, closing: str) -> str:
+    """Remove the closing marker of reasoning from `answer` if the prompt ends with this marker.
+
+    A prompt may end with empty reasoning, such as `<think></think>`. Some templates write only the
+    closing marker `</think>` before the content of a rendered answer. The model would not write
+    this marker again.
+
+    >>> _drop_repeated_closing("</think>Hello.", prompt_end="<think></think>", closing="</think>")
     'Hello.'
 
     Args:
-        text: The rendered answer without the header, which is the text that opens the answer.
-        prompt_end: The end of the prompt, after the same header.
-        reasoning: The markers of reasoning, or None if they are not known.
+        answer: The rendered answer, without the text that opens an answer.
+        prompt_end: The end of the prompt, without the text that opens an answer.
+        closing: The closing marker of reasoning, without white space around it.
     """
-    without_space = text.lstrip()
-    is_repeated = bool(prompt_end) and without_space.startswith(prompt_end)
-    without_prompt_end = without_space.removeprefix(prompt_end) if is_repeated else text
-    if reasoning is None:
-        return without_prompt_end
-    closing = reasoning.close.strip()
-    is_closed_in_prompt = prompt_end.endswith(closing)
-    if not is_closed_in_prompt:
-        return without_prompt_end
-    return without_prompt_end.lstrip().removeprefix(closing)
+    if not prompt_end.endswith(closing):
+        return answer
+    return answer.lstrip().removeprefix(closing)
 
 
 def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
-    """Put the closing marker of reasoning before `text` if `prompt` ends with the opening marker.
+    """Put the closing marker of reasoning before `text` if the prompt has opened reasoning.
 
-    A model would write the marker first, because the message has no reasoning.
+    If a prompt ends with `<think>`, and the rendered answer contains no reasoning, a model would
+    first write the closing marker:
 
     >>> _close_open_reasoning("Hello.", "<|assistant|><think>", Reasoning("<think>", "</think>"))
     '</think>Hello.'
+
+    Args:
+        text: The rendered answer after the prompt. It is returned unchanged if it already contains
+            the closing marker.
+        prompt: The rendered prompt. If it does not end with the opening marker of reasoning, `text`
+            is returned unchanged.
+        reasoning: The markers of reasoning.
     """
     is_open = prompt.rstrip().endswith(reasoning.open.strip())
     is_closed_by_text = reasoning.close.strip() in text
@@ -248,10 +298,14 @@ def _close_open_reasoning(text: str, prompt: str, reasoning: Reasoning) -> str:
 
 
 def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]:
-    """Yield the name of each part of `answer` that the parser returned wrongly.
+    """Yield the names of the parts in which the parsed message differs from the original answer.
 
-    The names are "reasoning", "content", "tool names" and "tool arguments". The arguments are
-    compared only if the names of the tool calls are equal.
+    The parts are "reasoning", "content", "tool names" and "tool arguments". The arguments are
+    compared only if the two messages call the same functions in the same order.
+
+    Args:
+        answer: The original answer, from which a text was rendered.
+        parsed: The message that the parser returned for the rendered text.
     """
     if (parsed.reasoning or "").strip() != answer.reasoning:
         yield "reasoning"
@@ -268,7 +322,10 @@ def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]
 
 
 def _has_arguments(call: ProbeCall, arguments: str) -> bool:
-    """Return whether the JSON text `arguments` contains the same arguments as `call`."""
+    """Return whether a tool call has exactly the arguments that a JSON text contains.
+
+    Return False if `arguments` is not valid JSON.
+    """
     try:
         return bool(json.loads(arguments) == dict(call.arguments))
     except ValueError:

@@ -1,12 +1,12 @@
 """The probe conversations that the analysis renders, and the messages that templates read.
 
-No template contains the texts of these conversations (`CONTENT_TEXT`, `FIRST_TOOL`, ...). So the
-analysis can find the texts in a rendering.
+A probe conversation is a short conversation with made-up texts (`CONTENT_TEXT`, `FIRST_TOOL`, ...).
+No template contains these texts, so the analysis can find them in a rendering.
 
-Templates expect the same conversation in different forms. Some templates read content only from a
-list of parts, and other templates read the arguments of a tool call only from a JSON string. An
-`InputForm` describes such a form. The analysis tries several forms until the template renders the
-whole conversation (see `probe.py`).
+Templates expect messages in different forms. Some templates read content only from a list of parts,
+and other templates read the arguments of a tool call only from a JSON string. An `InputForm`
+describes such a form. The analysis tries several forms until the template renders the whole
+conversation (see `probe.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ SECOND_KEY = "zqKeyTwo"
 FIRST_VALUE = "zqValueOne"
 SECOND_VALUE = "zqValueTwo"
 NUMBER_VALUE = 41
-# A string with a line break and with markup characters. Some templates quote such strings.
+# A string with a line break and with markup characters. Some templates put quotes only around such
+# strings.
 SPECIAL_VALUE = f"{FIRST_VALUE}\n<&> {SECOND_VALUE}"
 EOS_TOKEN = "<|zq-end-of-sequence|>"
 BOS_TOKEN = "<|zq-begin-of-sequence|>"
 
 
 def _tool(name: str) -> dict[str, Any]:
-    """Return an OpenAI tool definition with the two probe arguments."""
+    """Return the definition of a tool in OpenAI's form. The tool has two string arguments."""
     properties = {
         FIRST_KEY: {"type": "string", "description": "first"},
         SECOND_KEY: {"type": "string", "description": "second"},
@@ -52,7 +53,12 @@ TOOLS = [_tool(FIRST_TOOL), _tool(SECOND_TOOL)]
 
 @dataclass(frozen=True, slots=True)
 class ProbeCall:
-    """A tool call of a probe conversation. `arguments` contains pairs of a key and a value."""
+    """A tool call in a conversation of the analysis.
+
+    Attributes:
+        name: The name of the called function.
+        arguments: The arguments, as pairs of a key and a value.
+    """
 
     name: str = FIRST_TOOL
     arguments: tuple[tuple[str, Any], ...] = ((FIRST_KEY, FIRST_VALUE),)
@@ -65,7 +71,7 @@ TWO_CALLS = (*ONE_CALL, ProbeCall(SECOND_TOOL, ((SECOND_KEY, SECOND_VALUE),)))
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """The assistant message of a probe conversation."""
+    """An assistant message in a conversation of the analysis. "" means that a part is absent."""
 
     content: str = ""
     reasoning: str = ""
@@ -74,18 +80,20 @@ class AssistantMessage:
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Template variables and a system message that may turn thinking on or off.
+    """A setting of the switches that turn a model's thinking on or off.
+
+    A switch is a template variable, or a word in the system message.
 
     Attributes:
-        variables: Pairs of name and value, such as (("enable_thinking", False),).
-        system: The text of a system message, such as "/no_think". "" if there is no such message.
+        variables: The names and values of template variables: (("enable_thinking", False),).
+        system: The text of the system message, such as "/no_think", or "" for no system message.
     """
 
     variables: tuple[tuple[str, Any], ...] = ()
     system: str = ""
 
     def describe(self) -> str:
-        """Describe the switches in one line of text for the report.
+        """Describe the setting of the switches in one line of text for the report.
 
         >>> Switches((("enable_thinking", False),), "/no_think").describe()
         "enable_thinking=False, system '/no_think'"
@@ -109,11 +117,12 @@ class Conversation:
 
     Attributes:
         answer: The last assistant message. None if the conversation ends before this message.
-        generation_prompt: Whether to render the generation prompt.
-        tools: Whether to offer tools.
+        generation_prompt: Whether to render the generation prompt, which is the text at the end of
+            a prompt that opens the model's answer.
+        tools: Whether to offer tools to the model.
         after_tool_result: Whether a tool call and its result precede the answer.
         user_replies: Whether the user writes once more after the answer.
-        switches: The settings of the thinking switches.
+        switches: The setting of the switches that turn thinking on or off.
     """
 
     answer: AssistantMessage | None = None
@@ -125,7 +134,12 @@ class Conversation:
 
 
 def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversation:
-    """Return a conversation whose answer contains the given tool calls."""
+    """Return a conversation that offers tools and whose answer contains the given tool calls.
+
+    Args:
+        calls: The tool calls.
+        content: The text of the answer before the tool calls, or "".
+    """
     return Conversation(AssistantMessage(content, calls=calls), tools=True)
 
 
@@ -133,13 +147,13 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The names under which templates read the reasoning of an assistant message.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# The values of `InputForm.reasoning` that are not names of fields.
+# The other values of `InputForm.reasoning`. The class explains them.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"
 
-# The field `content` of a message that has no content, in three forms. The keys of the dict are the
-# values of `InputForm.empty_content`.
+# Templates expect a message without content in one of three forms. A key of this dict is a value of
+# `InputForm.empty_content`. A value of this dict contains the field `content` of the message.
 _EMPTY_CONTENT: dict[str, dict[str, Any]] = {
     "text": {"content": ""},
     "null": {"content": None},
@@ -180,9 +194,9 @@ class InputForm:
     reasoning: str = ALL_REASONING_FIELDS
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Return the messages of a conversation, in the form that the template expects.
+        """Return the messages of a conversation as dicts, in the form that the template expects.
 
-        The result is the value of the variable `messages` when the template is rendered.
+        The template reads the result from its variable `messages`.
 
         >>> InputForm().messages(Conversation(AssistantMessage("Hello.")))
         [{'role': 'user', 'content': 'Quokka asks for something.'},
@@ -192,12 +206,14 @@ class InputForm:
         if conversation.switches.system:
             messages.append(self._text_message("system", conversation.switches.system))
         messages.append(self._text_message("user", USER_TEXT))
-        first_call_number = 0  # the number of the first tool call in the answer
+        num_earlier_calls = 0
         if conversation.after_tool_result:
-            messages += self._call_with_result()  # This tool call has the number 0.
-            first_call_number = 1
+            messages += self._call_with_result()
+            num_earlier_calls = 1
         if conversation.answer is not None:
-            messages.append(self._assistant_message(conversation.answer, first_call_number))
+            # The tool calls of a conversation are numbered from 0.
+            message = self._assistant_message(conversation.answer, first_number=num_earlier_calls)
+            messages.append(message)
         if conversation.user_replies:
             messages.append(self._text_message("user", _REPLY_TEXT))
         return messages
@@ -205,8 +221,8 @@ class InputForm:
     def _call_with_result(self) -> list[dict[str, Any]]:
         """Return two messages: the assistant calls a tool, and the tool returns a result.
 
-        Tool calls are numbered, because some templates render the number. This call has the
-        number 0.
+        The tool calls of a conversation are numbered from 0, because some templates render the
+        number. This tool call is the first of the conversation, so it has the number 0.
 
         >>> [message["role"] for message in InputForm()._call_with_result()]
         ['assistant', 'tool']
@@ -221,7 +237,10 @@ class InputForm:
         return [call, result]
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id of a tool call. The calls of a conversation are numbered from 0.
+        """Return the id of a tool call in the form that the template expects.
+
+        Some templates read the function's name and the number of the tool call from the id. The
+        tool calls of a conversation are numbered from 0.
 
         >>> InputForm().call_id("f", 0), InputForm(ids="numbered").call_id("f", 0)
         ('zq7id0000', 'functions.f:0')
@@ -229,7 +248,9 @@ class InputForm:
         return f"functions.{name}:{number}" if self.ids == "numbered" else f"zq7id000{number}"
 
     def _text_message(self, role: str, text: str) -> dict[str, Any]:
-        """Return a message that consists of text.
+        """Return a message with text, in the form that the template expects.
+
+        The text is the content itself, or the only member of a list:
 
         >>> InputForm(content_in_parts=True)._text_message("user", "Hi.")
         {'role': 'user', 'content': [{'type': 'text', 'text': 'Hi.'}]}
@@ -238,17 +259,22 @@ class InputForm:
         return {"role": role, "content": content}
 
     def _assistant_message(self, answer: AssistantMessage, first_number: int) -> dict[str, Any]:
-        """Return an assistant message in the form that the template expects.
+        """Return an assistant message as a dict, in the form that the template expects.
 
-        The tool calls of a conversation are numbered. The first tool call of this message has the
-        number `first_number`.
+        Templates read reasoning from different places of a message. In this example, the template
+        reads reasoning from the field "thinking":
 
         >>> InputForm(reasoning="thinking")._assistant_message(AssistantMessage("Hi.", "Hm."), 0)
         {'role': 'assistant', 'content': 'Hi.', 'thinking': 'Hm.'}
+
+        Args:
+            answer: The content, the reasoning and the tool calls of the message.
+            first_number: The number of the first tool call in `answer`. The tool calls of a
+                conversation are numbered, because some templates render the number.
         """
         if answer.reasoning and self.reasoning == BLOCKS:
             return _message_of_blocks(answer)  # The blocks contain the tool calls too.
-        if answer.reasoning and self.reasoning == PARTS:  # The content contains the reasoning.
+        if answer.reasoning and self.reasoning == PARTS:
             message = {"role": "assistant", "content": _content_with_thinking(answer)}
         else:
             message = self._message_without_calls(answer)
@@ -260,9 +286,10 @@ class InputForm:
         return message
 
     def _message_without_calls(self, answer: AssistantMessage) -> dict[str, Any]:
-        """Return an assistant message with its content and reasoning, but without tool calls.
+        """Return an assistant message with content and reasoning, but without its tool calls.
 
-        The content and the reasoning are in separate fields of the message.
+        The content and the reasoning are in separate fields of the message. In this example, the
+        message has no content and no reasoning, and the template expects that `content` is None:
 
         >>> InputForm(empty_content="null")._message_without_calls(AssistantMessage())
         {'role': 'assistant', 'content': None}
@@ -276,7 +303,7 @@ class InputForm:
         return message
 
     def _reasoning_fields(self) -> tuple[str, ...]:
-        """Return the names of the fields that contain the reasoning.
+        """Return the names of the message fields in which the template expects the reasoning.
 
         >>> InputForm(reasoning="thinking")._reasoning_fields()
         ('thinking',)
@@ -285,7 +312,9 @@ class InputForm:
         return REASONING_FIELDS if is_in_all_fields else (self.reasoning,)
 
     def _tool_call(self, call: ProbeCall, number: int) -> dict[str, Any]:
-        """Return a tool call in the form that the template expects.
+        """Return a tool call as a dict, in the form that the template expects.
+
+        In this example, the template expects a dict with two keys, and the arguments as JSON:
 
         >>> InputForm(flat_calls=True, arguments="text")._tool_call(ProbeCall("f", (("a", 1),)), 0)
         {'name': 'f', 'arguments': '{"a": 1}'}
@@ -300,7 +329,9 @@ class InputForm:
 
 
 def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
-    """Return the `content` of an answer as a list: the reasoning, then the text.
+    """Return the `content` of an assistant message as a list: first the reasoning, then the text.
+
+    Some templates read reasoning only from such a list.
 
     >>> _content_with_thinking(AssistantMessage("Hello.", reasoning="A greeting."))
     [{'type': 'thinking', 'thinking': 'A greeting.'}, {'type': 'text', 'text': 'Hello.'}]
@@ -314,7 +345,8 @@ def _content_with_thinking(answer: AssistantMessage) -> list[dict[str, str]]:
 def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
     """Return an assistant message whose content is a list of blocks.
 
-    A few templates expect this form. The blocks contain the reasoning, the tool calls and the text.
+    A few templates expect this form. The first block contains the reasoning. Other blocks contain
+    the tool calls and the text, if the answer has tool calls or text.
 
     >>> _message_of_blocks(AssistantMessage("Hi.", "Hm."))
     {'role': 'assistant', 'content': {'blocks': [{'type': 'thoughts', 'text': 'Hm.'},
@@ -333,13 +365,22 @@ def _message_of_blocks(answer: AssistantMessage) -> dict[str, Any]:
 
 
 def forms_of_content() -> Iterator[InputForm]:
-    """Yield all forms in which a template may expect content. The most common form is first."""
+    """Yield the forms in which a template may expect content. The most common form is first.
+
+    Example: in the first form, `content` is a string. In another form, `content` is a list.
+    """
     for content_in_parts, always_tools in product((False, True), (False, True)):
         yield InputForm(content_in_parts, always_tools)
 
 
 def forms_of_calls(form: InputForm) -> Iterator[InputForm]:
-    """Yield all forms in which a template may expect tool calls. The most common form is first."""
+    """Yield the forms in which a template may expect tool calls. The most common form is first.
+
+    Example: in the first form, the arguments are a dict. In another form, they are a JSON string.
+
+    Args:
+        form: The form of the content. All yielded forms contain this form of the content.
+    """
     for flat_calls, ids, arguments, empty_content in product(
         (False, True), ("plain", "numbered"), ("object", "text"), ("text", "null", "absent")
     ):

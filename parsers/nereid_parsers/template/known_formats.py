@@ -1,7 +1,9 @@
 """Declarations for templates whose renderings do not show the whole format.
 
-- `QUARANTINE` lists the templates whose renderings are ambiguous. Keep this list short.
-- `add_family_variants` adds variants of a tool call that the template does not render.
+- `QUARANTINE` declares the formats of templates whose renderings are ambiguous. Keep this tuple
+  short.
+- `add_family_variants` adds variants of a tool call that related models write, but that the
+  template does not render.
 - `recognise_tool_section` finds the format of tool calls if the template renders no tool calls.
 """
 
@@ -38,11 +40,12 @@ class QuarantineEntry:
     """A template whose format is declared here, because the analysis cannot infer the format.
 
     Attributes:
-        model: The models that have the template.
-        reason: Why comparisons cannot infer the format.
-        matches: A function that takes the source of any template, and returns whether this entry
-            declares the format of that template.
-        make_layout: A function that returns the layout of the format.
+        model: The names of the models that have the template.
+        reason: The reason why comparisons of renderings cannot infer the format.
+        matches: A function that takes the source of a template, and returns whether this entry
+            declares the format of the template.
+        make_layout: A function that returns the layout of the format. The layout declares how a
+            message is divided into reasoning, content and tool calls.
     """
 
     model: str
@@ -59,7 +62,11 @@ class QuarantineEntry:
 def is_harmony(source: str) -> bool:
     """Return whether a chat template writes messages in Harmony, the format of gpt-oss models.
 
-    Example: `<|channel|>analysis<|message|>` starts a message in the channel `analysis`.
+    In Harmony, each message has a channel. Example: `<|channel|>analysis<|message|>` starts a
+    message in the channel `analysis`.
+
+    Args:
+        source: The source of the template.
     """
     return "<|channel|>analysis" in source and "<|message|>" in source
 
@@ -67,7 +74,11 @@ def is_harmony(source: str) -> bool:
 def is_recipient_lines(source: str) -> bool:
     r"""Return whether a template starts each message with `>>>`, the recipient and a line break.
 
-    Example: ">>>all\nHello" is content, and ">>>get_weather\n{..}" is a tool call.
+    Example: ">>>all\nHello" is content, because its recipient is `all`. The message
+    ">>>get_weather\n{..}" is a tool call, because its recipient is a function.
+
+    Args:
+        source: The source of the template.
     """
     # `~` joins two texts in Jinja, so a template may contain `'>>>' ~ 'all'`.
     joined_source = source.replace("' ~ '", "")
@@ -85,7 +96,10 @@ def _harmony_layout() -> Messages:
 
 
 def _recipient_lines_layout() -> Messages:
-    """Return the layout of messages that start with `>>>` and a recipient."""
+    r"""Return the layout of messages such as ">>>all\nHello", which start with a recipient.
+
+    A message with the recipient `all` is content. Any other recipient is the name of a function.
+    """
     return Messages(
         start=">>>",
         header_end="\n",
@@ -121,14 +135,19 @@ def find_quarantined(source: str) -> QuarantineEntry | None:
 
 
 def add_family_variants(section: ToolSection) -> ToolSection:
-    """Return a copy of a tool section that also accepts the spellings of related models.
+    """Return a copy of a tool section that also accepts the tool calls of related models.
 
-    A tool section declares how a model writes tool calls. A template renders one variant of a tool
-    call, but models also write other variants, which the registry of formats declares.
+    A tool section declares how a model writes tool calls. A template renders only one variant of a
+    tool call, but models of one family also write other variants. The registry of formats declares
+    the variants of the known model families.
 
     Example: a template renders `<tool_call><function=f>..</function></tool_call>`. Models of this
     family sometimes omit `<tool_call>`, so the result has a second variant that starts with
     `<function=f>`.
+
+    Args:
+        section: The tool section that was inferred from the template. It is returned unchanged if
+            its tool calls belong to no known family.
     """
     families = _families_of(section)
     if not families:
@@ -145,22 +164,33 @@ def add_family_variants(section: ToolSection) -> ToolSection:
 
 
 def _families_of(section: ToolSection) -> list[ToolSection]:
-    """Return the registered tool sections of the model families that write the same tool calls.
+    """Return the registered tool sections whose tool calls look like the tool calls of `section`.
 
-    A registered section is returned if the two sections have the same markers, and their first tool
-    calls have the same markers and keys. The result is [] if the tool calls have no markers.
+    A tool section declares how a model writes tool calls. The registry contains the tool sections
+    of known model families. Example: if the tool calls of `section` are written as
+    `<tool_call>{"name": .., "arguments": ..}</tool_call>`, the result contains every registered
+    section with these markers and these JSON keys.
+
+    Return [] if no marker starts the tool calls of `section`, because tool calls without a marker
+    are too similar to each other.
     """
     # A trigger is the text at which a single tool call starts, such as `<tool_call>`.
     has_marker = bool(section.opens or section.calls[0].trigger)
     if not has_marker:
         return []
-    return [family for family in _registered_sections() if _is_same_family(family, section)]
+    return [family for family in _registered_sections() if _has_equal_markup(family, section)]
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Return the variants of a tool call whose markers or keys differ from those of `calls`.
+    """Return the members of `variants` whose markers or JSON keys occur in no other tool call.
 
-    If several variants have the same markers and keys, only the first of them is returned.
+    Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
+    `[call]..`. The result contains only `[call]..`.
+
+    Args:
+        calls: The ways to write a tool call that the format already contains.
+        variants: The ways in which related models write a tool call. If several of them have equal
+            markers and keys, only the first of them is returned.
     """
     new_variants: list[Call] = []
     known_markup = {_markup_of(call) for call in calls}
@@ -173,15 +203,14 @@ def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
 
 
 def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
-    """Yield the variants of a tool call that a model family declares, except the first variant.
+    """Yield each way to write a tool call that a model family declares, except the first way.
 
-    A variant declares another way in which models of the family write a tool call. Most variants
-    differ from the first variant only in the markers, and have the same body, which is the text
-    between the markers. Such a variant is yielded with the body of `inferred_call`, because
-    `inferred_call` shows how this template writes the body. A variant with another body is yielded
-    unchanged.
+    A `Call` declares one way to write a tool call: the markers, and the body between the markers.
+    The first `Call` of the family has the markers of `inferred_call`, which the template renders.
+    Another `Call` may have the body of the first `Call`, but other markers. This body is replaced
+    by the body of `inferred_call`, because `inferred_call` shows how this template writes the body.
 
-    Example: the family declares `<call>BODY</call>` and `[call]BODY`, and the template writes
+    Example: the family declares `<call>BODY</call>` and `[call]BODY`, and the template renders
     `<call>OTHER</call>`. The function yields `[call]OTHER`.
 
     Args:
@@ -190,8 +219,8 @@ def _other_variants(family: ToolSection, inferred_call: Call) -> Iterator[Call]:
     """
     first_of_family, *others = family.calls
     for variant in others:
-        has_usual_body = variant.body == first_of_family.body
-        yield replace(variant, body=inferred_call.body) if has_usual_body else variant
+        has_body_of_first = variant.body == first_of_family.body
+        yield replace(variant, body=inferred_call.body) if has_body_of_first else variant
 
 
 def _registered_sections() -> Iterator[ToolSection]:
@@ -199,8 +228,12 @@ def _registered_sections() -> Iterator[ToolSection]:
     return (entry.part for entry in TOOLS.values() if isinstance(entry.part, ToolSection))
 
 
-def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
-    """Return whether two sections and their first tool calls have equal markers and keys."""
+def _has_equal_markup(section: ToolSection, other: ToolSection) -> bool:
+    """Return whether the tool calls of two sections have equal markers and equal JSON keys.
+
+    A tool section may declare several ways to write a tool call. Only the first tool calls of the
+    two sections are compared. White space around the markers is ignored.
+    """
     return (
         section.open.strip() == other.open.strip()
         and section.close.strip() == other.close.strip()
@@ -209,15 +242,19 @@ def _is_same_family(section: ToolSection, other: ToolSection) -> bool:
 
 
 class _Markup(NamedTuple):
-    """The markers and the keys of a tool call, as values that can be compared.
+    """The markers and the JSON keys of a tool call, without the white space around the markers.
 
-    The white space around the markers is removed, because the comparison ignores white space.
+    Two tool calls look alike if their values of this class are equal. Example: the tool call
+    `<call><function=f>{"a": 1}</call>` has the opening marker `<call>`, the closing marker
+    `</call>`, and the head `<function={name}>`.
 
     Attributes:
-        body_type: The class of the body.
-        open, head, close: The markers and the header of the tool call.
-        around_arguments: The keys of the name and of the arguments in a JSON body, or the markers
-            around a tagged argument. () for all other bodies.
+        body_type: The class of the body, which is the part with the arguments.
+        open: The marker before the tool call.
+        head: The text between the opening marker and the body. It contains the function's name.
+        close: The marker after the tool call.
+        around_arguments: If the body is JSON, the keys of the name and of the arguments. If the
+            body writes each argument between two tags, these tags. () for all other bodies.
     """
 
     body_type: type[Body]
@@ -228,31 +265,45 @@ class _Markup(NamedTuple):
 
 
 def _markup_of(call: Call) -> _Markup:
-    """Return the markers and the keys of a tool call, so that two tool calls can be compared.
+    """Return the markers and the JSON keys of a tool call, so that two tool calls can be compared.
 
-    White space around the markers is removed.
+    White space around the markers is removed, because the comparison ignores white space.
 
     >>> markup = _markup_of(Call(JsonObject(), open="<call> ", close=" </call>"))
     >>> markup.open, markup.close, markup.around_arguments
     ('<call>', '</call>', ('name', 'arguments'))
     """
-    around_arguments: tuple[str, ...] = ()
-    keys = _keys_of(call)
-    if keys is not None:
-        around_arguments = (keys.name, keys.arguments)
-    elif isinstance(call.body, TaggedArguments):
-        around_arguments = (call.body.open.strip(), call.body.close.strip())
     return _Markup(
         body_type=type(call.body),
         open=call.open.strip(),
         head=call.head.strip(),
         close=call.close.strip(),
-        around_arguments=around_arguments,
+        around_arguments=_keys_or_tags_of_arguments(call),
     )
 
 
+def _keys_or_tags_of_arguments(call: Call) -> tuple[str, ...]:
+    """Return the JSON keys, or the tags, with which a tool call writes its arguments.
+
+    A JSON body gives the keys of the function's name and of the arguments. A body that writes each
+    argument between two tags gives these tags. Any other body gives ().
+
+    >>> _keys_or_tags_of_arguments(Call(JsonObject(), open="<call>"))
+    ('name', 'arguments')
+    """
+    keys = _keys_of(call)
+    if keys is not None:
+        return (keys.name, keys.arguments)
+    if isinstance(call.body, TaggedArguments):
+        return (call.body.open.strip(), call.body.close.strip())
+    return ()
+
+
 def _keys_of(call: Call) -> Keys | None:
-    """Return the declared JSON keys of a tool call, or None if the body is not JSON."""
+    """Return the declared JSON keys of a tool call, such as "name" and "arguments".
+
+    Return None if the tool call is not JSON, or if the function's name is itself a key.
+    """
     if isinstance(call.body, JsonObject | JsonArray) and isinstance(call.body.keys, Keys):
         return call.body.keys
     return None
@@ -261,9 +312,15 @@ def _keys_of(call: Call) -> Keys | None:
 def _accept_family_keys(call: Call, families: list[ToolSection]) -> Call:
     """Return a copy of a tool call that also accepts the JSON keys of the given model families.
 
-    Example: if a family also writes the arguments under the key "parameters", the result accepts
-    this key (`Keys.also`). The result also accepts the keys that the families ignore
-    (`Keys.extra`), such as "type". A call that is not JSON is returned unchanged.
+    Example: `call` writes the arguments under the key "arguments", and a family also writes them
+    under the key "parameters". The result accepts both keys (`Keys.also`). The result also accepts
+    the keys that the parser ignores in tool calls of a family, such as "type" (`Keys.extra`). A
+    tool call that is not JSON is returned unchanged.
+
+    Args:
+        call: The tool call that was inferred from the template.
+        families: The tool sections of the model families. Each section declares how models of the
+            family write tool calls.
     """
     keys = _keys_of(call)
     if keys is None or not isinstance(call.body, JsonObject | JsonArray):
@@ -291,17 +348,21 @@ def _union(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 _MARKERS_OF_PHRASES = {
     # The templates of LFM2.5 contain this phrase. Older templates of the family contain markers
-    # around the tools instead of the phrase.
+    # around the offered tools instead of this phrase.
     "List of tools: [": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
-"""The tool call markers of some model families. A key is a phrase in the templates of the family.
+"""The markers of tool calls in some model families, by a phrase in the templates of the family.
 
-These templates contain no markers of tool calls. They use the phrase when they offer the tools.
+The templates of these families contain no markers of tool calls. With the phrase, a template starts
+the list of the tools that the model may call.
 """
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the markers of all phrases in `_MARKERS_OF_PHRASES` that `text` contains.
+    """Return the markers of tool calls that belong to phrases in `text`.
+
+    `_MARKERS_OF_PHRASES` contains the phrases. Example: if `text` contains "List of tools: [", the
+    result is ["<|tool_call_start|>", "<|tool_call_end|>"].
 
     Args:
         text: The literal text of the template.
@@ -311,15 +372,15 @@ def markers_of_phrases(text: str) -> list[str]:
 
 
 def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None:
-    """Find the registered tool section whose markers are all in `known_markers`.
+    """Return the registered tool section whose markers are all in `known_markers`, or None.
 
-    A tool section declares how a model writes tool calls. The registry of formats contains the tool
-    sections of known models. The analysis calls this function if the template renders no tool
-    calls. If several sections match, the section with the most markers is returned. Return None if
-    no section matches, or if two sections tie for the most markers.
+    A tool section declares how a model writes tool calls. If a template renders no tool calls, the
+    tool section cannot be inferred from renderings. The analysis then searches the registry, which
+    contains the tool sections of known models. Example: the known markers `<|tool_call_start|>` and
+    `<|tool_call_end|>` belong to the section of the LFM2 models.
 
-    Example: the markers `<|tool_call_start|>` and `<|tool_call_end|>` belong to one section, which
-    contains Python calls.
+    If the markers of several sections are known, the section with the most markers is returned. If
+    two of them have equally many markers, the choice is ambiguous, and the result is None.
 
     Args:
         known_markers: The markers in a template's text or in a model's vocabulary.
@@ -339,10 +400,11 @@ def recognise_tool_section(known_markers: Collection[str]) -> ToolSection | None
 
 
 def _markers_of(section: ToolSection) -> set[str]:
-    """Return the markers of a tool section, without markers that contain a field such as `{name}`.
+    """Return the markers that the first tool call of a tool section contains.
 
-    Example: for `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`, the result contains
-    `<tool_call>`, `</tool_call>`, `<arg_key>` and `</arg_key>`.
+    Example: if a tool call is written as `<tool_call>{name}<arg_key>{key}</arg_key>..</tool_call>`,
+    the markers are `<tool_call>`, `<arg_key>`, `</arg_key>` and `</tool_call>`. A marker with a
+    field, such as `<function={name}>`, is omitted, because its text varies.
     """
     call = section.calls[0]
     texts = [section.open, section.close, call.open, call.head, call.close]

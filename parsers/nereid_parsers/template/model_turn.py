@@ -1,8 +1,8 @@
 r"""The text around the model's answer in a rendered conversation.
 
-Example: in the rendering below, the header of the model's turn is `<|im_start|>assistant\n`, and
-the marker `<|im_end|>` ends the turn. A model would generate the text between the header and the
-last marker.
+A turn is one message of a conversation. The header is the text that opens a turn. Example: in the
+rendering below, the header of the model's turn is `<|im_start|>assistant\n`, and the marker
+`<|im_end|>` ends the turn. A model would generate the text between the header and the last marker.
 
     <|im_start|>user
     Quokka asks for something.<|im_end|>
@@ -46,11 +46,14 @@ _ANSWERED_AFTER_RESULT = (
 class GenerationPrompt:
     r"""A rendered conversation that ends with the generation prompt.
 
+    A generation prompt is the text at the end of a prompt that opens the model's answer, such as
+    "<|im_start|>assistant\n<think>\n". It starts with the header "<|im_start|>assistant\n", which
+    every assistant message has.
+
     Attributes:
-        switches: The switches with which the prompt was rendered.
+        switches: The setting of the thinking switches with which the prompt was rendered.
         text: The whole prompt.
-        after_header: The text after the header of the model's turn, such as `"<think>\n"`. Often
-            this text is "".
+        after_header: The text after the header, such as "<think>\n". Often this text is "".
     """
 
     switches: Switches
@@ -59,7 +62,7 @@ class GenerationPrompt:
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation that was rendered as this prompt."""
+        """The conversation from which this prompt was rendered."""
         return Conversation(generation_prompt=True, switches=self.switches)
 
 
@@ -68,13 +71,13 @@ class ModelTurn:
     r"""The markup around the model's answer, in all renderings of one template.
 
     Attributes:
-        prober: Renders the conversations.
-        header: The text that opens the model's turn: `"<|im_start|>assistant\n"`.
-        prompts: The generation prompts, one for each setting of the thinking switches. Settings
-            that the template fails to render are omitted. The first prompt is the default.
-        end_markers: The markers that end a turn: `("<|im_end|>",)`. Empty until `compare_content`
-            has found the markers.
-        trailing_text: The text after the user's question, if no answer follows: `"<|im_end|>\n"`.
+        prober: Renders conversations with the template.
+        header: The text that opens an assistant message: "<|im_start|>assistant\n".
+        prompts: The rendered prompts, one for each setting of the thinking switches. The first
+            prompt is the default. A setting is omitted if the template fails to render the prompt.
+        end_markers: The markers that end a message: ("<|im_end|>",). The tuple is empty until
+            `compare_content` has found the markers.
+        trailing_text: The text after the user's question, if no answer follows: "<|im_end|>\n".
     """
 
     prober: Prober
@@ -88,13 +91,14 @@ class ModelTurn:
     ) -> str | None:
         r"""Render a conversation, and return the text after the header of the model's answer.
 
-        The header is the text that opens an answer. Example: the rendering
-        "... <|im_start|>assistant\nHello<|im_end|>\n" has the header "<|im_start|>assistant\n" and
-        gives "Hello<|im_end|>\n".
+        The header is the text that opens an assistant message. Example: the rendering
+        "... <|im_start|>assistant\nHello<|im_end|>\n" has the header "<|im_start|>assistant\n". The
+        result is "Hello<|im_end|>\n".
 
         Args:
             conversation: The conversation.
-            form: The form of the messages, see `Prober.render`.
+            form: The form in which the template expects the messages. For example, `content` is a
+                string or a list. None means the form of the prober.
 
         Returns:
             The text, or None if the template fails to render the conversation.
@@ -112,10 +116,12 @@ class ModelTurn:
         return after_input.removeprefix(end_of_user_message)
 
     def generated_text(self, conversation: Conversation) -> str | None:
-        r"""Return the part of the rendered `conversation` that a model would generate.
+        r"""Render a conversation, and return the part that a model would generate.
 
-        This is the text after the header, without the markers that end the turn. Example: the
-        rendering "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello".
+        The model generates the text between the header, which opens the assistant message, and the
+        marker that ends the message. Example: the rendering
+        "... <|im_start|>assistant\nHello<|im_end|>\n" gives "Hello". Return None if the template
+        fails to render the conversation.
         """
         text = self.text_after_header(conversation)
         if text is None:
@@ -123,18 +129,19 @@ class ModelTurn:
         return self.without_end_markers(drop_common_suffix(text, self.trailing_text))
 
     def without_end_markers(self, text: str) -> str:
-        r"""Remove the end-of-turn markers from the end of `text`.
+        r"""Return `text` without the markers that end a message, and without the white space after.
 
-        Example: if `<|im_end|>` ends a turn, "Hello<|im_end|>\n" gives "Hello".
+        Example: if `<|im_end|>` ends a message, "Hello<|im_end|>\n" gives "Hello".
         """
         return _strip_suffixes(text, (*self.end_markers, EOS_TOKEN))
 
 
 def prompt_after_header(prompt: str, header: str) -> str:
-    r"""Return the text that follows the header of the model's turn in a prompt.
+    r"""Return the end of a prompt: the text after the header that opens the model's answer.
 
-    Return "" if the prompt does not contain the header. Example: the prompt
-    "... <|im_start|>assistant\n<think>\n" gives "<think>\n".
+    Example: if the header is "<|im_start|>assistant\n", the prompt
+    "... <|im_start|>assistant\n<think>\n" gives "<think>\n". Return "" if the header does not occur
+    after the user's question.
     """
     after_question = text_after_last(prompt, USER_TEXT)
     header_in_prompt = _header_in(after_question, header)
@@ -142,23 +149,31 @@ def prompt_after_header(prompt: str, header: str) -> str:
 
 
 def _text_after_input(rendering: str, conversation: Conversation) -> str:
-    """Return the rendered text after the last input that the model answers.
+    """Return the rendered text after the last input before the model's answer.
 
-    The input is the tool's result, or else the user's question. Example: the rendering
-    "<user>QUESTION</user><assistant>Hello" gives "</user><assistant>Hello".
+    If the conversation contains a tool's result, the last input is the result. Otherwise, the last
+    input is the user's question. Example: the rendering "<user>QUESTION</user><assistant>Hello"
+    gives "</user><assistant>Hello".
+
+    Args:
+        rendering: The rendered conversation.
+        conversation: The conversation.
     """
     follows_tool_result = conversation.after_tool_result and RESULT_TEXT in rendering
     return text_after_last(rendering, RESULT_TEXT if follows_tool_result else USER_TEXT)
 
 
 def _header_in(text: str, header: str) -> str:
-    r"""Return `header` as it occurs in `text`: unchanged, or without outer white space.
+    r"""Return the header in the spelling that occurs in `text`.
 
-    Some templates remove the white space around a header in some messages. Return "" if `text` does
-    not contain the header.
+    A header is the text that opens a message. Some templates omit the white space around the header
+    in some messages. In this example, the line break is missing in `text`:
 
-    >>> _header_in("<|im_start|>assistant <think>", "<|im_start|>assistant\n")
+    >>> _header_in("<|im_start|>assistant <think>", header="<|im_start|>assistant\n")
     '<|im_start|>assistant'
+
+    If `text` contains `header` unchanged, return `header`. If `text` does not even contain the
+    header without the white space, return "".
     """
     if header in text:
         return header
@@ -167,7 +182,9 @@ def _header_in(text: str, header: str) -> str:
 
 
 def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
-    r"""Remove the suffixes from the end of `text`. White space after a suffix is also removed.
+    r"""Remove all given suffixes from the end of `text`, and the white space after each of them.
+
+    The suffixes may occur in any order, and several times.
 
     >>> _strip_suffixes("Hello\n<e1>\n<e2>\n", ("<e1>", "<e2>"))
     'Hello\n'
@@ -181,7 +198,9 @@ def _strip_suffixes(text: str, suffixes: Sequence[str]) -> str:
 
 
 def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
-    r"""Remove the prefixes from the start of `text`. White space after a prefix is also removed.
+    r"""Remove all given prefixes from the start of `text`, and the white space after each of them.
+
+    The prefixes may occur in any order, and several times.
 
     >>> _strip_prefixes("<end>\n<start>assistant", ("<end>",))
     '<start>assistant'
@@ -197,18 +216,18 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the header that the model itself writes between a tool's result and the answer.
+    """Return the message header, such as `<|assistant|>`, if the model writes it after a result.
 
-    Usually the prompt ends with the header, such as `<|assistant|>`, so that the model does not
-    write the header. Some templates omit the header from a prompt that ends with a tool's result,
-    but render the header in the answer. The model then writes the header, and the parser must
-    remove the header from the output.
+    A message header is the text that opens an assistant message. Usually the prompt ends with the
+    header, so that the model starts directly with the answer. Some templates omit the header from a
+    prompt that ends with a tool's result. If these templates write the header before a rendered
+    answer, the model writes the header itself, and the parser must remove it from the output.
 
-    Example: the prompt ends with "RESULT</result>", and the rendered answer is
-    "RESULT</result><|assistant|>CONTENT". The result is `<|assistant|>`.
+    Example: the prompt ends with "RESULT</result>", and the rendered conversation ends with
+    "RESULT</result><|assistant|>CONTENT". The function returns `<|assistant|>`.
 
     Args:
-        turn: The header of the model's turn, and the prober that renders the conversations.
+        turn: The header, and the prober that renders the conversations.
 
     Returns:
         The header, or "" if the model does not write the header.
@@ -218,39 +237,39 @@ def header_after_result(turn: ModelTurn) -> str:
         return ""  # A header without a marker cannot be distinguished from other text.
     prompt_end = _prompt_end_after_result(turn.prober)
     if prompt_end is None or header in prompt_end:
-        return ""  # The template renders no result, or the header is a part of the prompt.
+        return ""  # The template renders no tool's result, or the prompt contains the header.
     return header if _has_header_after_result(turn.prober, header) else ""
 
 
 def _has_header_after_result(prober: Prober, header: str) -> bool:
-    """Return whether a rendered answer contains `header` after a tool's result.
+    """Return whether the template writes `header` between a tool's result and an answer.
 
-    Two answers are tried: content and a tool call.
+    Two conversations are rendered: the answer to the result is content, or another tool call.
     """
     renderings = (prober.render(conversation) or "" for conversation in _ANSWERED_AFTER_RESULT)
     return any(header in text_after_last(text, RESULT_TEXT) for text in renderings)
 
 
 def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the texts that can open the model's turn at the end of a prompt.
+    """Return the texts that can open the model's answer at the end of a prompt.
 
-    The parser searches a prompt for these texts, to find the start of the model's turn. After a
-    question, the header opens the turn, such as `<|assistant|>`. After a tool's result, a prompt
-    ends in one of three ways:
+    The parser searches a prompt for these texts, because the text after them is the start of the
+    answer. After a question, the answer is opened by the header, such as `<|assistant|>`. A prompt
+    that ends with a tool's result has one of three forms:
 
-        End of the prompt            Result
-        `</result><|assistant|>`     the header: ("<|assistant|>",)
-        `</result><|answer|>`        the header and this marker: ("<|assistant|>", "<|answer|>")
-        `</result>`                  (), because no text opens the turn
+        End of the prompt          Returned texts
+        </result><|assistant|>     ("<|assistant|>",)
+        </result><|answer|>        ("<|assistant|>", "<|answer|>")
+        </result>                  ()
 
-    In the third case, the parser would find the header of an earlier turn if the result contained
-    the header.
+    In the third form, no text opens the answer. If the header were returned, the parser would find
+    the header of an earlier message in the prompt.
 
     Args:
-        turn: The header and the end markers of the model's turn, and the prober that renders the
+        turn: The header and the markers that end a message, and the prober that renders the
             conversations.
-        reasoning_markers: The markers of reasoning. At the end of a prompt, these markers belong to
-            the answer.
+        reasoning_markers: The markers of reasoning. They are ignored at the end of a prompt,
+            because they belong to the answer.
 
     Returns:
         The texts. The tuple is also empty if the header contains no marker.
@@ -259,7 +278,7 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
-    # If the template renders no results, the header opens every turn.
+    # If the template renders no tool's results, the header opens every answer.
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)
@@ -267,23 +286,25 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
 
 
 def _marker_after_result(after_result: str, reasoning_markers: Sequence[str]) -> str:
-    """Return the marker that opens the model's turn after a tool's result, or "".
+    """Return the marker that opens the model's answer after a tool's result, or "".
+
+    This marker is the last marker of the prompt, if the markers of reasoning are ignored:
 
     >>> _marker_after_result("</result><|answer|><think>", ["<think>"])
     '<|answer|>'
 
     Args:
-        after_result: The text after the result in a prompt.
-        reasoning_markers: The markers of reasoning.
+        after_result: The text of the prompt after the tool's result.
+        reasoning_markers: The markers of reasoning. They are a part of the answer.
     """
     return trailing_marker(_strip_suffixes(after_result, reasoning_markers))
 
 
 def _prompt_end_after_result(prober: Prober) -> str | None:
-    """Render a prompt that contains a tool's result, and return the text after this result.
+    """Render a prompt that contains a tool's result, and return the text after the result.
 
-    Return None if the template does not render the result. Example: the prompt
-    "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
+    Example: the prompt "...<result>RESULT</result><|assistant|>" gives "</result><|assistant|>".
+    Return None if the rendered prompt does not contain the result.
     """
     prompt = prober.render(_PROMPT_AFTER_RESULT)
     if prompt is None or RESULT_TEXT not in prompt:

@@ -1,4 +1,7 @@
-"""Show a report (see `report.py`) as an HTML page that loads no other file."""
+"""Show a report about a chat template as an HTML page. The page loads no other file.
+
+The report describes the format of the model's output, see `report.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from nereid_parsers.template.report import CONTEXT_CHARS, Report, part_lines, su
 # A page has more space than a terminal, so the page shows more text around each difference.
 _CONTEXT_CHARS = 4 * CONTEXT_CHARS
 
-# The macro `lines` shows the character ↵ at each line break. The macro `difference_of` shows the
-# difference between two renderings.
+# The macro `lines` shows the character ↵ at each line break. The macro `difference_of` shows two
+# renderings, and highlights the parts in which they differ.
 _PAGE = """\
 {% set line_end %}<span class="around">↵</span>
 {% endset %}

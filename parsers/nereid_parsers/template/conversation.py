@@ -1,7 +1,7 @@
-"""The probe conversations that the analysis renders, and the messages that templates read.
+"""Conversations with made-up texts that the analysis renders, and the forms of their messages.
 
-A probe conversation is a short conversation with made-up texts (`CONTENT_TEXT`, `FIRST_TOOL`, ...).
-No template contains these texts, so the analysis can find them in a rendering.
+The made-up texts are `CONTENT_TEXT`, `FIRST_TOOL`, and so on. No template contains these texts, so
+the analysis can find them in a rendering.
 
 Templates expect messages in different forms. Some templates read content only from a list of parts,
 and other templates read the arguments of a tool call only from a JSON string. An `InputForm`
@@ -147,7 +147,7 @@ def conversation_with_calls(*calls: ProbeCall, content: str = "") -> Conversatio
 
 # The names under which templates read the reasoning of an assistant message.
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# The other values of `InputForm.reasoning`. The class explains them.
+# The values of `InputForm.reasoning` that are not the name of a message field.
 ALL_REASONING_FIELDS = ""
 PARTS = "parts"
 BLOCKS = "blocks"

@@ -35,7 +35,8 @@ _CLOSING_RULES = (
     (r"(<[|｜])(.*)", r"\1/\2"),  # `<|think|>` and `<|/think|>`
     (r"<([|｜].*)", r"</\1"),  # `<|think|>` and `</|think|>`
 )
-# Each rule derives an opening marker from a closing marker, in the form of `_CLOSING_RULES`.
+# Each rule derives an opening marker from a closing marker. The first string is a regular
+# expression that matches the closing marker. The second string is the opening marker.
 _OPENING_RULES = (
     (r"([^/]{0,2})/(.*)", r"\1\2"),  # `</think>` and `<think>`, `[|/think|]` and `[|think|]`
     (r"(?!<\|).(.*)\|>", r"<|\1>"),  # `<channel|>` and `<|channel>`
@@ -199,7 +200,9 @@ def drop_common_suffix(text: str, other: str) -> str:
 
 
 def text_after_last(text: str, word: str) -> str:
-    """Return the part of `text` after the last `word`. Return `text` if it does not contain `word`.
+    """Return the part of `text` after the last occurrence of `word`.
+
+    Return `text` unchanged if it does not contain `word`.
 
     >>> text_after_last("user: Hello. user: Bye.", "user: ")
     'Bye.'
@@ -250,7 +253,7 @@ def leading_markers(text: str) -> list[str]:
 
 
 def first_two(found_markers: list[str]) -> tuple[str, str]:
-    """Return the first two members of a list of markers. If a member is missing, "" replaces it.
+    """Return the first two members of a list of markers, and "" in the place of a missing member.
 
     >>> first_two(["<think>"]), first_two(["<think>", "</think>", "<answer>"])
     (('<think>', ''), ('<think>', '</think>'))
@@ -340,7 +343,7 @@ def closing_spellings(marker: str) -> list[str]:
 
 
 def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
-    r"""Derive markers from `marker`: one marker for each rule that matches the whole `marker`.
+    r"""Derive one new marker from `marker` with each rule that matches the whole `marker`.
 
     A rule derives a closing marker from an opening marker, or an opening marker from a closing
     marker. In this example, only the first rule matches:
@@ -362,11 +365,11 @@ def _apply_rules(rules: Iterable[tuple[str, str]], marker: str) -> list[str]:
 
 
 def compound_closing(text: str, opening: str) -> str:
-    """Return the text that closes a block, if several markers and words open the block.
+    """Return the closing text of a block whose opening text consists of several markers.
 
-    A block is a part of a message, such as the reasoning. Example: the markers `<|open|>` and
-    `<|sep|>`, with the word "think" between them, open a block. The text that closes such a block
-    differs from the opening text only in its first marker:
+    A block is a part of a message, such as the reasoning. A marker is a piece of markup, such as
+    `<|open|>`. If several markers open a block, the closing text differs from the opening text only
+    in the first marker:
 
     >>> compound_closing("<|close|>think<|sep|>Hello", opening="<|open|>think<|sep|>")
     '<|close|>think<|sep|>'
@@ -385,8 +388,8 @@ def compound_closing(text: str, opening: str) -> str:
     if not markers(after_first_marker):
         return ""  # Only one marker opens the block.
     before, found_shared_end, _ = text.partition(after_first_marker)
-    # `before` is the first marker of the closing text, "<|close|>". If `before` is longer than
-    # `opening`, the shared end belongs to a later part of the message.
+    # Usually, `before` is the first marker of the closing text: "<|close|>". If `before` is longer
+    # than `opening`, `before` also contains other text, so `text` starts with no closing text.
     is_closing_text = bool(found_shared_end) and len(before) <= len(opening)
     return before + after_first_marker if is_closing_text else ""
 

@@ -205,7 +205,7 @@ def _rendered_answers(prober: Prober) -> list[str]:
 
 
 def _part_in_renderings(added: str, renderings: Sequence[str]) -> str:
-    r"""Return the longest prefix of `added` that all renderings contain.
+    r"""Return the longest prefix of `added` that occurs in all `renderings`.
 
     The generation prompt, which opens the model's answer, adds the text `added`. This text starts
     with the header of an assistant message. The other renderings of assistant messages show where
@@ -237,7 +237,7 @@ def _longest_shared_prefix(added: str, rendering: str) -> str:
     '<|assistant|>\n'
     """
     added_tokens = tokens(added)
-    for num_tokens in range(len(added_tokens), 0, -1):  # The longest prefix comes first.
+    for num_tokens in range(len(added_tokens), 0, -1):  # Longer prefixes are tried first.
         prefix = "".join(added_tokens[:num_tokens])
         if prefix.strip() and prefix in rendering:
             return prefix
@@ -343,7 +343,7 @@ def _user_header(question: str) -> str:
 
 
 def _drop_text_after_role(header: str, user_header: str) -> str:
-    r"""Remove the text after the role and its markup from the header of an assistant message.
+    r"""Cut the header of an assistant message at the place where a user's header would end.
 
     A header is the text that opens a message. The header of an assistant message has the form of a
     user's header, but contains another role ("assistant" instead of "user"). If every answer starts
@@ -374,7 +374,7 @@ def _regex_for_any_role(user_header: str) -> str:
     >>> _regex_for_any_role("<|start|>user:")
     '<\\|start\\|>\\w+:'
     """
-    # The capturing group of `_WORDS` keeps the words in the result of `split`.
+    # `split` also returns the words, because `_WORDS` contains a capturing group.
     pieces = _WORDS.split(user_header)
     regexes = [r"\w+" if _USER_WORD.fullmatch(piece) else re.escape(piece) for piece in pieces]
     return "".join(regexes)

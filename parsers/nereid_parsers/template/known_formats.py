@@ -182,7 +182,7 @@ def _families_of(section: ToolSection) -> list[ToolSection]:
 
 
 def _new_variants(calls: list[Call], variants: list[Call]) -> list[Call]:
-    """Return the members of `variants` whose markers or JSON keys occur in no other tool call.
+    """Return the members of `variants` that differ from all `calls` in markers or JSON keys.
 
     Example: `calls` contains `<call>..</call>`, and `variants` contains `<call>..</call>` and
     `[call]..`. The result contains only `[call]..`.
@@ -359,10 +359,10 @@ the list of the tools that the model may call.
 
 
 def markers_of_phrases(text: str) -> list[str]:
-    """Return the markers of tool calls that belong to phrases in `text`.
+    """Search a template's text for known phrases, and return the tool call markers for each phrase.
 
-    `_MARKERS_OF_PHRASES` contains the phrases. Example: if `text` contains "List of tools: [", the
-    result is ["<|tool_call_start|>", "<|tool_call_end|>"].
+    `_MARKERS_OF_PHRASES` contains the known phrases. Example: if `text` contains
+    "List of tools: [", the result is ["<|tool_call_start|>", "<|tool_call_end|>"].
 
     Args:
         text: The literal text of the template.

@@ -129,7 +129,9 @@ class ModelTurn:
         return self.without_end_markers(drop_common_suffix(text, self.trailing_text))
 
     def without_end_markers(self, text: str) -> str:
-        r"""Return `text` without the markers that end a message, and without the white space after.
+        r"""Remove the markers that end a message, such as `<|im_end|>`, from the end of `text`.
+
+        White space after these markers is also removed.
 
         Example: if `<|im_end|>` ends a message, "Hello<|im_end|>\n" gives "Hello".
         """
@@ -216,12 +218,13 @@ def _strip_prefixes(text: str, prefixes: Sequence[str]) -> str:
 
 
 def header_after_result(turn: ModelTurn) -> str:
-    """Return the message header, such as `<|assistant|>`, if the model writes it after a result.
+    """Return the message header that a model writes between a tool's result and the answer.
 
-    A message header is the text that opens an assistant message. Usually the prompt ends with the
-    header, so that the model starts directly with the answer. Some templates omit the header from a
-    prompt that ends with a tool's result. If these templates write the header before a rendered
-    answer, the model writes the header itself, and the parser must remove it from the output.
+    A message header is the text that opens an assistant message, such as `<|assistant|>`. Usually
+    the prompt ends with the header, so that the model starts directly with the answer. Some
+    templates omit the header from a prompt that ends with a tool's result, but write the header
+    before a rendered answer. The model then writes the header itself, and the parser must remove
+    the header from the output.
 
     Example: the prompt ends with "RESULT</result>", and the rendered conversation ends with
     "RESULT</result><|assistant|>CONTENT". The function returns `<|assistant|>`.
@@ -237,7 +240,7 @@ def header_after_result(turn: ModelTurn) -> str:
         return ""  # A header without a marker cannot be distinguished from other text.
     prompt_end = _prompt_end_after_result(turn.prober)
     if prompt_end is None or header in prompt_end:
-        return ""  # The template renders no tool's result, or the prompt contains the header.
+        return ""  # No tool's result is rendered, or the prompt already contains the header.
     return header if _has_header_after_result(turn.prober, header) else ""
 
 
@@ -278,7 +281,7 @@ def turn_markers(turn: ModelTurn, reasoning_markers: Sequence[str] = ()) -> tupl
     if not markers(header):
         return ()
     prompt_end = _prompt_end_after_result(turn.prober)
-    # If the template renders no tool's results, the header opens every answer.
+    # If the template does not render tools' results, the header opens every answer.
     if prompt_end is None or header in prompt_end:
         return (header,)
     other_marker = _marker_after_result(prompt_end, reasoning_markers)

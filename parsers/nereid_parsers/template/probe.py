@@ -83,7 +83,8 @@ class Prober:
     refusals: dict[Conversation, str] = field(default_factory=dict)
     comparisons: list[Comparison] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
-    # Without these variables, the template failed. They are set to "" in all later renderings.
+    # The template failed because these variables were undefined. Therefore, all later renderings
+    # set the variables to "".
     _filled: dict[str, str] = field(default_factory=dict)
     _cache: dict[tuple[Conversation, InputForm], str | None] = field(default_factory=dict)
 
@@ -197,9 +198,9 @@ class Prober:
         )
 
     def record_finding(self, name: str, finding: str) -> None:
-        """Record a finding for the report that the analysis made without comparing renderings.
+        """Record a conclusion that the analysis has drawn without comparing two renderings.
 
-        The finding is recorded as a comparison of two equal conversations.
+        The report shows the conclusion as the finding of a comparison of two equal conversations.
 
         Args:
             name: The label of the finding, such as "R4 source".
@@ -311,7 +312,7 @@ class Prober:
         compared_values = [value for value in constants if isinstance(value, str | int)]
         is_effort = "effort" in name or "mode" in name  # such as `reasoning_effort`
         usual_values: tuple[Any, ...] = _EFFORTS if is_effort else (True, False)
-        # The dict removes duplicates. The keys are texts, because the values True and 1 are equal.
+        # The dict removes duplicates. The keys are texts, because True and 1 would be equal keys.
         value_by_text = {repr(value): value for value in (*compared_values, *usual_values)}
         return list(value_by_text.values())[:_MAX_SWITCH_VALUES]
 

@@ -79,7 +79,7 @@ def parse_renderings(
 
 
 class _RenderedAnswer(NamedTuple):
-    """The rendered prompt of a conversation, and the text that a model would generate after it.
+    """A rendered prompt, and the text that a model would generate after the prompt.
 
     Example: the prompt is "..<|assistant|><think>", and the text is "Hm.</think>Hello.".
     """
@@ -322,7 +322,7 @@ def _differing_parts(answer: AssistantMessage, parsed: Message) -> Iterator[str]
 
 
 def _has_arguments(call: ProbeCall, arguments: str) -> bool:
-    """Return whether a tool call has exactly the arguments that a JSON text contains.
+    """Return whether the JSON text `arguments` is equal to the arguments of a tool call.
 
     Return False if `arguments` is not valid JSON.
     """

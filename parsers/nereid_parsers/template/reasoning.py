@@ -66,7 +66,7 @@ def find_reasoning(turn: ModelTurn) -> ReasoningFindings:
 
     Mutates: `turn.prober`, which records comparisons and undecided questions for the report.
     """
-    findings = find_rendered_reasoning(turn)  # The message fields, still without the markers.
+    findings = find_rendered_reasoning(turn)  # These findings contain no markers yet.
     markup = _find_markup(turn, findings.conversation)
     if markup is None:
         return findings
@@ -310,10 +310,10 @@ def compare_reasoning_before_call(
     call_only = AssistantMessage(calls=ONE_CALL)
     without_reasoning = replace(conversation, answer=call_only, tools=True)
     with_reasoning = replace(without_reasoning, answer=replace(call_only, reasoning=REASONING_TEXT))
-    text = turn.text_after_header(with_reasoning) or ""
-    between = text_between(text, REASONING_TEXT, FIRST_TOOL)
+    rendered_message = turn.text_after_header(with_reasoning) or ""
+    between = text_between(rendered_message, REASONING_TEXT, FIRST_TOOL)
     if between is None or part.close.strip() in between:
-        return ()  # The template does not render the message, or it writes the closing marker.
+        return ()  # The message is not rendered, or the template writes the closing marker.
     markers_between = markers(between)
     if not markers_between:
         turn.prober.record_undecided(

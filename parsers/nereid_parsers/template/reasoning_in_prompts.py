@@ -1,8 +1,9 @@
-"""Find the markers of reasoning in generation prompts (comparisons R2 and R3).
+"""Find the markers of reasoning by comparing prompts with different thinking switches.
 
 A generation prompt is the text at the end of a prompt that opens the model's answer. A thinking
 switch is a template variable, such as `enable_thinking`, that turns thinking on or off. The value
-of a thinking switch may change the generation prompt.
+of a thinking switch may change the generation prompt (comparison R2), or add instructions to the
+prompt (comparison R3).
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def _add_line_breaks(closing: str, opening: str) -> str:
 def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     """Return the closing marker of the reasoning that `prompt` opens.
 
-    The first marker of the generation prompt may open reasoning. Example: if the generation prompt
-    is "<|assistant|><think>", the header `<|assistant|>` is skipped, `<think>` opens reasoning, and
-    the result is `</think>`.
+    A prompt ends with the header of an assistant message, such as `<|assistant|>`. Only the text
+    after the header is searched. The first marker of this text may open reasoning. Example: the
+    prompt "..<|assistant|><think>" opens reasoning with `<think>`, and the result is `</think>`.
 
     Args:
         turn: The text around the model's answers. `turn.prompts[0]` is the default prompt.
@@ -91,8 +92,8 @@ def _closing_for_prompt(turn: ModelTurn, prompt: GenerationPrompt) -> str:
     possible_closings = closing_spellings(opening)
     if next_marker in possible_closings:
         return next_marker  # The prompt contains an empty block, such as `<notes></notes>`.
-    # The name of the marker does not refer to thinking, as in `<notes>`. This marker opens
-    # reasoning only if a thinking switch adds the marker to the prompt.
+    # The name of the opening marker, such as `<notes>`, does not refer to thinking. The marker is
+    # accepted only if a thinking switch has changed the prompt.
     is_added_by_switch = prompt.after_header != turn.prompts[0].after_header
     return first_occurring(turn, possible_closings) if is_added_by_switch else ""
 

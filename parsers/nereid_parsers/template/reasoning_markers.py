@@ -62,7 +62,7 @@ def is_thinking_marker(marker: str) -> bool:
 
 
 def last_opening(before: str) -> str:
-    r"""Return the opening marker of reasoning, which is at the end of the text `before` reasoning.
+    r"""Return the opening marker of reasoning, which is the last marker before the reasoning.
 
     A marker is a piece of markup such as `<think>`. The white space around the marker is a part of
     the result:
@@ -219,7 +219,7 @@ def declare_reasoning(
 
 
 def shorter_openings(opening: str, other_markup: str) -> tuple[str, ...]:
-    """Return the last marker of `opening`, if the model may write only this marker.
+    """Return a tuple with the last marker of `opening`, if a model may write this marker alone.
 
     If several markers open the reasoning, such as `<|message|><|thinking|>`, some models write only
     the last marker. The parser then accepts the last marker (`Reasoning.also_open`):

@@ -384,14 +384,14 @@ def compound_closing(text: str, opening: str) -> str:
             "".
         opening: The markers and words that open the block.
     """
-    after_first_marker = _text_after_first_marker(opening)  # "think<|sep|>"
-    if not markers(after_first_marker):
+    shared_end = _text_after_first_marker(opening)  # "think<|sep|>"
+    if not markers(shared_end):
         return ""  # Only one marker opens the block.
-    before, found_shared_end, _ = text.partition(after_first_marker)
-    # Usually, `before` is the first marker of the closing text: "<|close|>". If `before` is longer
-    # than `opening`, `before` also contains other text, so `text` starts with no closing text.
-    is_closing_text = bool(found_shared_end) and len(before) <= len(opening)
-    return before + after_first_marker if is_closing_text else ""
+    before_shared_end, found_shared_end, _ = text.partition(shared_end)
+    # A closing text has only one marker before the shared end: "<|close|>". If the text before the
+    # shared end is longer than `opening`, this text contains more than the marker.
+    is_closing_text = bool(found_shared_end) and len(before_shared_end) <= len(opening)
+    return before_shared_end + shared_end if is_closing_text else ""
 
 
 def _text_after_first_marker(text: str) -> str:

@@ -92,25 +92,21 @@ def last_opening(before: str) -> str:
     has_space_and_words = bool(after_marker.strip()) and after_marker[0].isspace()
     if has_space_and_words:
         return after_marker
-    opening_start = _start_of_opening(before, last_marker)
-    # The white space before the opening marker is a part of the result.
-    text_before_opening = before[:opening_start].rstrip()
-    return before.removeprefix(text_before_opening)
+    return _joined_opening(before, last_marker)
 
 
-def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
-    """Return the index at which the text that opens reasoning starts in `before`.
+def _joined_opening(before: str, last_marker: re.Match[str]) -> str:
+    r"""Return the markers and words that open reasoning and are joined without white space.
 
-    The opening text consists of markers, such as `<|open|>`, and words that are joined without
-    white space. Therefore, the opening text starts after the last white space before the end of
-    `last_marker`. In this example, the index 4 is the start of "<|open|>":
+    The opening text starts after the last white space that precedes the end of `last_marker`. The
+    white space around the opening text is a part of the result:
 
-    >>> text = "Hi. <|open|>think<|sep|>"
-    >>> _start_of_opening(text, list(MARKER.finditer(text))[-1])
-    4
+    >>> text = "Hi. <|open|>think<|sep|>\n"
+    >>> _joined_opening(text, list(MARKER.finditer(text))[-1])
+    ' <|open|>think<|sep|>\n'
 
-    Exception: if the last marker itself contains white space, as `<start think>` does, the opening
-    text starts at the start of this marker.
+    If the last marker itself contains white space, as `<start think>` does, the opening text starts
+    with this marker.
 
     Args:
         before: The text of the rendered message before the reasoning.
@@ -120,7 +116,9 @@ def _start_of_opening(before: str, last_marker: re.Match[str]) -> int:
     text_after_space = text_to_marker.split()[-1]
     start_after_space = len(text_to_marker) - len(text_after_space)
     # If the last marker contains white space, the marker starts before this white space.
-    return min(start_after_space, last_marker.start())
+    opening_start = min(start_after_space, last_marker.start())
+    text_before_opening = before[:opening_start].rstrip()
+    return before.removeprefix(text_before_opening)
 
 
 def first_opening(after_header: str) -> str:

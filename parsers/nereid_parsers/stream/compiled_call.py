@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from nereid_parsers.declarations import Messages, Route, Stage
@@ -46,9 +47,8 @@ class CompiledCall:
     Attributes:
         call: The declaration.
         is_unmarked: Whether the tool call starts without a marker.
-        omits_marker: Whether this variant lacks the marker that the format declares before the
-            header. A tool call of such a variant is accepted only if the request offers the
-            function.
+        omits_marker: Whether the model has omitted the opening marker that the format declares.
+            Such a tool call is accepted only if the request offers the function.
         closing_markers: The parts of the closing marker, such as `</function>` and `</tool_call>`.
         end_of_broken: A lexer that finds the end of arguments that are not valid JSON.
     """
@@ -62,17 +62,21 @@ class CompiledCall:
         self.end_of_broken = Lexer(_markers_after_call(call, section))
         self._head_pattern: Pattern = compile_pattern(call.open + call.head)
         self._id_template = call.id
-        self._body_start, self._possible_body_start = _body_start_regexes(call)
+        self._body_start = _compile_body_start(call)
         self._tags = _compile_tags(call, section, self._head_pattern)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
-        """Match the marker, the header and the start of the body of a tool call at `pos`.
+        """Match the start of a tool call at `pos`.
 
-        The header is the text between the marker and the body, and may contain the function's name.
-        The start of the body is examined because ordinary text may contain the marker. Example:
-        `<tool_call>{"` matches a JSON object after the marker `<tool_call>`, and the header ends at
-        the position 11. The text `<tool_call>` alone gives NEED_MORE, and `<tool_call>x` gives
-        NO_MATCH.
+        A tool call consists of an opening marker, a header that may contain the function's name,
+        and a body that contains the arguments. Ordinary text may contain the marker, so a tool call
+        matches only if a body starts after the header. Examples for the marker `<call>`, the
+        header `{name}`, and a JSON object as the body:
+
+            text            result
+            `<call>sum{`    `Head(end=9, name="sum")`
+            `<call>sum`     NEED_MORE, because the body may follow
+            `<call>sum is`  NO_MATCH, because a body starts with `{`
 
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
@@ -80,18 +84,19 @@ class CompiledCall:
         match = self._head_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        body_start = self.match_body_start(text, match.end, is_final)
-        if body_start < 0:
-            return as_mismatch(body_start)
+        mismatch = self.body_start_mismatch(text, match.end, is_final)
+        if mismatch is not None:
+            return mismatch
         call_id = _fill_in_id(self._id_template, match.fields)
         return Head(match.end, name=match.fields.get("name", ""), call_id=call_id)
 
-    def match_body_start(self, text: str, head_end: int, is_final: bool) -> int:
-        """Return the position at which the body starts, or NEED_MORE or NO_MATCH.
+    def body_start_mismatch(self, text: str, head_end: int, is_final: bool) -> Mismatch | None:
+        """Return None if the body of a tool call starts after the header.
 
-        The body contains the arguments, or a list of tool calls. Its first visible characters show
-        whether the text is a body. Example: for a JSON array of tool calls, `[{` starts the body,
-        `[` gives NEED_MORE and `[1` gives NO_MATCH.
+        Otherwise return NEED_MORE if more text may show that a body starts, or NO_MATCH. The body
+        contains the arguments, or a list of tool calls. Its first visible characters show whether
+        the text is a body. Examples for a JSON array of tool calls: `[{` gives None, `[` gives
+        NEED_MORE, and `[1` gives NO_MATCH.
 
         Args:
             text: The text.
@@ -101,12 +106,10 @@ class CompiledCall:
         pos = skip_whitespace(text, head_end)
         if pos == len(text) and not is_final:
             return NEED_MORE
-        if self._tags is not None:
-            return self._tags.match_start(text, pos, is_final)
-        if self._body_start.match(text, pos) is not None:
-            return pos
-        may_become_start = self._possible_body_start.match(text, pos) is not None
-        return NEED_MORE if may_become_start and not is_final else NO_MATCH
+        if self._tags is None:
+            return self._body_start.mismatch(text, pos, is_final)
+        tags_start = self._tags.match_start(text, pos, is_final)
+        return as_mismatch(tags_start) if tags_start < 0 else None
 
     def create_reader(self, writer: CallWriter, head: Head, *, is_confirmed: bool) -> BodyReader:
         """Create the reader that parses the arguments of a tool call.
@@ -162,11 +165,12 @@ class CompiledCall:
 def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
     """Return the markers that can follow the body of a tool call.
 
-    These are the closing markers of the tool call and of its section, and the opening marker of the
-    next tool call. Arguments that are not valid JSON end at one of these markers. If a closing
-    marker consists of several parts, only the last part is returned, because arguments may contain
-    the other parts. Example: for the opening marker `<tool_call>` and the closing marker
-    `</function></tool_call>`, the result is `("</tool_call>", "<tool_call>")`.
+    Arguments that are not valid JSON end at the first of these markers. The result contains the
+    closing marker of the tool call, the closing markers of its tool section, and the opening marker
+    with which the next tool call starts. Of a closing marker with several tags, such as
+    `</function></tool_call>`, the result contains only the last tag, because arguments may contain
+    the other tags. Example: for a tool call between `<tool_call>` and `</function></tool_call>`, in
+    a format without tool sections, the result is `("</tool_call>", "<tool_call>")`.
     """
     close_parts = marker_parts(call.close)
     last_close_part = close_parts[-1] if close_parts else ""
@@ -175,9 +179,18 @@ def _markers_after_call(call: Call, section: ToolSection) -> tuple[str, ...]:
 
 
 def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTags | None:
-    """Compile tagged arguments, such as `<parameter=city>Paris</parameter>`, of a tool call.
+    """Compile the arguments of a tool call if each argument is written between tags.
 
-    Return None if the declared arguments have no tags.
+    Example of such an argument: `<parameter=city>Paris</parameter>`. Return None if the format
+    writes arguments in another way, for example as JSON.
+
+    The compiled arguments need two lists of markers. For tool calls between
+    `<call><function={name}>` and `</function></call>`, in a section that `</calls>` closes:
+
+        stop_markers           `</function>`, `</call>`, `</calls>`, `<call>`: the arguments end at
+                               the first of these markers.
+        markers_between_calls  `</function>`, `</call>`, `</calls>`: these markers can precede the
+                               next tool call.
 
     Args:
         call: The declaration of the tool call.
@@ -187,9 +200,8 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     if not isinstance(call.body, TaggedArguments):
         return None
     close_parts = marker_parts(call.close)
-    # The arguments end at any of these markers. The first marker is the first part of `call.close`,
-    # because that part directly follows the last argument.
-    stop_markers = (*close_parts[:1], *_markers_after_call(call, section))
+    first_close_part = close_parts[:1]  # This marker directly follows the last argument.
+    stop_markers = (*first_close_part, *_markers_after_call(call, section))
     section_opens = (marker.strip() for marker in section.opens)
     markers_between_calls = (*close_parts, *section.closes, *section_opens)
     return CompiledTags(
@@ -200,26 +212,51 @@ def _compile_tags(call: Call, section: ToolSection, head: Pattern) -> CompiledTa
     )
 
 
-def _body_start_regexes(call: Call) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two regexes, one for the start of a body and one for an incomplete start.
+@dataclass(frozen=True, slots=True)
+class _BodyStart:
+    """The regexes that show whether a text is the body of a tool call.
 
-    Example: a JSON array of tool calls starts with `[{` or `[]`. White space may separate the two
-    characters. If only `[` has arrived, the start is incomplete.
+    Attributes:
+        complete: Matches the first characters of a body, for example `[{`.
+        incomplete: Matches a part of these characters at the end of the text, for example `[`.
+    """
+
+    complete: re.Pattern[str]
+    incomplete: re.Pattern[str]
+
+    def mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+        """Return None if a body starts at `pos`. Otherwise return NEED_MORE or NO_MATCH.
+
+        Examples for a JSON array of tool calls: `[{` gives None, `[1` gives NO_MATCH, and `[` gives
+        NEED_MORE, or NO_MATCH if `is_final` shows that no more text follows.
+        """
+        if self.complete.match(text, pos) is not None:
+            return None
+        may_become_start = not is_final and self.incomplete.match(text, pos) is not None
+        return NEED_MORE if may_become_start else NO_MATCH
+
+
+def _compile_body_start(call: Call) -> _BodyStart:
+    """Return the regexes that recognise the start of a tool call's body.
+
+    Example: a JSON array of tool calls starts with `[{` or `[]`, and white space may separate the
+    two characters. The text `[` is an incomplete start, because `{` or `]` may follow.
     """
     if isinstance(call.body, NestedTags):
         prefix = call.body.tag_prefix
-        return re.compile(re.escape(prefix)), re.compile(marker_prefix_regex(prefix))
-    start = _body_start(call)
-    complete = rf"{start.first_char}\s*{start.second_char}"
-    incomplete = rf"{start.first_char}\s*\Z"
-    return re.compile(complete), re.compile(incomplete)
+        return _BodyStart(re.compile(re.escape(prefix)), re.compile(marker_prefix_regex(prefix)))
+    first_char, second_char = _first_chars(call)
+    return _BodyStart(
+        complete=re.compile(rf"{first_char}\s*{second_char}"),
+        incomplete=re.compile(rf"{first_char}\s*\Z"),
+    )
 
 
-class _BodyStart(NamedTuple):
-    """The regexes for the first two characters of a body. White space is not counted.
+class _FirstChars(NamedTuple):
+    """The regexes for the first two characters of a body that are not white space.
 
     Attributes:
-        first_char: The regex for the first character.
+        first_char: The regex for the first character, or "" if any character is accepted.
         second_char: The regex for the second character, or "" if any character is accepted.
     """
 
@@ -227,7 +264,7 @@ class _BodyStart(NamedTuple):
     second_char: str
 
 
-def _body_start(call: Call) -> _BodyStart:
+def _first_chars(call: Call) -> _FirstChars:
     """Return the regexes for the first two characters of the body of a tool call.
 
     Example: a JSON array of tool calls gives a regex for `[`, and a regex for `{` or `]`.
@@ -235,18 +272,18 @@ def _body_start(call: Call) -> _BodyStart:
     body = call.body
     if isinstance(body, PythonCalls):
         name_start = r"[^\W\d]"  # A function's name starts with a letter or `_`.
-        return _BodyStart(re.escape(body.open), name_start)
+        return _FirstChars(re.escape(body.open), name_start)
     if isinstance(body, JsonArray):
-        return _BodyStart(r"\[", r"[{\]]")
+        return _FirstChars(r"\[", r"[{\]]")
     if isinstance(body, JsonObject):
         key_quote_or_end = """["'}]"""  # Some models write single quotes around keys.
-        return _BodyStart(r"\{", key_quote_or_end)
-    if isinstance(body, JsonArguments) and _ends_with_marker(call):
-        return _BodyStart("", "")  # The markers prove that any text is the body of a tool call.
-    return _BodyStart(r"\{", "")
+        return _FirstChars(r"\{", key_quote_or_end)
+    if isinstance(body, JsonArguments) and _header_proves_call(call):
+        return _FirstChars("", "")  # Any text after the header is the body of a tool call.
+    return _FirstChars(r"\{", "")
 
 
-def _ends_with_marker(call: Call) -> bool:
+def _header_proves_call(call: Call) -> bool:
     """Return whether the text after the header of a tool call can only be arguments.
 
     The result is True if the tool call has an opening marker and the last part of the header is a
@@ -272,22 +309,23 @@ def _fill_in_id(template: str, fields: dict[str, str]) -> str:
 
 
 class CompiledHeader:
-    """The compiled declaration of a message header.
+    """The compiled declaration of a message header, which is the text before the message's body.
 
     Attributes:
-        stage: The stage of the message's body.
+        stage: The part of the message that the body is: reasoning, content or a tool call.
         has_calls: Whether the body may contain tool calls.
     """
 
     def __init__(self, route: Route, layout: Messages, message_call: CompiledCall) -> None:
         r"""Compile `route`, which declares one message header of `layout`.
 
-        The text after the header, `layout.header_end`, is matched in one of two ways:
+        A header ends with the text `layout.header_end`. There are two cases:
 
-        - A marker such as `<|message|>` is a part of the pattern that matches the header.
-        - White space, such as the line break in `>>>all\nHello`, is not a part of this pattern. The
-          method `match` compares this white space itself, because a pattern would accept any other
-          white space, too.
+        - The text is a marker, such as `<|message|>`. The pattern of the header ends with this
+          marker.
+        - The text is white space, such as the line break in `>>>all\nHello`. A pattern would accept
+          any other white space, too. So this white space is stored, and `match` compares it with
+          the text after the pattern.
 
         If the message is a tool call, `message_call` matches the start of the arguments.
         """
@@ -298,10 +336,10 @@ class CompiledHeader:
         ends_with_marker = bool(layout.header_end.strip())
         if ends_with_marker:
             self._header_pattern = compile_pattern(route.header + layout.header_end)
-            self._whitespace_header_end = ""
+            self._final_whitespace = ""
         else:
             self._header_pattern = compile_pattern(route.header)
-            self._whitespace_header_end = layout.header_end
+            self._final_whitespace = layout.header_end
 
     def has_started(self, text: str, pos: int) -> bool:
         """Return whether the fixed text at the start of the header is at `pos`.
@@ -313,37 +351,41 @@ class CompiledHeader:
         return bool(self._first_literal) and text.startswith(self._first_literal, pos)
 
     def match(self, text: str, pos: int, is_final: bool) -> Head | Mismatch:
-        """Match the header at `pos`, for example `<|channel|>final<|message|>`.
+        """Match the header of a message at `pos`.
 
-        The header of a tool call matches only if the arguments start after the header.
+        The header of a tool call matches only if the arguments start after the header. Examples:
+
+            text                                     result
+            `<|channel|>final<|message|>Hi`          `Head(end=27)`
+            `<|channel|>final`                       NEED_MORE, because `<|message|>` may follow
+            `to=sum<|message|>{`, for a tool call    `Head(end=17, name="sum")`
+            `to=sum<|message|>Hi`, for a tool call   NO_MATCH, because arguments start with `{`
 
         Returns:
             The matched header, NEED_MORE or NO_MATCH.
         """
-        # Some headers must end with certain white space, for example a line break. If the header
-        # has no such requirement, the white space at `pos` is skipped.
-        if not self._whitespace_header_end:
+        if not self._final_whitespace:  # White space may then also precede the header.
             pos = skip_whitespace(text, pos)
         match = self._header_pattern.match(text, pos, is_final)
         if not isinstance(match, PatternMatch):
             return match
-        end = self._match_whitespace_end(text, match.end, is_final)
-        if end < 0:
-            return as_mismatch(end)
-        if self.stage is Stage.CALLS:
-            arguments_start = self._message_call.match_body_start(text, end, is_final)
-            if arguments_start < 0:
-                return as_mismatch(arguments_start)
-        return Head(end, name=match.fields.get("name", ""), call_id=match.fields.get("id", ""))
+        mismatch = self._final_whitespace_mismatch(text, match.end, is_final)
+        header_end = match.end + len(self._final_whitespace)
+        if mismatch is None and self.stage is Stage.CALLS:
+            mismatch = self._message_call.body_start_mismatch(text, header_end, is_final)
+        if mismatch is not None:
+            return mismatch
+        fields = match.fields
+        return Head(header_end, name=fields.get("name", ""), call_id=fields.get("id", ""))
 
-    def _match_whitespace_end(self, text: str, pos: int, is_final: bool) -> int:
-        """Match the white space at the end of the header. Return the position after this space.
+    def _final_whitespace_mismatch(self, text: str, pos: int, is_final: bool) -> Mismatch | None:
+        r"""Return None if the white space with which the header must end is at `pos`.
 
-        The result is NEED_MORE or NO_MATCH if this white space does not follow. It is `pos` if the
-        header does not end with certain white space.
+        Otherwise return NEED_MORE if more text may complete this white space, or NO_MATCH. Example:
+        if the header `>>>all\n` must end with a line break, a space after `>>>all` gives NO_MATCH.
+        If no white space is required, the result is None.
         """
-        whitespace = self._whitespace_header_end
-        if text.startswith(whitespace, pos):
-            return pos + len(whitespace)
-        may_follow = not is_final and whitespace.startswith(text[pos:])
+        if text.startswith(self._final_whitespace, pos):
+            return None
+        may_follow = not is_final and self._final_whitespace.startswith(text[pos:])
         return NEED_MORE if may_follow else NO_MATCH

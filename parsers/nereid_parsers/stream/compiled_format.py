@@ -17,9 +17,9 @@ from nereid_parsers.tool_declarations import Call, JsonArray, JsonObject, ToolSe
 # The minimum length, in characters, of a closing marker that the parser recognises in content.
 # Shorter markers, such as "}", are ignored, because such texts often occur in content.
 _MIN_CLOSING_MARKER_CHARS = 4
-# If the opening marker is missing, the parser recognises a tool call by the literal at the start of
-# the header. This is the minimum length of the literal, in characters. Shorter texts often occur in
-# content.
+# If the opening marker is missing, the parser recognises a tool call by the first literal of the
+# header, for example `<function=`. The literal must have at least this number of characters,
+# because shorter texts often occur in content.
 _MIN_HEAD_MARKER_CHARS = 8
 
 
@@ -34,7 +34,7 @@ class MarkerKind(Enum):
     CALL_HEAD         The header of a tool call starts. The model has omitted the marker before it.
     UNMARKED_CALL     A tool call without a marker starts with this text.
     CLOSE_CALLS       A tool call or a section of tool calls ends.
-    WRAP_CONTENT      The content starts or ends. Inside the reasoning, only the start is a marker.
+    WRAP_CONTENT      The content starts or ends. Inside the reasoning, the content can only start.
     START_MESSAGE     A message starts.
     END               A message or the model's turn ends.
     """
@@ -54,15 +54,20 @@ class MarkerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CompiledCalls:
-    """The compiled declarations of all variants of a tool call.
+    """The compiled variants of a tool call, grouped by the text with which a variant starts.
+
+    A variant is one of several ways in which the model may write a tool call. The parser searches
+    for the first text of each variant, and then tries the variants that start with this text.
 
     Attributes:
-        all: All variants, in the order in which they are tried.
-        by_trigger: The variants that start with a marker. The keys are the markers.
-        by_head: The variants that start with the header, because the model has omitted the opening
-            marker. The keys are the first literals of the headers.
-        unmarked: The variants that start without a marker.
-        kinds: The meanings of the markers that belong to tool calls.
+        all: All declared variants, in the order in which the parser tries them.
+        by_trigger: The variants that start with a marker, as in `<call><function=sum>`. The keys
+            are the markers, here `<call>`.
+        by_head: The variants that start with the header, because the model has omitted the marker,
+            as in `<function=sum>`. The keys are the first literals of the headers, here
+            `<function=`.
+        unmarked: The variants for which the format declares no marker, as in `{"name": "sum"}`.
+        kinds: The markers of tool calls, with the meaning of each marker.
     """
 
     all: tuple[CompiledCall, ...] = ()
@@ -81,12 +86,14 @@ class CompiledFormat:
         reasoning_markers: The lexer that finds the markers inside the reasoning.
         reasoning_closes: The lexer that finds the closing markers of the reasoning.
         content_markers: The lexer that finds the markers inside the content.
-        outer_markers: The lexer for the markers that are removed even in the state CONTENT_ONLY.
-        content_kinds: The meanings of the markers outside the reasoning.
-        reasoning_kinds: The meanings of the markers inside the reasoning.
-        calls: The variants of a tool call.
+        outer_markers: The lexer that finds the markers around messages and content. The parser
+            removes these markers even if the rest of the message is content (CONTENT_ONLY).
+        content_kinds: The markers outside the reasoning, with the meaning of each marker.
+        reasoning_kinds: The markers inside the reasoning, with the meaning of each marker.
+        calls: The variants of a tool call. A variant is one of several ways to write a tool call.
         routes: The message headers.
-        message_call: The variant of a tool call that is a whole message, or None.
+        message_call: The declaration of a tool call that is a whole message. None if the format has
+            no message headers.
     """
 
     layout: Sections | Messages
@@ -127,9 +134,10 @@ def compile_format(fmt: FormatData) -> CompiledFormat:
 def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
     """Compile a format in which the model's output is a sequence of messages with headers.
 
-    The compiled format contains the markers for which the parser searches. Reasoning is a message
-    of its own, so the only markers inside the reasoning are the markers that start or end a
-    message. In the dicts, the keys are markers and the values are their meanings.
+    Example: `<|start|>assistant<|channel|>analysis<|message|>Hm<|end|>` is a message with
+    reasoning. The result contains the compiled headers, and the markers for which the parser
+    searches. Reasoning is a separate message, so the parser searches inside the reasoning only for
+    the markers that start or end a message, here `<|start|>assistant` and `<|end|>`.
     """
     ends = _kinds((*layout.ends, *fmt.ends), MarkerKind.END)
     message_kinds = ends | _kinds((layout.start,), MarkerKind.START_MESSAGE)
@@ -151,11 +159,12 @@ def _compile_messages(fmt: FormatData, layout: Messages) -> CompiledFormat:
 
 
 def _compile_message_call(layout: Messages) -> CompiledCall:
-    """Compile the tool call of a layout in which each tool call is a message of its own.
+    """Compile the tool call of a layout in which each tool call is a separate message.
 
-    The header of such a message contains the function's name. The message is not in a tool section,
-    but `CompiledCall` requires a section, because broken arguments end at the closing markers of a
-    section. For messages, these closing markers are the end markers of messages.
+    The header of such a message contains the function's name. `CompiledCall` requires a tool
+    section, because arguments that are not valid JSON end at the closing markers of the section.
+    Messages are not in a section, so the end markers of messages are passed as the closing markers
+    of a section.
     """
     section = ToolSection((Call(JsonObject()),), also_close=layout.ends)
     call = Call(layout.body, head="{name}", open=layout.start, close=layout.call_end)
@@ -165,8 +174,14 @@ def _compile_message_call(layout: Messages) -> CompiledCall:
 def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     """Compile a format in which markers enclose the reasoning, the content and the tool calls.
 
-    The compiled format contains the markers for which the parser searches. In the dicts, the keys
-    are markers and the values are their meanings.
+    The result contains the markers for which the parser searches. Example: for the text
+    `<think>Hm</think>Hi<call>..</call><|end|>`, these markers are
+
+        reasoning_kinds  {"</think>": CLOSE_REASONING, "<think>": OPEN_REASONING,
+                         "<call>": INTERRUPT, "<|end|>": END}
+        content_kinds    {"<think>": OPEN_REASONING, "</think>": CLOSE_REASONING,
+                         "<call>": OPEN_CALL, "</call>": CLOSE_CALLS, "<|end|>": END}
+        outer_kinds      {"<|end|>": END}, and the markers around the content if there are any
     """
     reasoning = layout.reasoning
     wrapper = layout.content  # The markers around the content, or None.
@@ -177,10 +192,9 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
     wrapper_opens = _kinds((wrapper.open,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     wrapper_closes = _kinds((wrapper.close,) if wrapper else (), MarkerKind.WRAP_CONTENT)
     ends = _kinds(fmt.ends, MarkerKind.END)
-    # If a format declares one text as several markers, the last dict in each union decides the
-    # meaning of the text. An end-of-turn token in the content always ends the turn. A text that
-    # both opens and closes the reasoning opens the reasoning when the parser reads content, and
-    # closes the reasoning when the parser reads reasoning.
+    # If two dicts contain one text, the later dict decides the meaning of the text. For example, a
+    # text that both opens and closes the reasoning opens it in `content_kinds`, and closes it in
+    # `reasoning_kinds`.
     outer_kinds = ends | wrapper_opens | wrapper_closes
     content_kinds = calls.kinds | closes | opens | outer_kinds
     reasoning_kinds = ends | interrupts | wrapper_opens | opens | closes
@@ -197,9 +211,11 @@ def _compile_sections(fmt: FormatData, layout: Sections) -> CompiledFormat:
 
 
 def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
-    """Return a dict whose keys are all spellings of the markers. Each value is `kind`.
+    """Return a dict that maps each spelling of each marker to `kind`.
 
-    White space around the markers is removed. For the spellings see `marker_spellings`.
+    The spellings of a marker differ in their white space, see `marker_spellings`. White space
+    around a marker is removed. Example: for the marker `<a>b` and the kind END, the result contains
+    `{"<a>b": END, "<a> b": END}`.
     """
     kinds: dict[str, MarkerKind] = {}
     for marker in _visible(markers):
@@ -210,24 +226,30 @@ def _kinds(markers: Iterable[str], kind: MarkerKind) -> dict[str, MarkerKind]:
 def _interrupting_markers(reasoning: Reasoning | None, calls: CompiledCalls) -> list[str]:
     """Return the markers that may start a tool call inside the reasoning.
 
-    These are the declared markers, and usually also all opening markers of tool calls and tool
-    sections. Example: `["<tool_call>"]`. The result is [] if the format has no reasoning.
-
-    In some formats, one marker closes both the reasoning and a tool call, for example
-    `<|end_message|>`. After an undeclared opening marker, this marker would not show whether the
-    tool call or the whole reasoning ends. For such formats, only the declared markers are returned.
+    Example: `["<call>"]`, because a model may write `<think>Hm<call>` without `</think>`. The
+    result contains the markers that the format declares for this purpose. The result also contains
+    the opening markers of all tool calls and tool sections, unless one marker closes both the
+    reasoning and a tool call. The result is [] if the format has no reasoning.
     """
     if reasoning is None:
         return []
     declared_markers = list(reasoning.interrupted_by)
-    reasoning_closes = set(_visible(reasoning.closes))
-    call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
-    shares_closing_marker = bool(reasoning_closes & call_closes)
-    if shares_closing_marker:
+    if _shares_closing_marker(reasoning, calls):
         return declared_markers
     opening_kinds = (MarkerKind.OPEN_CALL, MarkerKind.OPEN_SECTION)
     opening_markers = [marker for marker, kind in calls.kinds.items() if kind in opening_kinds]
     return declared_markers + opening_markers
+
+
+def _shares_closing_marker(reasoning: Reasoning, calls: CompiledCalls) -> bool:
+    """Return whether one marker, such as `<|end_message|>`, closes reasoning and also tool calls.
+
+    After the start of a tool call inside the reasoning, the text up to this marker would be
+    ambiguous: the marker ends either the tool call or the whole reasoning.
+    """
+    reasoning_closes = set(_visible(reasoning.closes))
+    call_closes = {marker for variant in calls.all for marker in variant.closing_markers}
+    return bool(reasoning_closes & call_closes)
 
 
 def _visible(markers: Iterable[str]) -> Iterator[str]:
@@ -239,48 +261,45 @@ def _visible(markers: Iterable[str]) -> Iterator[str]:
 
 
 def _compile_calls(tools: ToolSection | None, *, allows_unmarked: bool) -> CompiledCalls:
-    """Compile all variants of a tool call, and group the variants by the text that starts them.
+    """Compile the variants of a tool call, and group the variants by their first text.
 
     A variant is one of several ways in which the model may write a tool call. The parser searches
-    for the first text of each variant, such as `<tool_call>`, and then tries the variants that
-    start with this text.
+    for the first text of each variant, and then tries the variants that start with this text.
+    Examples of the groups:
+
+        group       tool call in this group             first text
+        by_trigger  `<call><function=sum>..</call>`     `<call>`, the declared marker
+        by_head     `<function=sum>..</call>`           `<function=`, because `<call>` is missing
+        unmarked    `{"name": "sum", ..}`               `{`, because no marker is declared
 
     Args:
         tools: The declaration of the tool calls, or None if the content contains no tool calls.
-        allows_unmarked: Whether a tool call without a marker may start in the content. If markers
-            surround the tool section, such a tool call never starts in the content.
+        allows_unmarked: Whether the group `unmarked` may contain variants. The group is always
+            empty if markers enclose the tool calls of a message.
     """
     if tools is None:
         return CompiledCalls()
     variants = [CompiledCall(call, tools) for call in _with_json_variants(tools.calls)]
+    by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
+    by_head = _group_by_trigger(_variants_without_marker(tools))
+    for text in by_trigger:  # The group `by_trigger` has precedence if a text starts both groups.
+        by_head.pop(text, None)
     may_be_unmarked = allows_unmarked and not tools.opens
     unmarked = [variant for variant in variants if may_be_unmarked and variant.is_unmarked]
-    by_trigger = _group_by_trigger(_variants_in_content(variants, tools))
-    # If a text starts a variant with a marker and a variant without its marker, the first variant
-    # has precedence.
-    groups_without_marker = _group_by_trigger(_variants_without_marker(tools))
-    by_head = {
-        head_start: group
-        for head_start, group in groups_without_marker.items()
-        if head_start not in by_trigger
-    }
-    kinds = dict.fromkeys(by_head, MarkerKind.CALL_HEAD)
-    kinds |= _call_kinds(tools, variants, by_trigger, unmarked)
-    return CompiledCalls(
-        all=tuple(variants),
-        by_trigger=by_trigger,
-        by_head=by_head,
-        unmarked=tuple(unmarked),
-        kinds=kinds,
+    calls = CompiledCalls(
+        all=tuple(variants), by_trigger=by_trigger, by_head=by_head, unmarked=tuple(unmarked)
     )
+    return replace(calls, kinds=_call_kinds(tools, calls))
 
 
 def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> list[CompiledCall]:
-    """Return the variants of tool calls that may start outside a tool section.
+    """Return the variants of a tool call that may start in the content.
 
-    If the format declares no tool section, these are all variants. Otherwise a model may omit the
-    opening marker of the section, and a tool call may start in the content if the tool call itself
-    has an opening marker.
+    Some formats enclose all tool calls of a message in a tool section, as in
+    `<calls><call>..</call></calls>`. A model may omit the marker `<calls>`. The tool call `<call>`
+    then starts in the content, so variants with an opening marker are returned. Variants without an
+    opening marker start only inside the section. If the format has no tool section, all variants
+    are returned.
     """
     has_section_marker = bool(tools.opens)
     if not has_section_marker:
@@ -289,11 +308,12 @@ def _variants_in_content(variants: list[CompiledCall], tools: ToolSection) -> li
 
 
 def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
-    """Yield the variants of tool calls whose opening marker the model may omit.
+    """Yield a variant without the opening marker for each tool call whose marker may be missing.
 
-    Such a variant starts with the header. The omitted marker is the opening marker of the tool call
-    or of the tool section. Example: the declaration `<tool_call><function={name}>..</tool_call>`
-    gives the variant `<function={name}>..</tool_call>`.
+    A model may omit the opening marker of a tool call or of a tool section, and start with the
+    header. Example: the declaration `<tool_call><function={name}>..</tool_call>` gives the variant
+    `<function={name}>..</tool_call>`. A header such as `{name}` does not show that a tool call
+    starts, so a tool call with this header gives no variant.
     """
     for call in tools.calls:
         has_marker = bool(call.open.strip() or tools.opens)
@@ -304,8 +324,9 @@ def _variants_without_marker(tools: ToolSection) -> Iterator[CompiledCall]:
 def _with_json_variants(calls: tuple[Call, ...]) -> list[Call]:
     """Return the declared variants of a tool call, followed by additional JSON variants.
 
-    Models sometimes write an array, `[{"name": "f", ..}]`, if the format declares an object,
-    `{"name": "f", ..}`. Models also write an object if the format declares an array.
+    A model sometimes writes an array, `[{"name": "f", ..}]`, although the format declares an
+    object, `{"name": "f", ..}`, or the reverse. Example: if only an object is declared, the result
+    contains the declaration of the object, and then the declaration of an array of such objects.
     """
     json_variants: list[Call] = []
     for call in calls:
@@ -328,10 +349,12 @@ def _has_tag_in_head(call: Call) -> bool:
 
 
 def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[CompiledCall, ...]]:
-    """Return a dict that maps each marker to the variants that start with this marker.
+    """Return a dict that maps the first text of a tool call to the variants that start with it.
 
-    Example: `{"<tool_call>": (variant,)}`. Each spelling that `marker_spellings` returns for a
-    marker is a key.
+    The first text (the trigger) is the opening marker, or the first literal of the header if there
+    is no marker. Variants without a trigger are omitted. A key is one spelling of a trigger: the
+    spellings differ in their white space, see `marker_spellings`. Example: two variants with the
+    marker `<call>` give `{"<call>": (variant_1, variant_2)}`.
     """
     by_trigger: dict[str, tuple[CompiledCall, ...]] = {}
     for variant in variants:
@@ -341,37 +364,33 @@ def _group_by_trigger(variants: Iterable[CompiledCall]) -> dict[str, tuple[Compi
     return by_trigger
 
 
-def _call_kinds(
-    tools: ToolSection,
-    variants: Iterable[CompiledCall],
-    opening_markers: Iterable[str],
-    unmarked: Iterable[CompiledCall],
-) -> dict[str, MarkerKind]:
-    """Return a dict of the markers that belong to tool calls. Each value is the kind of the marker.
+def _call_kinds(tools: ToolSection, calls: CompiledCalls) -> dict[str, MarkerKind]:
+    """Return the markers of tool calls. Each key is a marker, and each value is its meaning.
 
-    Example: `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`. If one text has several
-    kinds, the last kind that is assigned below applies. A variant is one of several ways in
-    which the model may write a tool call.
+    The parser searches the content for these markers. Example:
+    `{"<tool_call>": OPEN_CALL, "</tool_call>": CLOSE_CALLS}`.
 
     Args:
         tools: The declaration of the tool calls.
-        variants: All variants of a tool call.
-        opening_markers: The markers with which a tool call may start in the content.
-        unmarked: The variants that start without a marker in the content.
+        calls: The variants of a tool call, grouped by the texts with which the variants start. The
+            attribute `kinds` is not used.
     """
-    kinds = dict.fromkeys(_long_closing_markers(variants), MarkerKind.CLOSE_CALLS)
-    for variant in unmarked:
-        kinds |= dict.fromkeys(variant.body_openings(), MarkerKind.UNMARKED_CALL)
-    kinds |= dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS)
-    kinds |= dict.fromkeys(opening_markers, MarkerKind.OPEN_CALL)
-    kinds |= _kinds(tools.opens, MarkerKind.OPEN_SECTION)
-    return kinds
+    first_texts = [text for variant in calls.unmarked for text in variant.body_openings()]
+    # If a marker is in several dicts, the last of these dicts decides the meaning of the marker.
+    return {
+        **dict.fromkeys(calls.by_head, MarkerKind.CALL_HEAD),
+        **dict.fromkeys(_long_closing_markers(calls.all), MarkerKind.CLOSE_CALLS),
+        **dict.fromkeys(first_texts, MarkerKind.UNMARKED_CALL),
+        **dict.fromkeys(tools.closes, MarkerKind.CLOSE_CALLS),
+        **dict.fromkeys(calls.by_trigger, MarkerKind.OPEN_CALL),
+        **_kinds(tools.opens, MarkerKind.OPEN_SECTION),
+    }
 
 
 def _long_closing_markers(variants: Iterable[CompiledCall]) -> list[str]:
-    """Return the closing markers of the variants, without short markers such as `}`.
+    """Return the closing markers of the variants, except markers of less than four characters.
 
-    Content often contains such short texts.
+    Such a short text, for example `}`, often occurs in content, where it closes no tool call.
     """
     return [
         marker

@@ -17,10 +17,15 @@ _NO_HEADER = "no header follows the marker"
 class HeaderReader:
     """Reads the marker that starts a message, and the header after this marker.
 
-    Until the whole header has been read, the TextWriter stores the marker as pending text.
+    Example: of `<|start|>assistant<|channel|>final<|message|>Hi`, the marker is
+    `<|start|>assistant`, and the header is `<|channel|>final<|message|>`. Until the whole header
+    has been read, the TextWriter stores the marker as pending text. The pending text is content if
+    no header follows.
     """
 
-    __slots__ = ("_buffer", "_call_reader", "_calls_first", "_format", "_text_writer")
+    __slots__ = (
+        "_buffer", "_call_reader", "_calls_first", "_format", "_has_read_marker", "_text_writer",
+    )  # fmt: skip
 
     def __init__(self, context: ReaderContext, calls: CallReader) -> None:
         """Create a reader for message headers. `calls` reads messages that are tool calls."""
@@ -29,31 +34,37 @@ class HeaderReader:
         self._text_writer = context.text
         self._call_reader = calls
         self._calls_first = context.calls_first
+        # False until the first marker has been read. The output may start without a marker, because
+        # the prompt may end with the marker.
+        self._has_read_marker = False
 
     def start(self, marker: str) -> State:
-        """Read the marker that starts a message, and store the marker as pending text.
+        """Read the marker that starts a message, and return the state in which the header is read.
 
-        The marker is removed from the output after the header has been read.
+        The TextWriter stores the marker as pending text. The marker is removed from the output if a
+        header follows.
         """
+        self._has_read_marker = True
         self._text_writer.store_pending(self._buffer.take(len(marker)))
         return State.HEADER
 
     def read(self) -> State | None:
         """Read the header of a message, and return the state in which the message's body is read.
 
-        Example: after the marker `<|start|>assistant`, the header `<|channel|>final<|message|>`
-        leads to the state CONTENT. Text that does not match any header is content. The result is
-        None if more text is required.
+        At the start of the output, read the marker before the header first, if the output contains
+        this marker. Examples for the unread text:
+
+            `<|channel|>final<|message|>Hi`   The header is read. The next state is CONTENT.
+            `<|channel|>fin`                  More text is required, so the result is None.
+            `Hi`                              No header matches, so the text is content.
         """
         buffer = self._buffer
-        marker = self._format.message_start
-        has_read_marker = bool(self._text_writer.pending)
-        if not has_read_marker:
-            # The output has just started. The marker is optional, because the prompt may contain
-            # the marker.
+        if not self._has_read_marker:
+            marker = self._format.message_start
             if buffer.starts_with(marker):
                 return self.start(marker)
-            if buffer.is_prefix_of(marker) and not buffer.is_final:
+            may_become_marker = buffer.is_prefix_of(marker) and not buffer.is_final
+            if may_become_marker:
                 return None
         for route in self._format.routes:
             head = route.match(buffer.text, buffer.pos, buffer.is_final)
@@ -61,41 +72,43 @@ class HeaderReader:
                 return self._enter_message(route, head)
             if head == NEED_MORE:
                 return None
-        return self._drop_or_treat_as_content()
-
-    def _drop_or_treat_as_content(self) -> State:
-        """Remove an incomplete header at the end of the message, or treat the text as content.
-
-        Return the next state. Example: at the end of the message, the incomplete header
-        `<|channel|>fin` is removed. Text that does not start like a header is content.
-        """
-        if self._buffer.is_final and self._has_header_started():
-            self._text_writer.drop_pending()
-            self._text_writer.write_markup(self._buffer.take_unread())
-            return State.CONTENT
+        is_cut_off = buffer.is_final and self._has_header_started()
+        if is_cut_off:
+            return self._drop_incomplete_header()
         return self._call_reader.treat_as_content(_NO_HEADER)
 
-    def _enter_message(self, route: CompiledHeader, head: Head) -> State:
-        """Read a header that matches `route`, and return the state in which the body is read.
+    def _drop_incomplete_header(self) -> State:
+        """Remove the last message's marker and incomplete header, such as `<|channel|>fin`.
 
-        A route declares which part of the message the body is: reasoning, content or a tool call.
-        The marker that starts the message is removed from the output. Example: after `<|start|>`,
-        the header `<|channel|>final<|message|>` is removed too, and the state is CONTENT.
-
-        With the policy CALLS_FIRST, no tool call may follow content. The header of such a tool call
-        stays unread, and the state is CONTENT_ONLY, so that the parser reads the header as content.
+        Both are removed from the output, because the output has ended inside the header. Return the
+        next state.
         """
-        self._text_writer.drop_pending()  # This text is the marker that starts the message.
+        self._text_writer.drop_pending()  # The pending text is the marker.
+        self._text_writer.write_markup(self._buffer.take_unread())
+        return State.CONTENT
+
+    def _enter_message(self, route: CompiledHeader, head: Head) -> State:
+        """Remove the marker and the header of a message from the output, and return the next state.
+
+        The body of the message is read in the next state. Example: `<|start|>assistant` and
+        `<|channel|>final<|message|>` are removed, and the next state is CONTENT.
+
+        With the policy CALLS_FIRST, no tool call may follow content. If the header of a tool call
+        follows content, only the marker is removed. The header stays unread, and the state is
+        CONTENT_ONLY, so that the parser reads the header as content.
+
+        Args:
+            route: The declaration of the header. The attribute `route.stage` is the part of the
+                message that the body is: reasoning, content or a tool call.
+            head: The matched header.
+        """
+        self._text_writer.drop_pending()  # The pending text is the marker.
         is_call = route.stage is Stage.CALLS
         follows_content = self._text_writer.has_content
         if is_call and follows_content and self._calls_first:
             return State.CONTENT_ONLY
         self._text_writer.write_markup(self._buffer.take_until(head.end))
-        if is_call:
-            return self._call_reader.start_message_call(head)
-        if route.stage is Stage.REASONING:
-            return State.REASONING
-        return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE
+        return self._call_reader.start_message_call(head) if is_call else _body_state(route)
 
     def _has_header_started(self) -> bool:
         """Return whether the unread text starts with the first literal of a header."""
@@ -106,3 +119,13 @@ class HeaderReader:
         """Remove the start marker of a message if the output ends directly after this marker."""
         if self._text_writer.pending:
             self._text_writer.drop_pending()
+
+
+def _body_state(route: CompiledHeader) -> State:
+    """Return the state that reads the body of a message whose header matches `route`.
+
+    The body is reasoning, content in which tool calls may start, or content without tool calls.
+    """
+    if route.stage is Stage.REASONING:
+        return State.REASONING
+    return State.CONTENT if route.has_calls else State.PLAIN_MESSAGE

@@ -33,10 +33,17 @@ class ContentReader:
         headers: HeaderReader,
         reasoning: ReasoningReader,
     ) -> None:
-        """Create a reader for the content in `context`.
+        """Create a reader for the content of a message.
 
-        The other arguments are the readers of tool calls, message headers and reasoning. They read
-        the markers that this reader finds, and the text after these markers.
+        This reader finds the markers in the content. For each marker, the table `_marker_handlers`
+        selects a method that reads the marker and returns the next state. Example: the marker
+        `<tool_call>` has the kind OPEN_CALL, so `calls.open_call("<tool_call>")` is called.
+
+        Args:
+            context: The format, the text and the writers, which all readers share.
+            calls: The reader of tool calls.
+            headers: The reader of message headers.
+            reasoning: The reader of reasoning.
         """
         self._format = context.format
         self._buffer = context.buffer
@@ -44,9 +51,8 @@ class ContentReader:
         self._call_reader = calls
         self._header_reader = headers
         self._calls_first = context.calls_first
-        # A handler reads a marker in the content, and returns the next state. If the marker has no
-        # meaning at this place, the handler leaves the marker in the buffer and returns None.
-        # `read` then writes the marker as content.
+        # If a marker has no meaning at the current position, the method leaves the marker in the
+        # buffer and returns None. `read` then writes the marker as content.
         self._marker_handlers: dict[MarkerKind, Callable[[str], State | None]] = {
             MarkerKind.START_MESSAGE: headers.start,
             MarkerKind.OPEN_REASONING: reasoning.open_in_content,
@@ -61,12 +67,16 @@ class ContentReader:
         }
 
     def read(self) -> State | None:
-        """Read content up to a marker, and let the handler of this marker select the next state.
+        """Read content up to the next marker, then let the handler of this marker read the marker.
 
-        A handler is the method that reads markers of one kind. A marker without a meaning at this
-        place is written as content. Example: from `Hi<tool_call>`, `Hi` is written as content, and
-        the next state is CALL_START. If the policy allows no tool calls after content
-        (CALLS_FIRST), the next state after content is CONTENT_ONLY.
+        A handler is a method for markers of one kind, and returns the next state. Examples:
+
+            `Hi<tool_call>`   `Hi` is written as content. The next state is CALL_START.
+            `Hi</tool_call>`  No tool call is open, so the marker has no meaning here. The handler
+                              returns None, and the marker is written as content.
+
+        With the policy CALLS_FIRST, no tool call may follow content. After `Hi`, the next state is
+        then CONTENT_ONLY, and the marker stays unread.
 
         Returns:
             The next state, or None if more text is required.
@@ -86,7 +96,8 @@ class ContentReader:
         """Remove a closing marker that directly follows a tool call, or that closes a tool section.
 
         Example: the second `</call>` in `<call>{..}</call></call>` is removed. Return the next
-        state. If the marker is at any other place, the marker is content, so return None.
+        state. At any other position, a closing marker is content. Then return None, and leave the
+        marker in the buffer.
         """
         closes_section = self._call_reader.close_section(marker)
         if closes_section or self._call_reader.is_after_call():
@@ -94,20 +105,25 @@ class ContentReader:
         return None
 
     def _remove(self, marker: str) -> State:
-        """Remove a marker from the content."""
+        """Remove a marker from the content, and return the next state."""
         self._text_writer.write_markup(self._buffer.take(len(marker)))
         return State.CONTENT
 
     def _write_as_content(self, marker: str) -> State:
-        """Write `marker` as content, because the marker has no meaning at this place."""
+        """Write `marker` as content, because the marker has no meaning at the current position.
+
+        Return the next state. With the policy CALLS_FIRST, only content can follow content, so the
+        next state is CONTENT_ONLY.
+        """
         self._text_writer.write(self._buffer.take(len(marker)), ContentDelta)
         return State.CONTENT_ONLY if self._calls_first else State.CONTENT
 
     def read_content_only(self) -> State | None:
-        """Read content in a message that can contain no more tool calls or reasoning.
+        """Read content up to the next marker that starts or ends content, and remove this marker.
 
-        Only the markers that enclose messages or content, for example `<|im_end|>`, are removed.
-        Example: `Hi <tool_call><|im_end|>` is written as `Hi <tool_call>`.
+        In the state CONTENT_ONLY, the rest of the message contains no tool calls and no reasoning,
+        so other markers are content. Example: from `Hi <tool_call><|im_end|>`, the text
+        `Hi <tool_call>` is written as content, and `<|im_end|>` is removed.
 
         Returns:
             The next state, or None if more text is required.
@@ -121,16 +137,17 @@ class ContentReader:
         return State.CONTENT_ONLY
 
     def read_plain_message(self) -> State | None:
-        """Read the body of a message that cannot contain tool calls.
+        """Read the body of a message without tool calls up to the end of the message.
 
-        Markers of tool calls have no meaning in this message. Example: a message to the user may
-        quote `<tool_call>` to explain the format.
+        Markers of tool calls have no meaning in this message, so they are written as content. The
+        next message starts with a marker such as `<|start|>`. A marker such as `<|end|>` ends the
+        current message. Example: from `Write <tool_call>.<|end|>`, the text `Write <tool_call>.` is
+        written as content, and `<|end|>` is removed.
 
         Returns:
             The next state, or None if more text is required.
         """
-        # The parser is in this state only if the format writes reasoning as a separate message. The
-        # markers that end a reasoning message also end the body of the current message.
+        # Messages with reasoning and messages without tool calls end at the same markers.
         text_end, marker = self._format.reasoning_markers.find(self._buffer)
         if text_end > self._buffer.pos:
             self._text_writer.write(self._buffer.take_until(text_end), ContentDelta)
@@ -140,16 +157,17 @@ class ContentReader:
             return self._header_reader.start(marker)
         return self._remove(marker)  # The message has ended, so tool calls may follow.
 
-    def finish_marker(self, state: State) -> None:
-        """Remove an incomplete marker at the end of the message.
+    def drop_incomplete_marker(self, state: State) -> None:
+        """Remove the unread text if it is an incomplete marker at the end of the message.
 
-        An incomplete marker is removed only if the marker has several tags and the first tag is
-        complete. Any other incomplete marker is content, because ordinary text may contain such
-        characters. Example: of the marker `<|message|><|text|>`, the beginning `<|message|><|te` is
-        removed, but `<|mess` is content.
+        The text is removed only if the marker has several tags, and the text contains the complete
+        first tag. Example: for the marker `<|message|><|text|>`, the text `<|message|><|te` is
+        removed. The text `<|mess` stays unread and becomes content, because ordinary text may
+        contain a part of a tag.
 
         Args:
-            state: The state in which the message has ended.
+            state: The state in which the message has ended. Reasoning has other markers than
+                content.
         """
         last_text = self._buffer.unread()
         if not last_text:

@@ -51,16 +51,24 @@ class Machine:
     `[ReasoningDelta("Hm"), ContentDelta("Hi")]`.
 
     For each state, a table contains the method that reads text in this state. The method returns
-    the next state, or None if it needs more text. Text that a method has not read is passed to the
-    method again, together with the text that follows.
+    the next state, or None if more text is required. Text that the method has not read stays in the
+    buffer, and the method is called again when more text has arrived.
     """
 
     def __init__(
         self, format: CompiledFormat, tools: Tools, policy: Policy, new_id: Callable[[], str]
     ) -> None:
-        """Create the readers and writers, and enter the state CONTENT.
+        """Create the readers and writers for one message, and enter the state CONTENT.
 
-        The readers share one buffer and one list of events. For the parameters see `StreamParser`.
+        All readers read from one buffer, and all writers append to one list of events. A reader
+        receives those readers to which it passes control: for example, the reader of content
+        receives the reader of tool calls, because a tool call may follow content.
+
+        Args:
+            format: The compiled format of the model's output.
+            tools: The tools that the request offers.
+            policy: The rules for cases that the format does not define.
+            new_id: A function that generates an id for a tool call to which the model gave no id.
         """
         self._events: list[Event] = []
         self._buffer = TextBuffer()
@@ -77,9 +85,10 @@ class Machine:
         self._enter(State.CONTENT)
 
     def _methods_by_state(self) -> dict[State, Callable[[], State | None]]:
-        """Return the table of the methods that read text, one for each state.
+        """Return the table that contains, for each state, the method that reads text in this state.
 
-        Each method returns the next state, or None if the method needs more text.
+        Each method reads text from the buffer, and returns the next state, or None if more text is
+        required. Example: in the state HEADER, the HeaderReader reads the header of a message.
         """
         return {
             State.UNCLASSIFIED: self._reasoning_reader.read_unclassified,
@@ -100,66 +109,82 @@ class Machine:
     def _enter(self, state: State) -> None:
         """Change the state to `state`, and select the method that reads text in this state."""
         self._state = state
-        # The method is looked up here, not for each piece of text, because the state rarely
-        # changes.
+        # The method is looked up here, and not for each piece of text, because the state changes
+        # rarely.
         self._read = self._read_methods[state]
 
     def start(self, start_point: StartPoint) -> None:
         """Enter the state in which the output starts. The state before this call is CONTENT.
 
-        Example: if the prompt ends with `<think>`, the output starts in the state REASONING.
+        The end of the prompt determines this state. Examples:
+
+            end of the prompt                  state
+            `<|assistant|>`                    CONTENT
+            `<|assistant|><think>`             REASONING
+            `<|start|>assistant`               HEADER, because the header is incomplete
+            `<|assistant|><think>Hm</think>`   CONTENT, because `<think>Hm</think>` is parsed first
+            unknown                            UNCLASSIFIED, if reasoning may start without a marker
 
         Args:
-            start_point: The start of the output, which the prompt determines. If the prompt already
-                contains the beginning of the message, `start_point.prefill` is this beginning.
+            start_point: The stage at the end of the prompt (reasoning, content or tool calls). The
+                stage is None inside a header. `start_point.prefill` is the beginning of the
+                message, if the prompt contains a beginning.
         """
         starts_in_reasoning = start_point.stage is Stage.REASONING
-        if start_point.stage is None:  # The prompt ends inside the header of a message.
+        if start_point.stage is None:
             self._enter(State.HEADER)
         elif start_point.prefill:
-            # Parsing the prefill shows the state in which the output starts. The client receives no
-            # events for the prefill.
-            self._forget_prompt(self.feed(start_point.prefill))
+            prefill_events = self.feed(start_point.prefill)  # Also enters the final state.
+            self._forget_prompt(prefill_events)
         elif self._delays_first_text(start_point):
-            # The first text may be reasoning or content. A marker will show which of the two it is.
-            # If no marker follows, the text is reasoning if the output starts in the reasoning.
+            # The text before the first marker is stored until the marker shows its stage. A message
+            # without markers belongs to the stage of `start_point`.
             self._reasoning_reader.is_reasoning_by_default = starts_in_reasoning
             self._enter(State.UNCLASSIFIED)
         elif starts_in_reasoning:
             self._enter(self._reasoning_reader.start_opened())
 
     def _delays_first_text(self, start_point: StartPoint) -> bool:
-        """Return whether the first text is stored until a marker shows if the text is reasoning."""
+        """Return whether the first text is stored, because it may be either reasoning or content.
+
+        The prompt is then unknown, and the format has a marker that closes the reasoning. This
+        marker will show that the stored text is reasoning.
+        """
         is_ambiguous = self._reasoning_reader.delays_unclassified_text()
         return is_ambiguous and not start_point.is_prompt_known
 
     def _forget_prompt(self, events: list[Event]) -> None:
-        """Treat all earlier text as a part of the prompt, and discard the events of the prompt.
+        """Discard the events of the beginning of the message that the prompt contains.
 
-        The model has not generated this text, so the client receives no events for it. There is one
-        exception: if a tool call is open at the end of the prompt, its arguments continue in the
-        output, so the next `feed` returns the events of this tool call.
+        The client receives only events of text that the model generates. There are two exceptions,
+        which the next `feed` returns:
+
+        - The events of a tool call that is open at the end of the prompt, because the output
+          continues its arguments.
+        - The opening marker of reasoning that the policy writes as content.
 
         Args:
-            events: All events of the prompt.
+            events: All events of the text in the prompt.
         """
         open_call_events = self._call_writer.restart_numbering(events)
-        # The prompt also includes text that has not been classified yet.
+        # The last characters of the prompt may not have been classified yet. The TextWriter must
+        # remove these characters from later events.
         num_stored_chars = self._reasoning_reader.num_stored_chars()
         num_unread_chars = len(self._buffer.unread())
         self._text_writer.forget_prompt(num_stored_chars + num_unread_chars)
         if self._state is State.INLINE_REASONING:
-            # The events of the prompt are discarded, including the event with the opening marker.
-            # The client needs this marker, so the marker is written again.
             self._reasoning_reader.repeat_opening_marker()
         self._events += open_call_events
 
     def set_trace(self, trace: Trace | None) -> None:
-        """From now on, pass each piece of text and its classification to the function `trace`."""
+        """Set the function that receives each piece of later text and its classification."""
         self._text_writer.set_trace(trace)
 
     def feed(self, text: str) -> list[Event]:
-        """Parse as much of `text` as possible, and return the new events."""
+        """Parse the next piece of the message, and return the new events.
+
+        The end of `text` stays in the buffer if it may be the start of a marker.
+        """
         self._buffer.append(text)
         self._run()
         events = self._events[:]
@@ -167,7 +192,7 @@ class Machine:
         return events
 
     def _run(self) -> None:
-        """Parse the unread text until no text is left, or until a reader needs more text."""
+        """Parse the unread text until no text is left, or until more text is required."""
         buffer = self._buffer
         while buffer.pos < len(buffer.text):
             state = self._read()
@@ -179,12 +204,12 @@ class Machine:
     def finish(self) -> list[Event]:
         """Parse all remaining text as the end of the message, and return the last events.
 
-        Text that was stored because more text could have changed its meaning is now reasoning,
-        content or a tool call. The machine cannot be used after this call.
+        Text may be stored or unread, because more text could have changed its meaning. This text is
+        now classified. Examples: `Hi <` is content, and `<tool_call>{"name": "f"` is a tool call
+        without arguments. The machine cannot be used after this call.
         """
         self._buffer.is_final = True
-        # The order of these steps is important, because a step may enter a state that only a later
-        # step can end.
+        # A step may enter a state that only a later step can end, so the order must not change.
         self._finish_before_reading()
         self._run()
         self._finish_interrupted_reasoning()
@@ -196,37 +221,44 @@ class Machine:
         return self._events
 
     def _finish_before_reading(self) -> None:
-        """Classify the stored text, and remove an incomplete marker at the end of the message.
+        """Classify the first text if no marker has shown its stage, and drop an incomplete marker.
 
-        Stored text may be reasoning or content, and no more text can show which of the two it is.
+        The first text, in the state UNCLASSIFIED, is stored because it may be reasoning or content.
+        Example of an incomplete marker at the end of the message: `<|message|><|te`, the beginning
+        of the marker `<|message|><|text|>`.
         """
         if self._state is State.UNCLASSIFIED:
             self._enter(self._reasoning_reader.finish_unclassified())
         if self._state in (State.REASONING, State.CONTENT, State.CONTENT_ONLY):
-            self._content_reader.finish_marker(self._state)
+            self._content_reader.drop_incomplete_marker(self._state)
 
     def _finish_interrupted_reasoning(self) -> None:
-        """Read a tool call inside the reasoning if the reasoning was never closed.
+        """Read a tool call inside the reasoning if no closing marker of the reasoning has followed.
 
-        In the state INTERRUPTED_REASONING, the text of the tool call has been stored.
-        `finish_interrupted` puts this text back into the buffer.
+        In the state INTERRUPTED_REASONING, all text from the tool call on has been stored, because
+        a closing marker would have shown that the text is reasoning. `finish_interrupted` puts the
+        stored text back into the buffer, and the text is then read as a tool call.
         """
         if self._state is State.INTERRUPTED_REASONING:
             self._enter(self._reasoning_reader.finish_interrupted())
             self._run()
 
     def _finish_incomplete_calls(self) -> None:
-        """End an incomplete tool call at the end of the message.
+        """End each tool call whose body is incomplete at the end of the message.
 
-        `finish_body` may find the closing marker in the stored arguments. The text after this
-        marker is then read again, and may contain another incomplete tool call.
+        There may be several. If a quote is missing in the arguments, the text after the tool call
+        was read as a part of the arguments. `finish_body` then ends the tool call at its closing
+        marker. The text after the marker is read again, and may contain another tool call.
         """
         while self._state is State.CALL_BODY:
             self._enter(self._call_reader.finish_body())
             self._run()
 
     def _finish_state(self) -> None:
-        """At the end of the message, end an incomplete tool call, header or tool section."""
+        """End a tool call with invalid arguments, or an incomplete header or tool section.
+
+        No more text follows, so these parts of the message cannot be completed.
+        """
         if self._state is State.BROKEN_CALL:
             self._call_reader.finish_broken()
         elif self._state is State.HEADER:
@@ -236,7 +268,10 @@ class Machine:
 
     @property
     def stage(self) -> Stage:
-        """The part of the message to which the next character probably belongs."""
+        """The part of the message to which the next character probably belongs.
+
+        The part is reasoning, content or tool calls. Example: after `<think>`, it is reasoning.
+        """
         if self._state is State.UNCLASSIFIED:
             is_reasoning = self._reasoning_reader.is_reasoning_by_default
             return Stage.REASONING if is_reasoning else Stage.CONTENT
